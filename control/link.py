@@ -1,0 +1,154 @@
+"""Both ends of a long-lived bidirectional stream: a client that reconnects, and a server's outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox(Generic[Out]):
+    """Messages for one stream, in order. `put` never blocks; iterating ends after `close`."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Out | None] = asyncio.Queue()
+
+    def put(self, message: Out) -> None:
+        self._queue.put_nowait(message)
+
+    def close(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[Out]:
+        while (message := await self._queue.get()) is not None:
+            yield message
+
+
+class DuplexLink(Generic[Out, In]):
+    """A client's end of a bidirectional stream that is opened again whenever it breaks.
+
+    On each (re)connection the messages of `first_messages` go out before any other. What was queued when a stream
+    broke is dropped: both sides bring each other up to date by their first messages, so nothing stale is replayed.
+    `send` while the link is down queues nothing and returns False.
+    """
+
+    def __init__(
+        self,
+        open_call: Callable[[], Any],
+        on_message: Callable[[In], Awaitable[None] | None],
+        first_messages: Callable[[], Iterable[Out]] = tuple,
+        *,
+        on_down: Callable[[], Awaitable[None] | None] | None = None,
+        reconnect: bool = True,
+        retry_s: float = 0.1,
+    ) -> None:
+        self._open_call = open_call
+        self._on_message = on_message
+        self._first_messages = first_messages
+        self._on_down = on_down
+        self._reconnect = reconnect
+        self._retry_s = retry_s
+        self._outbox: Outbox[Out] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> bool:
+        return self._outbox is not None
+
+    def send(self, message: Out) -> bool:
+        """Queue a message for the open stream; False, and nothing happens, while there is none."""
+        if self._outbox is None:
+            return False
+        self._outbox.put(message)
+        return True
+
+    def start(self) -> asyncio.Task[None]:
+        """Run in a task of the current loop, until `close` (or the first break, with `reconnect=False`)."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self.run())
+        return self._task
+
+    async def run(self) -> None:
+        while True:
+            await self._one_stream()
+            if not self._reconnect:
+                return
+            await asyncio.sleep(self._retry_s)
+
+    async def _one_stream(self) -> None:
+        outbox: Outbox[Out] = Outbox()
+        call = self._open_call()
+        writer = asyncio.get_running_loop().create_task(_drain(call, outbox))
+        try:
+            for message in self._first_messages():
+                outbox.put(message)
+            self._outbox = outbox
+            async for message in call:
+                await settle(self._on_message(message))
+        except grpc.aio.AioRpcError as error:
+            level = logging.DEBUG if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) else logging.WARNING
+            logger.log(level, "stream broke: %s %s", error.code().name, error.details())
+        finally:
+            self._outbox = None
+            writer.cancel()
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer
+            if self._on_down is not None:
+                await settle(self._on_down())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+
+async def _drain(call: Any, outbox: Outbox[Any]) -> None:
+    try:
+        async for message in outbox:
+            await call.write(message)
+        await call.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # the reading side sees the same break and says so
+
+
+async def settle(value: Awaitable[None] | None) -> None:
+    """Await a callback's result where it is awaitable."""
+    if inspect.isawaitable(value):
+        await value
+
+
+async def serve_stream(
+    requests: AsyncIterator[In], outbox: Outbox[Out], on_message: Callable[[In], Awaitable[None] | None]
+) -> AsyncIterator[Out]:
+    """A server's end: yields the outbox while a task reads; ends when the client does, or the outbox is closed."""
+
+    async def read() -> None:
+        try:
+            async for message in requests:
+                await settle(on_message(message))
+        except grpc.aio.AioRpcError:
+            logger.debug("a peer's stream broke")
+        finally:
+            outbox.close()
+
+    reader = asyncio.get_running_loop().create_task(read())
+    try:
+        async for message in outbox:
+            yield message
+        if reader.done() and not reader.cancelled() and (error := reader.exception()):
+            raise error
+    finally:
+        reader.cancel()

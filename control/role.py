@@ -1,0 +1,122 @@
+"""How every role joins the supervisor: one open stream, heartbeats up, the cluster's view and orders down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+import grpc
+
+from alignedserve.control.link import DuplexLink, settle
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
+logger = logging.getLogger(__name__)
+
+
+def new_incarnation() -> int:
+    """Grows with each start of a process on one node: the start's Unix time in nanoseconds."""
+    return time.time_ns()
+
+
+class RoleHost:
+    """A role's side of `Supervisor.Join`.
+
+    `heartbeat` is called on the loop every `heartbeat_s` and whenever `report` is; `on_view` for each new view;
+    `on_end` when the supervisor orders the role to end, or when no supervisor was heard of for `orphan_after_s`.
+    `locate` is asked for the supervisor's address after the stream broke: a restarted one has another.
+    """
+
+    def __init__(
+        self,
+        process: pb.ProcessKey,
+        address: str,
+        supervisor_address: str,
+        token: str,
+        heartbeat: Callable[[], sv.Heartbeat],
+        on_view: Callable[[sv.ClusterView], Awaitable[None] | None],
+        on_end: Callable[[str], Awaitable[None] | None],
+        *,
+        node_id: str = "",
+        heartbeat_s: float = 1.0,
+        orphan_after_s: float = 60.0,
+        locate: Callable[[], Awaitable[str | None]] | None = None,
+    ) -> None:
+        self.process = process
+        self.view = sv.ClusterView()
+        self._hello = sv.RoleHello(process=process, pid=os.getpid(), node_id=node_id, address=address)
+        self._supervisor_address = supervisor_address
+        self._token = token
+        self._heartbeat = heartbeat
+        self._on_view = on_view
+        self._on_end = on_end
+        self._heartbeat_s = heartbeat_s
+        self._orphan_after_s = orphan_after_s
+        self._locate = locate
+        self._heard_at = time.monotonic()
+        self._channel: TokenChannel | None = None
+        self._link: DuplexLink[sv.RoleReport, sv.RoleOrder] = DuplexLink(
+            self._open, self._on_order, self._first, on_down=self._on_down
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Join, and keep joined, in tasks of the current loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._link.run()), loop.create_task(self._beat())]
+
+    def report(self) -> None:
+        """Send a heartbeat now: something changed."""
+        self._link.send(sv.RoleReport(heartbeat=self._heartbeat()))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._drop_channel()
+
+    def _open(self) -> grpc.aio.StreamStreamCall:
+        if self._channel is None:
+            self._channel = open_channel(self._supervisor_address, self._token)
+        return sv_grpc.SupervisorStub(self._channel).Join()
+
+    def _first(self) -> Iterable[sv.RoleReport]:
+        return (sv.RoleReport(hello=self._hello), sv.RoleReport(heartbeat=self._heartbeat()))
+
+    async def _on_order(self, order: sv.RoleOrder) -> None:
+        self._heard_at = time.monotonic()
+        kind = order.WhichOneof("body")
+        if kind == "view":
+            self.view = order.view
+            await settle(self._on_view(order.view))
+        elif kind == "end":
+            await settle(self._on_end("the supervisor ordered it"))
+        elif kind == "refused":
+            await settle(self._on_end(f"the supervisor refused this process: {order.refused.message}"))
+
+    async def _on_down(self) -> None:
+        if self._locate is not None and (address := await self._locate()):
+            if address != self._supervisor_address:
+                logger.info("the supervisor is now at %s", address)
+                self._supervisor_address = address
+                await self._drop_channel()
+
+    async def _drop_channel(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if self._link.up:
+                self._heard_at = time.monotonic()
+                self.report()
+            elif time.monotonic() - self._heard_at > self._orphan_after_s:
+                await settle(self._on_end(f"no supervisor was heard of for {self._orphan_after_s:g} s"))
+                return

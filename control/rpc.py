@@ -1,0 +1,114 @@
+"""gRPC between processes of one cluster: loopback or node address only, a token on every call, capped messages."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+TOKEN_KEY = "alignedserve-token"
+MAX_MESSAGE_BYTES = 64 << 20
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    # A stopped peer shows after about a second; keepalive alone takes a minute.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Ends every call that does not carry the cluster's token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call does not carry the cluster's token")
+
+        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == TOKEN_KEY and hmac.compare_digest(str(value).encode(), self._token):
+                return await continuation(handler_call_details)
+        return self._refusal
+
+
+class RpcServer:
+    """One role's gRPC server, on a free port."""
+
+    def __init__(self, token: str, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._server = grpc.aio.server(interceptors=[_TokenCheck(token)], options=_OPTIONS)
+
+    def add(self, register: Callable[[Any, Any], None], servicer: object) -> None:
+        """`register` is the generated `add_…Servicer_to_server`."""
+        register(servicer, self._server)
+
+    async def start(self) -> str:
+        """Bind a free port and serve; returns "host:port"."""
+        port = self._server.add_insecure_port(f"{self._host}:0")
+        await self._server.start()
+        return f"{self._host}:{port}"
+
+    async def stop(self, grace_s: float = 0.2) -> None:
+        await self._server.stop(grace_s)
+
+
+class TokenChannel:
+    """A channel whose every call carries the token. Has what generated stubs use of `grpc.aio.Channel`."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = ((TOKEN_KEY, token),)
+
+    def _wrap(self, factory: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
+        call = factory(*args, **kwargs)
+        own = self._metadata
+
+        def with_token(*call_args: Any, metadata: Any = None, **call_kwargs: Any) -> Any:
+            return call(*call_args, metadata=(*own, *(metadata or ())), **call_kwargs)
+
+        return with_token
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._wrap(self._channel.unary_unary, args, kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._wrap(self._channel.unary_stream, args, kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._wrap(self._channel.stream_unary, args, kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self._wrap(self._channel.stream_stream, args, kwargs)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def open_channel(address: str, token: str) -> TokenChannel:
+    """A channel to another role's server, every call with the token. Opened lazily, reconnects by itself."""
+    options = [
+        *_OPTIONS,
+        ("grpc.http2.ping_timeout_ms", 1_000),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    return TokenChannel(grpc.aio.insecure_channel(address, options=options), token)

@@ -1,0 +1,68 @@
+"""A worker's way to the gateways: token events, grouped by the replica that owns the request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from alignedserve.control.link import Outbox
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+
+logger = logging.getLogger(__name__)
+
+
+class TokenEmitter:
+    """Sends token events, all of one iteration in one message a gateway. Used from one event loop.
+
+    A gateway that cannot be reached loses its events, and `on_gateway_lost(address)` is called: it owned the
+    requests, so nobody is left who wants them.
+    """
+
+    def __init__(self, process: pb.ProcessKey, token: str, on_gateway_lost: Callable[[str], None]) -> None:
+        self._process = process
+        self._token = token
+        self._on_gateway_lost = on_gateway_lost
+        self._streams: dict[str, tuple[TokenChannel, Outbox[gw.TokenBatch], asyncio.Task[None]]] = {}
+
+    def emit(self, events: Iterable[tuple[str, gw.TokenEvent]]) -> None:
+        """Queue `(gateway_address, event)` pairs."""
+        batches: dict[str, gw.TokenBatch] = {}
+        for address, event in events:
+            batch = batches.get(address)
+            if batch is None:
+                batch = batches[address] = gw.TokenBatch(sender=self._process)
+            batch.events.append(event)
+        for address, batch in batches.items():
+            self._outbox(address).put(batch)
+
+    def _outbox(self, address: str) -> Outbox[gw.TokenBatch]:
+        if address not in self._streams:
+            channel, outbox = open_channel(address, self._token), Outbox[gw.TokenBatch]()
+            task = asyncio.get_running_loop().create_task(self._push(address, channel, outbox))
+            self._streams[address] = (channel, outbox, task)
+        return self._streams[address][1]
+
+    async def _push(self, address: str, channel: TokenChannel, outbox: Outbox[gw.TokenBatch]) -> None:
+        try:
+            await gw_grpc.TokenSinkStub(channel).Push(aiter(outbox))
+        except Exception as error:  # whatever broke it, the gateway is not there for these requests any more
+            logger.warning("gateway %s cannot be reached: %s", address, error.__class__.__name__)
+        finally:
+            self._streams.pop(address, None)
+        self._on_gateway_lost(address)
+        await channel.close()
+
+    async def close(self) -> None:
+        streams = list(self._streams.values())
+        for _, outbox, _ in streams:
+            outbox.close()
+        tasks = [task for _, _, task in streams]
+        if tasks:
+            await asyncio.wait(tasks, timeout=0.5)
+        for channel, _, task in streams:
+            task.cancel()
+            await channel.close()

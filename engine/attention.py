@@ -1,0 +1,166 @@
+"""The attention function that transformers calls, and what it passes to a paged backend.
+
+Two implementations are registered with transformers:
+
+- `alignedserve` serves. It is not in the mask interface: `create_causal_mask` then returns None at once
+  (transformers 5.17 to 5.23; a registered one costs a scan of `position_ids`, on a GPU a synchronisation).
+- `alignedserve_probe` is used once, after loading. Its mask function returns a `MaskMark`, so that the attention
+  function sees what the model's mask would have hidden, and refuses a model that hides more than it says.
+
+Both refuse keyword arguments that they do not know: one that is ignored gives wrong tokens in silence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from alignedserve.engine.backends.base import AttentionBackend, AttentionOptions
+from alignedserve.errors import AlignedServeError, UnsupportedModelError
+
+SERVING = "alignedserve"
+PROBING = "alignedserve_probe"
+
+# What transformers passes along that says nothing about which token sees which, at any value.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "logits_to_keep",
+        "past_key_values",
+        "layer_idx",
+        "num_items_in_batch",
+    }
+)
+# Harmless at one value only.
+_HARMLESS_VALUES: dict[str, Any] = {"output_attentions": False, "is_causal": True, "dropout": 0.0}
+
+
+@dataclass(slots=True)
+class ActiveForward:
+    """The forward pass that this thread is in: its backend, and the layers that attended so far."""
+
+    backend: AttentionBackend
+    layers: list[int] = field(default_factory=list)
+
+
+class _Current(threading.local):
+    forward: ActiveForward | None = None
+
+
+_current = _Current()
+
+
+@dataclass(frozen=True, slots=True)
+class MaskMark:
+    """Stands for a mask while probing: `local_size` is the window (or chunk) that it would apply."""
+
+    local_size: int | None
+
+
+@contextmanager
+def active(forward: ActiveForward) -> Iterator[ActiveForward]:
+    """Make `forward` the one that attention functions of this thread serve."""
+    previous, _current.forward = _current.forward, forward
+    try:
+        yield forward
+    finally:
+        _current.forward = previous
+
+
+def register() -> None:
+    """Register both implementations with transformers (idempotent)."""
+    AttentionInterface.register(SERVING, paged_attention)
+    AttentionInterface.register(PROBING, probing_attention)
+    AttentionMaskInterface.register(PROBING, _mask_mark)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the paged store of the active forward pass.
+
+    `query` is `[1, heads, tokens, head_dim]`, `key` and `value` `[1, kv_heads, tokens, head_dim]` of the new tokens.
+    Returns `[1, tokens, heads, head_dim]`. Raises UnsupportedModelError for an argument it does not know.
+    """
+    forward = _current.forward
+    if forward is None:
+        raise AlignedServeError("paged attention was called outside ModelRunner.forward")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} brings an attention mask of its own")
+    for name, given in kwargs.items():
+        if given is not None and name not in _HARMLESS:
+            _refuse_unless_harmless(module, name, given)
+    layer = module.layer_idx
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    forward.layers.append(layer)
+    backend = forward.backend
+    backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = backend.attend(layer, query[0].transpose(0, 1), options)
+    return output.unsqueeze(0), None
+
+
+def probing_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`paged_attention`, after checking once what serving cannot check at every call."""
+    name = type(module).__name__
+    if not isinstance(attention_mask, MaskMark):
+        raise UnsupportedModelError(f"{name} does not take its mask from transformers' mask interface")
+    if attention_mask.local_size != kwargs.get("sliding_window"):
+        raise UnsupportedModelError(
+            f"{name} hides all but {attention_mask.local_size} tokens by its mask and passes "
+            f"sliding_window={kwargs.get('sliding_window')}: the two must agree"
+        )
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        raise UnsupportedModelError(f"{name} does not say which layer it is")
+    if getattr(module, "is_causal", True) is not True:
+        raise UnsupportedModelError(f"{name} is not causal")
+    if key.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1]:
+        raise UnsupportedModelError(
+            f"{name} has heads of different sizes (query {query.shape[-1]}, key {key.shape[-1]}, "
+            f"value {value.shape[-1]})"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise UnsupportedModelError(f"{name} has {query.shape[1]} query heads on {key.shape[1]} key heads")
+    return paged_attention(module, query, key, value, None, **kwargs)
+
+
+def _refuse_unless_harmless(module: torch.nn.Module, name: str, given: Any) -> None:
+    if name in _HARMLESS_VALUES and not isinstance(given, torch.Tensor) and given == _HARMLESS_VALUES[name]:
+        return
+    raise UnsupportedModelError(f"{type(module).__name__} needs {name!r}, which paged attention does not have")
+
+
+def _mask_mark(*_args: Any, local_size: int | None = None, attention_mask: Any = None, **_kwargs: Any) -> MaskMark:
+    if attention_mask is not None:
+        raise UnsupportedModelError("the model masks tokens of a batch that has no padding")
+    return MaskMark(local_size)

@@ -1,0 +1,11 @@
+"""Names of the attention backends."""
+
+from __future__ import annotations
+
+from alignedserve.engine.backends.base import AttentionBackend
+from alignedserve.registry import Registry
+
+BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "attention backend",
+    {"torch": "alignedserve.engine.backends.torch_backend:TorchBackend"},
+)

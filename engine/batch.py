@@ -1,0 +1,158 @@
+"""What one forward pass holds: packed tokens of several requests, and where their keys and values live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import torch
+
+from alignedserve.errors import AccountingError
+
+LogitRows = Literal["last", "all", "none"]
+
+
+@dataclass(slots=True)
+class ForwardItem:
+    """One request's part of a forward pass.
+
+    `token_ids` are new tokens at positions `start .. start + len(token_ids) - 1`; `start` tokens are in the cache
+    already. `block_ids` cover all of them, `block_size` tokens each. `logits` says for which new tokens the caller
+    wants logits.
+    """
+
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+    logits: LogitRows = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A prefill chunk inside the packed batch: rows `begin .. end - 1`, after `start` cached tokens.
+
+    `blocks` are the ids of the blocks that hold its `start + end - begin` tokens (int64, on the cache's device).
+    """
+
+    begin: int
+    end: int
+    start: int
+    blocks: torch.Tensor
+
+    @property
+    def query_tokens(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.start + self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows with one new token each, flattened over the blocks that they attend to.
+
+    `rows` is None where every packed token is such a row, in order. All tensors are int64 on the cache's device.
+    """
+
+    rows: torch.Tensor | None  # [requests] packed positions
+    lengths: torch.Tensor  # [requests] tokens attended to, the new one included
+    lengths_list: list[int]
+    blocks: torch.Tensor  # [blocks] block ids, request after request
+    owner: torch.Tensor  # [blocks] index of the request that each block belongs to
+    first_token: torch.Tensor  # [blocks] position of each block's first token
+    blocks_list: list[int]  # [requests] blocks of each request
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths_list)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Packed inputs of one forward pass, built once and shared by all layers."""
+
+    input_ids: torch.Tensor  # [1, tokens]
+    position_ids: torch.Tensor  # [1, tokens]
+    logit_rows: torch.Tensor  # [logit rows] packed positions whose logits are wanted
+    slot_block: torch.Tensor  # [tokens] block that each new token's KV goes to
+    slot_offset: torch.Tensor  # [tokens] and its place inside the block
+    spans: tuple[Span, ...]
+    decode: DecodeRows | None
+
+    @property
+    def tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+
+def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, device: torch.device) -> PackedBatch:
+    """Pack `items` in order. Raises AccountingError where an item's blocks do not cover its tokens or do not exist."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slot_block: list[int] = []
+    logit_rows: list[int] = []
+    spans: list[Span] = []
+    single: list[tuple[int, ForwardItem]] = []
+    for item in items:
+        begin, count, start = len(token_ids), len(item.token_ids), item.start
+        _check_item(item, block_size, num_blocks)
+        token_ids += item.token_ids
+        if count == 1:
+            positions.append(start)
+            slot_block.append(item.block_ids[start // block_size])
+            single.append((begin, item))
+        else:
+            positions += range(start, start + count)
+            slot_block += [item.block_ids[position // block_size] for position in range(start, start + count)]
+            used = -(-(start + count) // block_size)
+            blocks = torch.tensor(item.block_ids[:used], dtype=torch.int64).to(device, non_blocking=True)
+            spans.append(Span(begin, begin + count, start, blocks))
+        if item.logits == "last":
+            logit_rows.append(begin + count - 1)
+        elif item.logits == "all":
+            logit_rows += range(begin, begin + count)
+    position_ids = torch.tensor(positions, dtype=torch.int64)
+    return PackedBatch(
+        input_ids=torch.tensor([token_ids], dtype=torch.int64).to(device, non_blocking=True),
+        position_ids=position_ids.unsqueeze(0).to(device, non_blocking=True),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True),
+        slot_block=torch.tensor(slot_block, dtype=torch.int64).to(device, non_blocking=True),
+        slot_offset=(position_ids % block_size).to(device, non_blocking=True),
+        spans=tuple(spans),
+        decode=_decode_rows(single, block_size, not spans, device) if single else None,
+    )
+
+
+def _check_item(item: ForwardItem, block_size: int, num_blocks: int) -> None:
+    if not item.token_ids:
+        raise AccountingError("an item of a forward pass has no tokens")
+    needed = -(-(item.start + len(item.token_ids)) // block_size)
+    if len(item.block_ids) < needed:
+        raise AccountingError(
+            f"{len(item.block_ids)} blocks of {block_size} do not cover {item.start + len(item.token_ids)} tokens"
+        )
+    if min(item.block_ids) < 0 or max(item.block_ids) >= num_blocks:
+        raise AccountingError(f"a block id lies outside this store of {num_blocks} blocks")
+
+
+def _decode_rows(
+    single: list[tuple[int, ForwardItem]], block_size: int, whole: bool, device: torch.device
+) -> DecodeRows:
+    lengths = [item.start + 1 for _, item in single]
+    counts = [-(-length // block_size) for length in lengths]
+    blocks = list(chain.from_iterable(item.block_ids[:n] for (_, item), n in zip(single, counts, strict=True)))
+    counts_tensor = torch.tensor(counts, dtype=torch.int64)
+    owner = torch.repeat_interleave(torch.arange(len(single)), counts_tensor)
+    first_block = torch.cumsum(counts_tensor, 0) - counts_tensor
+    first_token = (torch.arange(len(blocks)) - first_block[owner]) * block_size
+    return DecodeRows(
+        rows=None if whole else torch.tensor([row for row, _ in single], dtype=torch.int64).to(device),
+        lengths=torch.tensor(lengths, dtype=torch.int64).to(device, non_blocking=True),
+        lengths_list=lengths,
+        blocks=torch.tensor(blocks, dtype=torch.int64).to(device, non_blocking=True),
+        owner=owner.to(device, non_blocking=True),
+        first_token=first_token.to(device, non_blocking=True),
+        blocks_list=counts,
+    )

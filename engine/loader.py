@@ -1,0 +1,74 @@
+"""Loads a model's weights, strictly, and proves that paged attention computes what the model means."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from alignedserve.engine import attention
+from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.model import ModelInfo, check_model_folder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, whose attention is the paged one."""
+
+    info: ModelInfo
+    model: PreTrainedModel
+    device: torch.device
+    keeps_logits: bool
+    """Whether its forward takes `logits_to_keep` as a tensor of positions."""
+
+
+def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: bool = False) -> LoadedModel:
+    """Load the safetensors weights of `info` on `device`.
+
+    Raises ModelError for weights that are missing, broken or of other shapes (nothing is ever left randomly
+    initialised), UnsupportedModelError where paged attention does not give the model's own logits.
+    """
+    from alignedserve.engine.probe import probe
+    from alignedserve.model import Path
+
+    check_model_folder(Path(info.path))
+    attention.register()
+    target = torch.device(device)
+    model = _from_pretrained(info, trust_remote_code).eval().requires_grad_(False).to(target)
+    parameters = python_inspect.signature(model.forward).parameters
+    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters)
+    probe(loaded)
+    return loaded
+
+
+def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            dtype=getattr(torch, info.dtype),
+            attn_implementation=attention.SERVING,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (UnsupportedModelError, MemoryError):
+        raise
+    except Exception as error:  # safetensors, json, OS and transformers errors of a dozen types
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
+    for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            raise ModelError(f"the checkpoint {info.path} {meaning} {len(names)} tensors: {', '.join(names[:5])}")
+    unexpected = sorted(report.get("unexpected_keys") or ())
+    if unexpected:
+        log.warning("%s has %d tensors that the model does not use: %s", info.path, len(unexpected), unexpected[:5])
+    return model

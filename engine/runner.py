@@ -1,0 +1,100 @@
+"""Runs packed forward passes of one model over one paged store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from alignedserve.engine import attention
+from alignedserve.engine.attention import ActiveForward
+from alignedserve.engine.backends.registry import BACKENDS
+from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
+from alignedserve.engine.loader import LoadedModel
+from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
+from alignedserve.geometry import KvGeometry
+
+__all__ = ["ForwardItem", "ModelRunner", "allocate_cache"]
+
+
+def allocate_cache(
+    geometry: KvGeometry, num_blocks: int, device: str | torch.device, buffer: memoryview | None = None
+) -> torch.Tensor:
+    """A block store `[num_blocks, layers, kv_heads, 2, block_size, head_dim]`, contiguous, on `device`.
+
+    Where `buffer` is given (writable shared memory, on CPU), the tensor lies in it and keeps it alive; nothing is
+    copied or cleared. Raises ResourceError where there is no room.
+    """
+    shape = (num_blocks, *geometry.block_shape)
+    dtype: torch.dtype = getattr(torch, geometry.dtype)
+    needed = num_blocks * geometry.block_bytes
+    if buffer is not None:
+        if torch.device(device).type != "cpu":
+            raise ResourceError(f"a store in shared memory lies on the CPU, not on {device}")
+        if buffer.nbytes < needed:
+            raise ResourceError(f"{num_blocks} blocks need {needed} bytes; the buffer has {buffer.nbytes}")
+        return torch.frombuffer(buffer, dtype=dtype, count=needed // dtype.itemsize).view(shape)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise ResourceError(f"no room for {num_blocks} blocks ({needed} bytes) on {device}") from error
+
+
+class ModelRunner:
+    """One model, one store, one attention backend. Not thread-safe: one thread calls `forward`."""
+
+    def __init__(self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch") -> None:
+        info = loaded.info
+        if cache.dim() != 6 or not cache.is_contiguous():
+            raise GeometryMismatchError(f"a block store is a contiguous tensor of 6 dimensions, not {tuple(cache.shape)}")
+        if (cache.shape[1], cache.shape[2], cache.shape[3], cache.shape[5]) != (
+            info.layers,
+            info.kv_heads,
+            2,
+            info.head_dim,
+        ):
+            raise GeometryMismatchError(
+                f"the store {tuple(cache.shape)} does not fit {info.name}: {info.layers} layers, {info.kv_heads} KV "
+                f"heads of {info.head_dim}"
+            )
+        self.loaded = loaded
+        self.cache = cache
+        self.block_size = cache.shape[4]
+        self._backend = BACKENDS.get(backend)(cache)
+
+    @torch.inference_mode()
+    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+        """Compute `items` in one packed pass, writing their keys and values to the store.
+
+        Returns fp32 logits `[rows, vocab_size]` on the model's device, rows in item order (an item with logits
+        `all` gives one row for each new token, `none` gives none). Items of one call must not write the same block.
+        """
+        if not items:
+            return torch.empty(0, self.loaded.info.vocab_size, device=self.loaded.device)
+        batch = build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device)
+        return self.forward_batch(batch)
+
+    @torch.inference_mode()
+    def forward_batch(self, batch: PackedBatch) -> torch.Tensor:
+        """`forward` for a batch that is built already."""
+        loaded = self.loaded
+        self._backend.begin(batch)
+        kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
+        with attention.active(ActiveForward(self._backend)) as forward:
+            output = loaded.model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs
+            )
+        if len(forward.layers) != loaded.info.layers:
+            raise UnsupportedModelError(
+                f"{loaded.info.name} called attention {len(forward.layers)} times for {loaded.info.layers} layers"
+            )
+        logits: torch.Tensor = output.logits[0]
+        if not loaded.keeps_logits:
+            logits = logits[batch.logit_rows]
+        return logits.float()
+
+    def warm_up(self) -> None:
+        """One forward pass of a prefill chunk and one of a decode row, over block 0, whose content is lost."""
+        tokens = min(4, self.block_size)
+        self.forward([ForwardItem([0] * tokens, 0, [0])])
+        self.forward([ForwardItem([0], tokens - 1, [0])])

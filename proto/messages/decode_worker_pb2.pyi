@@ -1,0 +1,64 @@
+from alignedserve.proto import common_pb2 as _common_pb2
+from alignedserve.proto import prefill_worker_pb2 as _prefill_worker_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DecodeCommand(_message.Message):
+    __slots__ = ("candidates", "cancel", "recall", "urgent")
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
+    URGENT_FIELD_NUMBER: _ClassVar[int]
+    candidates: _prefill_worker_pb2.Announcement
+    cancel: _common_pb2.RequestKeys
+    recall: _common_pb2.RequestKeys
+    urgent: _common_pb2.RequestKeys
+    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Announcement, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+
+class DecodeReport(_message.Message):
+    __slots__ = ("description", "finished", "returned", "failed", "joined")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    description: DecodeDescription
+    finished: _common_pb2.RequestKeys
+    returned: _prefill_worker_pb2.ReturnedRequests
+    failed: _prefill_worker_pb2.RequestFailures
+    joined: _common_pb2.RequestKeys
+    def __init__(self, description: _Optional[_Union[DecodeDescription, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[_prefill_worker_pb2.ReturnedRequests, _Mapping]] = ..., failed: _Optional[_Union[_prefill_worker_pb2.RequestFailures, _Mapping]] = ..., joined: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+
+class DecodeDescription(_message.Message):
+    __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "switching", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SHORTEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    SWITCHING_FIELD_NUMBER: _ClassVar[int]
+    BATCH_BUFFER_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_BUFFER_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    process: _common_pb2.ProcessKey
+    cache_blocks: int
+    cache_free_blocks: int
+    running: int
+    shortest_tokens: int
+    longest_tokens: int
+    batch_id: int
+    switching: bool
+    batch_buffer_requests: int
+    requests_buffer_requests: int
+    iterations: int
+    switch_iterations: int
+    evictions: int
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., running: _Optional[int] = ..., shortest_tokens: _Optional[int] = ..., longest_tokens: _Optional[int] = ..., batch_id: _Optional[int] = ..., switching: bool = ..., batch_buffer_requests: _Optional[int] = ..., requests_buffer_requests: _Optional[int] = ..., iterations: _Optional[int] = ..., switch_iterations: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...

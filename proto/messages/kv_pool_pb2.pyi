@@ -1,0 +1,110 @@
+from alignedserve.proto import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PoolWriterMessage(_message.Message):
+    __slots__ = ("message_id", "hello", "want_blocks", "give_back", "commit", "release")
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WANT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    message_id: int
+    hello: _common_pb2.ProcessKey
+    want_blocks: int
+    give_back: BlockIds
+    commit: Commit
+    release: _common_pb2.RequestKeys
+    def __init__(self, message_id: _Optional[int] = ..., hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., want_blocks: _Optional[int] = ..., give_back: _Optional[_Union[BlockIds, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+
+class BlockIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("key", "kv_tokens", "block_ids", "share_with")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_WITH_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.RequestKey
+    kv_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    share_with: _common_pb2.RequestKey
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ...) -> None: ...
+
+class PoolWriterReply(_message.Message):
+    __slots__ = ("message_id", "granted", "committed", "refused")
+    MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    message_id: int
+    granted: BlockIds
+    committed: _common_pb2.Empty
+    refused: _common_pb2.Failure
+    def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class PoolCommand(_message.Message):
+    __slots__ = ("release", "writer_lost", "writer_dead", "take_inventory")
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    WRITER_LOST_FIELD_NUMBER: _ClassVar[int]
+    WRITER_DEAD_FIELD_NUMBER: _ClassVar[int]
+    TAKE_INVENTORY_FIELD_NUMBER: _ClassVar[int]
+    release: _common_pb2.RequestKeys
+    writer_lost: _common_pb2.ProcessKey
+    writer_dead: _common_pb2.ProcessKey
+    take_inventory: _common_pb2.Empty
+    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., writer_lost: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., writer_dead: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
+
+class PoolReport(_message.Message):
+    __slots__ = ("description", "inventory")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    INVENTORY_FIELD_NUMBER: _ClassVar[int]
+    description: PoolDescription
+    inventory: Inventory
+    def __init__(self, description: _Optional[_Union[PoolDescription, _Mapping]] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
+
+class PoolDescription(_message.Message):
+    __slots__ = ("pool_id", "incarnation", "store", "capacity_blocks", "free_blocks", "owned_blocks", "cached_blocks", "leased_blocks")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OWNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    incarnation: int
+    store: _common_pb2.StoreHandle
+    capacity_blocks: int
+    free_blocks: int
+    owned_blocks: int
+    cached_blocks: int
+    leased_blocks: int
+    def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("key", "kv_tokens", "block_ids")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.RequestKey
+    kv_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Inventory(_message.Message):
+    __slots__ = ("holdings",)
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    def __init__(self, holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...

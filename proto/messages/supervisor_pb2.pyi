@@ -1,0 +1,127 @@
+from alignedserve.proto import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RoleReport(_message.Message):
+    __slots__ = ("hello", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: RoleHello
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[RoleHello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class RoleHello(_message.Message):
+    __slots__ = ("process", "pid", "node_id", "address")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    process: _common_pb2.ProcessKey
+    pid: int
+    node_id: str
+    address: str
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics")
+    class GaugesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    GAUGES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    progress: int
+    holds: str
+    failure: _common_pb2.Failure
+    model_info: str
+    stores: _containers.RepeatedCompositeFieldContainer[_common_pb2.StoreHandle]
+    gauges: _containers.ScalarMap[str, float]
+    metrics: str
+    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ...) -> None: ...
+
+class RoleOrder(_message.Message):
+    __slots__ = ("view", "end", "refused")
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    view: ClusterView
+    end: _common_pb2.Empty
+    refused: _common_pb2.Failure
+    def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    STARTED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    process: _common_pb2.ProcessKey
+    pid: int
+    node_id: str
+    address: str
+    state: str
+    holds: str
+    stores: _containers.RepeatedCompositeFieldContainer[_common_pb2.StoreHandle]
+    failure: _common_pb2.Failure
+    started_unix_s: float
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ...) -> None: ...
+
+class Pair(_message.Message):
+    __slots__ = ("decode_id", "prefill_id")
+    DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    decode_id: str
+    prefill_id: str
+    def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
+
+class ClusterView(_message.Message):
+    __slots__ = ("version", "peers", "model_info", "pairs")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    model_info: str
+    pairs: _containers.RepeatedCompositeFieldContainer[Pair]
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ...) -> None: ...
+
+class ClusterStatus(_message.Message):
+    __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics")
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    model_info: str
+    cluster_id: str
+    state: str
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    degraded: _containers.RepeatedScalarFieldContainer[str]
+    failure: _common_pb2.Failure
+    metrics: str
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., cluster_id: _Optional[str] = ..., state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., degraded: _Optional[_Iterable[str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., metrics: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,90 @@
+"""What the scheduler core asks for. The actor around it carries these out over gRPC; the simulator in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alignedserve.errors import AlignedServeError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.events import BufferKind
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Send the group (its first request carries the prompt) to the prefill instance."""
+
+    prefill_id: str
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Bring these from the pool into a candidate buffer; from here on the decode instance decides about them.
+
+    `prefill_id` None: there are no buffers, the decode instance pulls from the pool itself.
+    """
+
+    decode_id: str
+    prefill_id: str | None
+    buffer: BufferKind
+    batch_id: int
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Ask the decode instance to give back those of these that have not joined."""
+
+    decode_id: str
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MarkUrgent:
+    """An overdue request waits in the candidate batch of the decode instance: stop late joins, begin the switch."""
+
+    decode_id: str
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePool:
+    """The pool's copy of these is not needed any more (ended), or has to make room (`dropped`)."""
+
+    keys: tuple[RequestKey, ...]
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAt:
+    """Tell the instance that holds them to stop work on these and free what they hold."""
+
+    role: str
+    instance_id: str
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Tell the gateway that these were refused, or ended before any worker had them (`error` CancelledError)."""
+
+    keys: tuple[RequestKey, ...]
+    error: AlignedServeError
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost:
+    """Tell the gateway to submit these again, in a new epoch."""
+
+    keys: tuple[RequestKey, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The core holds nothing of these any more: the actor may drop what it keeps beside it."""
+
+    keys: tuple[RequestKey, ...]
+
+
+Action = StartPrefill | Prefetch | Recall | MarkUrgent | ReleasePool | CancelAt | Reject | ReportLost | Forget

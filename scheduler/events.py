@@ -1,0 +1,166 @@
+"""What the scheduler core is told. Frozen values; times are arguments of `handle`, not fields."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from alignedserve.request import RequestKey
+
+
+class BufferKind(enum.IntEnum):
+    """The two buffers on a prefill instance (paper, section 3.4)."""
+
+    BATCH = 1
+    REQUESTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMeta:
+    """What a policy may know of a request. Never its output length: nobody knows that in production.
+
+    `prefix_tokens` counts the prompt and what was generated in earlier epochs; `max_total_tokens` is the most it can
+    grow to. Requests of one `group_id` share their prompt's blocks.
+    """
+
+    key: RequestKey
+    prefix_tokens: int
+    max_total_tokens: int
+    group_id: str
+    gateway_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A group (n answers to one prompt, often one) was submitted."""
+
+    requests: tuple[RequestMeta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Its KV is committed in the pool; `new_blocks` of its blocks are not shared with an earlier one of its group."""
+
+    key: RequestKey
+    kv_tokens: int
+    blocks: int
+    new_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Ended (last token, cancelled or a final error) wherever it was; holds nothing there any more."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker could not go on with these: the gateway is to submit them again."""
+
+    keys: tuple[RequestKey, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Entered the running batch of `decode_id` for the first time since its prefetch."""
+
+    decode_id: str
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Given back by its decode instance: its KV, `kv_tokens` long, is committed in the pool again."""
+
+    key: RequestKey
+    kv_tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReported:
+    prefill_id: str
+    pending_tokens: int
+    cache_blocks: int
+    batch_buffer_blocks: int
+    batch_buffer_free_blocks: int
+    requests_buffer_blocks: int
+    requests_buffer_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReported:
+    decode_id: str
+    cache_blocks: int
+    cache_free_blocks: int
+    running: int
+    shortest_tokens: int
+    longest_tokens: int
+    batch_id: int
+    switching: bool
+    batch_buffer_requests: int
+    requests_buffer_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReported:
+    pool_id: str
+    capacity_blocks: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceJoined:
+    """`role` is "prefill", "decode" or "kv_pool"."""
+
+    role: str
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    role: str
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairsChanged:
+    """Decode instance -> the prefill instances that prefetch for it; an empty tuple: straight from the pool."""
+
+    pairs: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    gateway_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = (
+    Submitted
+    | CancelRequested
+    | Prefilled
+    | Finished
+    | Lost
+    | Joined
+    | Returned
+    | PrefillReported
+    | DecodeReported
+    | PoolReported
+    | InstanceJoined
+    | InstanceLost
+    | PairsChanged
+    | GatewayLost
+    | Tick
+)

@@ -1,0 +1,78 @@
+"""The values that the decode worker and its iteration scheduler exchange at an iteration boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.events import BufferKind
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that waits, its copy complete, in a candidate buffer (or in the pool, where buffers are left out).
+
+    `kv_tokens` tokens of KV; the first `shared_tokens` of them belong to the prompt that its group shares.
+    `overdue`: past the starvation threshold; it goes before density.
+    """
+
+    key: RequestKey
+    kv_tokens: int
+    max_total_tokens: int
+    group_id: str
+    shared_tokens: int
+    buffer: BufferKind
+    batch_id: int
+    overdue: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Copy the candidate's KV into `block_ids` of the decode cache; enter the iteration once that has completed.
+
+    The first `resident_blocks` of them already hold the KV (shared with a running request of the same group).
+    """
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    resident_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Copy the request's `block_ids` out: to the candidate requests buffer, or to the pool, back under the scheduler.
+
+    The blocks stay owned until `copied_out`.
+    """
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    kv_tokens: int
+    to_pool: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """The decode instance gives up a candidate that has not joined: it returns to the tree."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunItem:
+    """One request of the next iteration: computes position `kv_tokens`; `block_ids` cover `kv_tokens + 1` tokens."""
+
+    key: RequestKey
+    kv_tokens: int
+    block_ids: tuple[int, ...] | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    joins: tuple[Join, ...]
+    evictions: tuple[Evict, ...]
+    give_back: GiveBack
+    run: tuple[RunItem, ...]
+    stalled: int  # running requests that had to sit this iteration out for want of a block
+    switching: bool
+    batch_id: int

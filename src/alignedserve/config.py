@@ -1,0 +1,154 @@
+"""The configuration: frozen sections, one line of doc a key, composed, validated when built.
+
+Later sources win: defaults, a YAML file, `ALIGNEDSERVE_SECTION__KEY` in the environment, command-line flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from alignedserve.errors import ConfigError
+
+
+def _key(
+    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """A configuration key with its documentation and its limits."""
+    return field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    path: str = _key("tiny", "the model: 'tiny' (ships with the package), a local folder, or ORG/NAME on a hub")
+    served_name: str = _key("", "the name that clients use; empty: the last part of model.path")
+    dtype: str = _key(
+        "auto",
+        "weights and KV; auto: float32 on a CPU, the checkpoint's on a GPU",
+        choices=("auto", "bfloat16", "float32", "float16"),
+    )
+    trust_remote_code: bool = _key(False, "run Python code that comes with the model")
+    chat_template: str = _key("", "a file with a Jinja chat template, instead of the model's own")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    prefill: int = _key(1, "prefill instances", low=1, high=1024)
+    decode: int = _key(1, "decode instances", low=1, high=1024)
+    device: str = _key("auto", "where instances run; auto: cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
+    share_gpu: bool = _key(False, "let several instances share one GPU")
+    prefetch: bool = _key(True, "prefetch candidate batches through the buffers of prefill instances")
+    allow_slow_channel: bool = _key(False, "start even where a faster channel was configured than there is")
+    name: str = _key("default", "names the cluster: two of one user with the same name refuse each other")
+    threads: int = _key(0, "CPU threads of one model-holding worker; 0: all cores", low=0, high=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPoolConfig:
+    size_gib: float = _key(0.0, "host memory of the pool in GiB; 0: a quarter of what is free", low=0.0)
+    block_size: int = _key(16, "tokens in a block, the same in every store", low=1, high=1024)
+    growth_reserve: float = _key(0.05, "share of the pool kept for the growth of running requests", low=0.0, high=0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    token_budget: int = _key(512, "most prompt tokens that one forward pass computes", low=1, high=1 << 20)
+    max_requests: int = _key(256, "most requests in one forward pass", low=1, high=65536)
+    cache_blocks: int = _key(0, "KV blocks of an instance's own cache; 0: from the model and free memory", low=0)
+    batch_buffer_blocks: int = _key(0, "blocks of the candidate batch buffer; 0: as decode.max_batch_share", low=0)
+    requests_buffer_blocks: int = _key(0, "blocks of the candidate requests buffer; 0: half the batch buffer", low=0)
+    queue_tokens: int = _key(8192, "prompt tokens handed to an instance ahead of its computing", low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    cache_blocks: int = _key(0, "KV blocks of an instance's cache; 0: from the model and free memory", low=0)
+    max_running: int = _key(256, "most requests in one iteration", low=1, high=65536)
+    watermark_blocks: int = _key(0, "free blocks under which a request is evicted; 0: one a running request", low=0)
+    join_iterations: int = _key(8, "a join wants room for so many iterations of the batch (hysteresis)", low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    policy: str = _key("aligned", "how candidate batches are formed", choices=("aligned", "fcfs"))
+    max_batch_share: float = _key(0.4, "K: most blocks of a candidate batch, of a decode instance's", low=0.01, high=1.0)
+    max_batch_blocks: int = _key(0, "K in blocks; 0: max_batch_share", low=0)
+    min_batch_requests: int = _key(36, "N: fewest requests of a candidate batch", low=1)
+    max_prefix_tokens: int = _key(65536, "range of the quad-tree; longer prefixes count as this", low=4)
+    leaf_tokens: int = _key(16, "width of a leaf of the quad-tree in tokens", low=1)
+    cut_sibling: bool = _key(True, "take part of a sibling, nearest lengths first, where all of it would pass K")
+    flush_after_s: float = _key(0.0, "an idle instance waits so long for a batch of N before it takes less", low=0.0)
+    join_window: float = _key(0.25, "a length matches the running batch within this share of it", low=0.0)
+    starvation_after_s: float = _key(5.0, "a request that waited so long goes before density", low=0.0)
+    tick_s: float = _key(0.1, "how often time alone makes the scheduler look again", low=0.001, high=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    host: str = _key("127.0.0.1", "address that HTTP listens on")
+    port: int = _key(8000, "HTTP port", low=1, high=65535)
+    grpc_port: int = _key(9000, "gRPC port", low=1, high=65535)
+    replicas: int = _key(1, "gateway replicas", low=1, high=256)
+    max_body_mib: float = _key(4.0, "largest request body in MiB", low=0.001, high=1024.0)
+    max_queue: int = _key(1024, "most requests that a replica holds at once", low=1)
+    max_prompts: int = _key(256, "most prompts in one completion request", low=1)
+    route_prefix: str = _key("/", "path below which the application answers")
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorConfig:
+    heartbeat_s: float = _key(1.0, "every role reports this often", low=0.05, high=60.0)
+    fence_after_s: float = _key(6.0, "a role that was not heard of for so long is ended and replaced", low=0.2)
+    start_timeout_s: float = _key(300.0, "a role has so long to load its model", low=1.0)
+    orphan_after_s: float = _key(60.0, "a role that heard of no supervisor for so long ends itself", low=1.0)
+    max_start_failures: int = _key(3, "the cluster fails after a role failed to start so often", low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    format: str = _key("text", "one line a record", choices=("text", "json"))
+    level: str = _key("info", "least severe record written", choices=("debug", "info", "warning", "error"))
+    dir: str = _key("", "folder for one log file a role; empty: beside Ray's logs")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be configured. Built by `alignedserve.config_sources.load`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    kv_pool: KvPoolConfig = field(default_factory=KvPoolConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        for section in fields(self):
+            value = getattr(self, section.name)
+            for key in fields(value):
+                check_value(f"{section.name}.{key.name}", getattr(value, key.name), key.metadata)
+
+    @property
+    def served_model_name(self) -> str:
+        return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+SECTIONS: dict[str, Callable[..., Any]] = {
+    section.name: section.default_factory for section in fields(Config) if section.default_factory is not MISSING
+}
+
+
+def check_value(name: str, value: Any, metadata: Any) -> None:
+    """Raises ConfigError where a value is outside its key's choices or limits."""
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise ConfigError(f"{name} must be one of {', '.join(metadata['choices'])}; got {value!r}")
+    low, high = metadata["low"], metadata["high"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not ((low is None or value >= low) and (high is None or value <= high)):
+        limits = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        raise ConfigError(f"{name} must be {limits}; got {value}")

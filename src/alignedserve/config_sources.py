@@ -1,0 +1,134 @@
+"""Where configuration comes from: a YAML file, the environment, flags; merged, typed, and closed to unknown keys."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from alignedserve.config import SECTIONS, Config
+from alignedserve.errors import ConfigError, UnknownKeyError
+
+ENV_PREFIX = "ALIGNEDSERVE_"
+
+Tree = dict[str, dict[str, Any]]
+
+
+def load(
+    file: str | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+) -> Config:
+    """Merge the sources and build the configuration.
+
+    `flags` maps "section.key" to a value; a None is a flag that was not given. Raises ConfigError, naming the key
+    and where it came from.
+    """
+    tree: Tree = {}
+    if file:
+        _merge_tree(tree, _read_yaml(file), file)
+    _merge_environment(tree, os.environ if environ is None else environ)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            _put(tree, name, value, "a flag")
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Build the configuration from nested plain values (as `to_tree` gives them)."""
+    checked: Tree = {}
+    _merge_tree(checked, tree, "the configuration")
+    return Config(**{name: section(**checked.get(name, {})) for name, section in SECTIONS.items()})
+
+
+def to_tree(config: Config) -> Tree:
+    return asdict(config)
+
+
+def to_yaml(config: Config, *, docs: bool = True) -> str:
+    """The configuration as YAML, each key with its line of documentation."""
+    lines = []
+    for section in fields(config):
+        lines.append(f"{section.name}:")
+        value = getattr(config, section.name)
+        for key in fields(value):
+            text = yaml.safe_dump(getattr(value, key.name), default_flow_style=True).strip().removesuffix("...").strip()
+            comment = f"  # {key.metadata['doc']}" if docs else ""
+            lines.append(f"  {key.name}: {text}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def known_keys() -> list[str]:
+    return [f"{name}.{key.name}" for name, section in SECTIONS.items() for key in fields(section())]
+
+
+def _read_yaml(file: str) -> Mapping[str, Any]:
+    try:
+        raw = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration file {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{file} must hold sections (model:, cluster:, …), not {type(raw).__name__}")
+    return raw
+
+
+def _merge_tree(tree: Tree, raw: Mapping[str, Any], origin: str) -> None:
+    for section, keys in raw.items():
+        if section not in SECTIONS:
+            raise _unknown(str(section), list(SECTIONS), origin)
+        if keys is None:
+            continue
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"{section} in {origin} must hold keys, not {keys!r}")
+        for key, value in keys.items():
+            _put(tree, f"{section}.{key}", value, origin)
+
+
+def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(ENV_PREFIX) or "__" not in variable:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            value = text
+        _put(tree, name, value, variable)
+
+
+def _put(tree: Tree, name: str, value: Any, origin: str) -> None:
+    section, _, key = name.partition(".")
+    if name not in known_keys():
+        raise _unknown(name, known_keys(), origin)
+    tree.setdefault(section, {})[key] = _typed(name, value, get_type_hints(SECTIONS[section])[key], origin)
+
+
+def _typed(name: str, value: Any, kind: type, origin: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if kind is str and value is None:
+        value = ""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name} must be {kind.__name__}, not {value!r} (from {origin})")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value!r} (from {origin})")
+    return value
+
+
+def _unknown(name: str, known: list[str], origin: str) -> UnknownKeyError:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not nearest and "." in name:
+        last = {entry.rpartition(".")[2]: entry for entry in known}
+        nearest = [last[match] for match in difflib.get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.6)]
+    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+    return UnknownKeyError(f"unknown configuration key {name!r} in {origin}{hint} (`alignedserve config` lists all)")

@@ -1,0 +1,148 @@
+"""One tree of errors. Each carries what went wrong, and pickles (Ray sends exceptions between processes).
+
+    AlignedServeError
+    ├── ConfigError                 the configuration cannot be used (CLI: exit status 2)
+    │   ├── UnknownKeyError         a key that no configuration class has
+    │   └── ResourceError           this machine lacks what was asked for (memory, GPU, port)
+    ├── ModelError                  the model folder is missing, broken or not supported
+    │   └── UnsupportedModelError   the architecture or a feature of it would give wrong tokens
+    ├── RequestError                the client's request cannot be served (HTTP 4xx)
+    │   ├── InvalidRequestError     malformed or out of range (400)
+    │   ├── NotFoundError           unknown model or request (404)
+    │   ├── TooLargeError           the body is over the limit (413)
+    │   └── OverloadedError         no room now; `retry_after_s` says when to try again (429)
+    ├── DeadlineError               the request's own time limit passed
+    ├── CancelledError              the client cancelled
+    ├── TransferError               a copy of KV blocks failed or could not be trusted
+    │   └── GeometryMismatchError   two stores hold different models' blocks
+    ├── AccountingError             blocks do not add up: a bug of ours
+    ├── StaleError                  a message of an older epoch or incarnation
+    └── UnavailableError            a role that is needed is not there (503)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AlignedServeError(Exception):
+    """Base of every error that the package raises on purpose.
+
+    `message` says what was wrong, where, and what to do. `details` holds ids, as plain values.
+    """
+
+    code = "internal_error"
+    http_status = 500
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.details))
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def _rebuild(kind: type[AlignedServeError], message: str, details: dict[str, Any]) -> AlignedServeError:
+    return kind(message, **details)
+
+
+class ConfigError(AlignedServeError):
+    code = "invalid_config"
+
+
+class UnknownKeyError(ConfigError):
+    code = "unknown_key"
+
+
+class ResourceError(ConfigError):
+    code = "insufficient_resources"
+
+
+class ModelError(AlignedServeError):
+    code = "model_error"
+
+
+class UnsupportedModelError(ModelError):
+    code = "unsupported_model"
+
+
+class RequestError(AlignedServeError):
+    """The client's request cannot be served; `param` names the field at fault."""
+
+    code = "invalid_request"
+    http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
+        super().__init__(message, param=param, **details)
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    code = "invalid_value"
+
+
+class NotFoundError(RequestError):
+    code = "not_found"
+    http_status = 404
+
+
+class TooLargeError(RequestError):
+    code = "request_too_large"
+    http_status = 413
+
+
+class OverloadedError(RequestError):
+    """The cluster has no room now; `retry_after_s` seconds later it may."""
+
+    code = "overloaded"
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, **details: Any) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **details)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(AlignedServeError):
+    code = "deadline_exceeded"
+    http_status = 408
+
+
+class CancelledError(AlignedServeError):
+    code = "cancelled"
+    http_status = 499
+
+
+class TransferError(AlignedServeError):
+    code = "transfer_failed"
+
+
+class GeometryMismatchError(TransferError):
+    code = "geometry_mismatch"
+
+
+class AccountingError(AlignedServeError):
+    code = "accounting"
+
+
+class StaleError(AlignedServeError):
+    code = "stale"
+
+
+class UnavailableError(AlignedServeError):
+    code = "unavailable"
+    http_status = 503
+
+
+def by_code(code: str) -> type[AlignedServeError]:
+    """The class whose `code` came over a wire; the base class when the code is not known."""
+    pending: list[type[AlignedServeError]] = [AlignedServeError]
+    while pending:
+        kind = pending.pop()
+        if kind.code == code:
+            return kind
+        pending.extend(kind.__subclasses__())
+    return AlignedServeError

@@ -1,0 +1,107 @@
+"""What every role must know of a model, and the checks that need no torch.
+
+`--model` names the model that ships (`tiny`), a local folder, or `ORG/NAME` on a model hub.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.geometry import KvGeometry
+
+SHIPPED_MODELS = ("tiny",)
+
+# Their attention does not go through transformers' attention interface, or has a feature that no backend here has:
+# run all the same, each gives wrong tokens without a word.
+UNSUPPORTED_MODEL_TYPES = {
+    "falcon": "its attention does not go through transformers' attention interface",
+    "bloom": "its attention does not go through transformers' attention interface",
+    "gpt_oss": "it needs attention sinks",
+    "deepseek_v2": "its key heads are wider than its value heads",
+    "deepseek_v3": "its key heads are wider than its value heads",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model's shape and limits. `eos_token_ids` are all its end tokens (config and generation_config).
+
+    `generation_defaults` are generation_config's sampling values, which a request's own override.
+    """
+
+    name: str
+    path: str
+    model_type: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float]
+    weight_bytes: int
+
+    def geometry(self, block_size: int) -> KvGeometry:
+        return KvGeometry(self.name, self.dtype, self.layers, self.kv_heads, self.head_dim, block_size)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelInfo:
+        raw = json.loads(text)
+        raw["eos_token_ids"] = tuple(raw["eos_token_ids"])
+        return cls(**raw)
+
+
+def resolve_model(model: str) -> Path:
+    """The local folder of `model`; a name on a hub is fetched (safetensors and text files only).
+
+    Raises ModelError where there is no such folder or the hub cannot be reached.
+    """
+    if model in SHIPPED_MODELS:
+        return Path(str(resources.files("alignedserve"))) / "models" / model
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if looks_local or path.exists():
+        raise ModelError(f"model folder {model!r} does not exist (or is no folder); give a folder, ORG/NAME or 'tiny'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model {model!r} is no local folder and cannot be fetched from the hub: {reason}") from error
+
+
+def check_model_folder(path: Path) -> dict[str, Any]:
+    """Read `config.json` and refuse what cannot be served, before anything heavy is started.
+
+    Returns the parsed configuration. Raises ModelError for a missing or broken folder, UnsupportedModelError for an
+    architecture that would give wrong tokens.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"{path} has no config.json: it is not a model folder")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{config_file} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{config_file} names no model_type")
+    model_type = config["model_type"]
+    if model_type in UNSUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {UNSUPPORTED_MODEL_TYPES[model_type]}")
+    if not any(path.glob("*.safetensors")):
+        pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
+        hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
+        raise ModelError(f"{path} has no *.safetensors weights{hint}")
+    return config

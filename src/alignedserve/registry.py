@@ -1,0 +1,34 @@
+"""A registry of named choices: lazy, and closed to names that it does not know."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Generic, TypeVar, cast
+
+from alignedserve.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps a name from the configuration to `module:attribute`, imported when first asked for."""
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def register(self, name: str, target: str) -> None:
+        """Add `module:attribute` under `name`. Raises ConfigError where the name is taken."""
+        if name in self._entries:
+            raise ConfigError(f"{self.kind} {name!r} is registered twice")
+        self._entries[name] = target
+
+    def get(self, name: str) -> T:
+        """The object called `name`. Raises ConfigError, listing the choices, where there is none."""
+        if name not in self._entries:
+            raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self.names())}")
+        module, _, attribute = self._entries[name].partition(":")
+        return cast(T, getattr(importlib.import_module(module), attribute))

@@ -1,0 +1,159 @@
+"""What a request is, wherever it goes: sampling options, identity, finish reasons, stages and their times."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+from alignedserve.errors import InvalidRequestError
+
+MAX_SAMPLES = 16
+MAX_LOGPROBS = 20
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Stage(enum.StrEnum):
+    """Where a request's time goes. Each is a field `<stage>_s` of the response's timings."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    POOL = "pool"
+    PREFETCH = "prefetch"
+    HANDOVER = "handover"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RequestKey:
+    """A request and its epoch: the epoch grows each time the gateway submits it again."""
+
+    request_id: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Defaults are OpenAI's; validated when built.
+
+    `seed` is always set by the gateway before a request is submitted, so that a request that is submitted again
+    draws the same tokens: token i of an answer depends on (seed, i) and the logits alone.
+    `logprobs`: None for none, k >= 0 for the chosen token's and the k most likely ones'.
+    `stop_token_ids` end the request and are not part of its text; `eos_token_ids` likewise unless `ignore_eos`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require("temperature", self.temperature, 0.0, 2.0)
+        _require("top_p", self.top_p, 0.0, 1.0)
+        _require("min_p", self.min_p, 0.0, 1.0)
+        _require("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p must be greater than 0", param="top_p")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise InvalidRequestError("repetition_penalty must be greater than 0, at most 100", param="repetition_penalty")
+        if self.top_k < 0:
+            raise InvalidRequestError("top_k must be at least 0 (0: no limit)", param="top_k")
+        for name in ("max_tokens", "min_tokens"):
+            if getattr(self, name) < 0:
+                raise InvalidRequestError(f"{name} must be at least 0", param=name)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_tokens", param="min_tokens")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        return replace(self, seed=seed)
+
+
+def _require(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # a NaN fails too
+        raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, got {value}", param=name)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds that a request has spent in each stage; it travels with the request.
+
+    Times are Unix nanoseconds, so that processes on one node (or nodes with synchronised clocks) can add to it.
+    """
+
+    stage: Stage = Stage.QUEUE
+    since_ns: int = 0
+    spent_s: dict[Stage, float] = field(default_factory=dict)
+
+    def enter(self, stage: Stage, now_ns: int) -> None:
+        """Close the current stage at `now_ns` and open `stage`."""
+        self.close(now_ns)
+        self.stage = stage
+
+    def close(self, now_ns: int) -> None:
+        if self.since_ns:
+            self.spent_s[self.stage] = self.spent_s.get(self.stage, 0.0) + max(0, now_ns - self.since_ns) / 1e9
+        self.since_ns = now_ns
+
+
+@dataclass(slots=True)
+class RequestSpec:
+    """Everything that a worker needs to go on with a request.
+
+    `prompt_token_ids` is the client's prompt. `output_token_ids` are the tokens generated so far, in this epoch or
+    delivered in an earlier one: penalties, stop strings and the seed's position count them.
+    Requests of one `group_id` are the `n` answers to one prompt and may share its blocks.
+    """
+
+    key: RequestKey
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    gateway_id: str = ""
+    gateway_address: str = ""
+    group_id: str = ""
+    group_size: int = 1
+    arrival_ns: int = 0
+    deadline_ns: int = 0
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens that the next forward pass of this request ends with: prompt and generated."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.sampling.max_tokens - len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities of one generated token: the chosen one's, and the `top` most likely (id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()

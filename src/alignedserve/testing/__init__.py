@@ -1,0 +1,1 @@
+"""Helpers for tests only: small random models and tokenizers. May import any component."""
