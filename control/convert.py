@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
 
 from alignedserve import errors
 from alignedserve.errors import AlignedServeError, OverloadedError, RequestError
-from alignedserve.geometry import KvGeometry
-from alignedserve.proto import common_pb2 as pb
-from alignedserve.request import RequestKey, RequestSpec, SamplingParams, Stage, Stopwatch
+from alignedserve.request import (
+    FinishReason,
+    RequestKey,
+    RequestSpec,
+    SamplingParams,
+    Stage,
+    Stopwatch,
+    TokenLogprobs,
+)
 
 _PLAIN = (
     "temperature",
@@ -53,9 +63,10 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
+    values |= {name: tuple(getattr(message, name)) for name in _LISTS}
     return SamplingParams(
-        **{name: getattr(message, name) for name in _PLAIN},
-        **{name: tuple(getattr(message, name)) for name in _LISTS},
+        **values,
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
@@ -104,23 +115,6 @@ def spec_from_proto(message: pb.RequestSpec) -> RequestSpec:
     )
 
 
-def geometry_to_proto(geometry: KvGeometry) -> pb.Geometry:
-    return pb.Geometry(
-        model=geometry.model,
-        dtype=geometry.dtype,
-        layers=geometry.layers,
-        kv_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
-        block_size=geometry.block_size,
-    )
-
-
-def geometry_from_proto(message: pb.Geometry) -> KvGeometry:
-    return KvGeometry(
-        message.model, message.dtype, message.layers, message.kv_heads, message.head_dim, message.block_size
-    )
-
-
 def failure_to_proto(error: BaseException) -> pb.Failure:
     """An error as it goes over a wire. What is not ours is reported by type and text, without a traceback."""
     if isinstance(error, AlignedServeError):
@@ -136,3 +130,42 @@ def failure_from_proto(message: pb.Failure) -> AlignedServeError:
     if issubclass(kind, RequestError):
         return kind(message.message, param=None)
     return kind(message.message)
+
+
+def logprob_to_proto(entry: TokenLogprobs) -> gw.TokenLogprob:
+    top = [gw.TopLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
+    return gw.TokenLogprob(logprob=entry.logprob, top=top)
+
+
+def token_event(
+    spec: RequestSpec,
+    token_ids: Iterable[int],
+    *,
+    position: int,
+    logprobs: TokenLogprobs | None = None,
+    finish: FinishReason | None = None,
+) -> gw.TokenEvent:
+    """What a worker tells the gateway after an iteration. `position` is the index of the first token in the answer."""
+    event = gw.TokenEvent(key=key_to_proto(spec.key), position=position, token_ids=token_ids)
+    if logprobs is not None:
+        event.logprobs.append(logprob_to_proto(logprobs))
+    if finish is not None:
+        event.finish_reason = finish
+        event.timings.CopyFrom(timings_to_proto(spec.stopwatch))
+    return event
+
+
+def failure_event(spec: RequestSpec, error: BaseException) -> gw.TokenEvent:
+    """The last event of a request that ends with an error."""
+    event = token_event(spec, (), position=len(spec.output_token_ids), finish=FinishReason.ERROR)
+    event.failure.CopyFrom(failure_to_proto(error))
+    return event
+
+
+def enter_stage(timings: pb.Timings, stage: Stage, now_ns: int) -> None:
+    """`Stopwatch.enter` on a message that only passes through."""
+    if timings.since_ns and timings.stage:
+        name = f"{timings.stage}_s"
+        setattr(timings, name, getattr(timings, name) + max(0, now_ns - timings.since_ns) / 1e9)
+    timings.stage = stage
+    timings.since_ns = now_ns

@@ -94,10 +94,14 @@ class DuplexLink(Generic[Out, In]):
                 outbox.put(message)
             self._outbox = outbox
             async for message in call:
-                await settle(self._on_message(message))
+                try:
+                    await settle(self._on_message(message))
+                except Exception:  # one message that cannot be handled must not end the link
+                    logger.exception("a message could not be handled")
         except grpc.aio.AioRpcError as error:
-            level = logging.DEBUG if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) else logging.WARNING
-            logger.log(level, "stream broke: %s %s", error.code().name, error.details())
+            code = error.code()
+            quiet = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s %s", code.name, error.details())
         finally:
             self._outbox = None
             writer.cancel()
@@ -138,7 +142,10 @@ async def serve_stream(
     async def read() -> None:
         try:
             async for message in requests:
-                await settle(on_message(message))
+                try:
+                    await settle(on_message(message))
+                except Exception:  # as in DuplexLink
+                    logger.exception("a message could not be handled")
         except grpc.aio.AioRpcError:
             logger.debug("a peer's stream broke")
         finally:

@@ -7,8 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-
-import grpc
+from typing import Any
 
 from alignedserve.control.link import DuplexLink, settle
 from alignedserve.control.rpc import TokenChannel, open_channel
@@ -80,7 +79,7 @@ class RoleHost:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._drop_channel()
 
-    def _open(self) -> grpc.aio.StreamStreamCall:
+    def _open(self) -> Any:
         if self._channel is None:
             self._channel = open_channel(self._supervisor_address, self._token)
         return sv_grpc.SupervisorStub(self._channel).Join()
@@ -94,17 +93,19 @@ class RoleHost:
         if kind == "view":
             self.view = order.view
             await settle(self._on_view(order.view))
+        elif kind == "report":
+            self.report()
         elif kind == "end":
             await settle(self._on_end("the supervisor ordered it"))
         elif kind == "refused":
             await settle(self._on_end(f"the supervisor refused this process: {order.refused.message}"))
 
     async def _on_down(self) -> None:
-        if self._locate is not None and (address := await self._locate()):
-            if address != self._supervisor_address:
-                logger.info("the supervisor is now at %s", address)
-                self._supervisor_address = address
-                await self._drop_channel()
+        address = await self._locate() if self._locate is not None else None
+        if address and address != self._supervisor_address:
+            logger.info("the supervisor is now at %s", address)
+            self._supervisor_address = address
+            await self._drop_channel()
 
     async def _drop_channel(self) -> None:
         if self._channel is not None:

@@ -25,22 +25,22 @@ _OPTIONS = [
 ]
 
 
-class _TokenCheck(grpc.aio.ServerInterceptor):
+class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Ends every call that does not carry the cluster's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call does not carry the cluster's token")
 
         self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         for key, value in handler_call_details.invocation_metadata or ():
             if key == TOKEN_KEY and hmac.compare_digest(str(value).encode(), self._token):
                 return await continuation(handler_call_details)
@@ -97,7 +97,7 @@ class TokenChannel:
         return self._wrap(self._channel.stream_stream, args, kwargs)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
 
 def open_channel(address: str, token: str) -> TokenChannel:

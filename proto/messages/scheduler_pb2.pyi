@@ -20,12 +20,14 @@ class GatewayMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class GatewayHello(_message.Message):
-    __slots__ = ("process", "address")
+    __slots__ = ("process", "address", "running")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     address: str
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
+    running: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., address: _Optional[str] = ..., running: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ...) -> None: ...
 
 class Submission(_message.Message):
     __slots__ = ("requests",)

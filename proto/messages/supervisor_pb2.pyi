@@ -55,14 +55,16 @@ class Heartbeat(_message.Message):
     def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class RoleOrder(_message.Message):
-    __slots__ = ("view", "end", "refused")
+    __slots__ = ("view", "end", "refused", "report")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     view: ClusterView
     end: _common_pb2.Empty
     refused: _common_pb2.Failure
-    def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+    report: _common_pb2.Empty
+    def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s")
@@ -95,16 +97,18 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    STORE_PLAN_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ...) -> None: ...
+    store_plan: str
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics")

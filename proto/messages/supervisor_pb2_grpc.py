@@ -140,3 +140,78 @@ class Supervisor(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RoleStub(object):
+    """Served by every role: what its next heartbeat would say, taken now.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Describe = channel.unary_unary(
+                '/alignedserve.v1.Role/Describe',
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.Heartbeat.FromString,
+                _registered_method=True)
+
+
+class RoleServicer(object):
+    """Served by every role: what its next heartbeat would say, taken now.
+    """
+
+    def Describe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RoleServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.Heartbeat.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'alignedserve.v1.Role', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('alignedserve.v1.Role', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Role(object):
+    """Served by every role: what its next heartbeat would say, taken now.
+    """
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Role/Describe',
+            alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.Heartbeat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -57,7 +57,9 @@ class PrefillConfig:
     max_requests: int = _key(256, "most requests in one forward pass", low=1, high=65536)
     cache_blocks: int = _key(0, "KV blocks of an instance's own cache; 0: from the model and free memory", low=0)
     batch_buffer_blocks: int = _key(0, "blocks of the candidate batch buffer; 0: as decode.max_batch_share", low=0)
-    requests_buffer_blocks: int = _key(0, "blocks of the candidate requests buffer; 0: half the batch buffer", low=0)
+    requests_buffer_blocks: int = _key(
+        0, "blocks of the candidate requests buffer; 0: the largest request and more", low=0
+    )
     queue_tokens: int = _key(8192, "prompt tokens handed to an instance ahead of its computing", low=1)
 
 
@@ -72,7 +74,7 @@ class DecodeConfig:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     policy: str = _key("aligned", "how candidate batches are formed", choices=("aligned", "fcfs"))
-    max_batch_share: float = _key(0.4, "K: most blocks of a candidate batch, of a decode instance's", low=0.01, high=1.0)
+    max_batch_share: float = _key(0.4, "K: most blocks of a batch, as a share of the decode cache", low=0.01, high=1.0)
     max_batch_blocks: int = _key(0, "K in blocks; 0: max_batch_share", low=0)
     min_batch_requests: int = _key(36, "N: fewest requests of a candidate batch", low=1)
     max_prefix_tokens: int = _key(65536, "range of the quad-tree; longer prefixes count as this", low=4)

@@ -1,27 +1,29 @@
 """One tree of errors. Each carries what went wrong, and pickles (Ray sends exceptions between processes).
 
-    AlignedServeError
-    ├── ConfigError                 the configuration cannot be used (CLI: exit status 2)
-    │   ├── UnknownKeyError         a key that no configuration class has
-    │   └── ResourceError           this machine lacks what was asked for (memory, GPU, port)
-    ├── ModelError                  the model folder is missing, broken or not supported
-    │   └── UnsupportedModelError   the architecture or a feature of it would give wrong tokens
-    ├── RequestError                the client's request cannot be served (HTTP 4xx)
-    │   ├── InvalidRequestError     malformed or out of range (400)
-    │   ├── NotFoundError           unknown model or request (404)
-    │   ├── TooLargeError           the body is over the limit (413)
-    │   └── OverloadedError         no room now; `retry_after_s` says when to try again (429)
-    ├── DeadlineError               the request's own time limit passed
-    ├── CancelledError              the client cancelled
-    ├── TransferError               a copy of KV blocks failed or could not be trusted
-    │   └── GeometryMismatchError   two stores hold different models' blocks
-    ├── AccountingError             blocks do not add up: a bug of ours
-    ├── StaleError                  a message of an older epoch or incarnation
-    └── UnavailableError            a role that is needed is not there (503)
+AlignedServeError
+├── ConfigError                 the configuration cannot be used (CLI: exit status 2)
+│   ├── UnknownKeyError         a key that no configuration class has
+│   └── ResourceError           this machine lacks what was asked for (memory, GPU, port)
+├── ModelError                  the model folder is missing, broken or not supported
+│   └── UnsupportedModelError   the architecture or a feature of it would give wrong tokens
+├── RequestError                the client's request cannot be served (HTTP 4xx)
+│   ├── InvalidRequestError     malformed or out of range (400)
+│   ├── NotFoundError           unknown model or request (404)
+│   ├── TooLargeError           the body is over the limit (413)
+│   └── OverloadedError         no room now; `retry_after_s` says when to try again (429)
+├── DeadlineError               the request's own time limit passed
+├── CancelledError              the client cancelled
+├── TransferError               a copy of KV blocks failed or could not be trusted
+│   └── GeometryMismatchError   two stores hold different models' blocks
+├── NumericsError               the model computed NaN or infinite logits for some rows of a batch
+├── AccountingError             blocks do not add up: a bug of ours
+├── StaleError                  a message of an older epoch or incarnation
+└── UnavailableError            a role that is needed is not there (503)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -122,6 +124,16 @@ class TransferError(AlignedServeError):
 
 class GeometryMismatchError(TransferError):
     code = "geometry_mismatch"
+
+
+class NumericsError(AlignedServeError):
+    """The model computed NaN or infinite logits; `rows` are the batch's rows at fault, the others are sound."""
+
+    code = "numerics"
+
+    def __init__(self, message: str, *, rows: Sequence[int] = (), **details: Any) -> None:
+        super().__init__(message, rows=tuple(rows), **details)
+        self.rows = tuple(rows)
 
 
 class AccountingError(AlignedServeError):

@@ -99,7 +99,8 @@ def check_model_folder(path: Path) -> dict[str, Any]:
         raise ModelError(f"{config_file} names no model_type")
     model_type = config["model_type"]
     if model_type in UNSUPPORTED_MODEL_TYPES:
-        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {UNSUPPORTED_MODEL_TYPES[model_type]}")
+        reason = UNSUPPORTED_MODEL_TYPES[model_type]
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {reason}")
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
         hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""

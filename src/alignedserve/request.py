@@ -76,7 +76,8 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise InvalidRequestError("top_p must be greater than 0", param="top_p")
         if not 0.0 < self.repetition_penalty <= 100.0:
-            raise InvalidRequestError("repetition_penalty must be greater than 0, at most 100", param="repetition_penalty")
+            message = "repetition_penalty must be greater than 0, at most 100"
+            raise InvalidRequestError(message, param="repetition_penalty")
         if self.top_k < 0:
             raise InvalidRequestError("top_k must be at least 0 (0: no limit)", param="top_k")
         for name in ("max_tokens", "min_tokens"):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from tools.tiny_model import attention
 from tools.tiny_model.chat import END_OF_TEXT, END_OF_TURN, PADDING, chat_samples
 from tools.tiny_model.corpus import Document, collect_documents
 from tools.tiny_model.packing import TokenSource, evaluation_rows, training_batches
@@ -184,6 +185,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, options.output, POSITIONS)
     model = LlamaForCausalLM(model_config(tokenizer))
+    model.set_attn_implementation(attention.register())
     model.generation_config = generation_config(tokenizer)
     print(f"{len(training)} documents, {model.num_parameters()} parameters", flush=True)
     source = TokenSource(tokenizer, training, rng)

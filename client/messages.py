@@ -1,0 +1,150 @@
+"""Between Python values and the protobuf messages of `proto/inference.proto`. No I/O."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from alignedserve.client.options import ChatTurn, Options
+from alignedserve.client.types import Choice, Chunk, Completion, Logprob, Message, ModelCard, Timings, Usage
+from alignedserve.errors import InvalidRequestError
+from alignedserve.proto import inference_pb2 as pb
+from alignedserve.proto.common_pb2 import LogitBias
+
+
+def prompt_request(prompt: str | None, prompt_token_ids: Iterable[int] | None, options: Options) -> pb.GenerateRequest:
+    """A request for exactly one of the two; raises InvalidRequestError that names the argument at fault."""
+    if (prompt is None) == (prompt_token_ids is None):
+        raise InvalidRequestError("give either prompt or prompt_token_ids", param="prompt")
+    message = _with_options(options)
+    if prompt_token_ids is not None:
+        message.prompt_token_ids.SetInParent()  # an empty list is the server's to refuse, not "no input"
+        _extend(message.prompt_token_ids.ids, "prompt_token_ids", prompt_token_ids)
+    elif isinstance(prompt, str):
+        _assign(message, "prompt", prompt)
+    else:
+        kind = type(prompt).__name__
+        raise InvalidRequestError(f"prompt must be str, not {kind}; use prompt_token_ids for tokens", param="prompt")
+    return message
+
+
+def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateRequest:
+    """A request for the next turn of a conversation; raises InvalidRequestError that names the argument at fault."""
+    message = _with_options(options)
+    message.conversation.SetInParent()
+    for number, turn in enumerate(messages):
+        where = f"messages[{number}]"
+        given: object = {"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn
+        if not isinstance(given, Mapping) or given.keys() != {"role", "content"}:
+            raise InvalidRequestError(f"{where} must have role and content, and nothing else", param="messages")
+        if not all(isinstance(value, str) for value in given.values()):
+            raise InvalidRequestError(f"{where}: role and content must be strings", param="messages")
+        try:
+            message.conversation.messages.add(**given)
+        except ValueError as error:  # not encodable
+            raise InvalidRequestError(f"{where}: {error}", param="messages") from error
+    return message
+
+
+def _with_options(options: Options) -> pb.GenerateRequest:
+    message = pb.GenerateRequest()
+    for name, value in options.items():
+        if name not in Options.__annotations__:
+            near = difflib.get_close_matches(name, Options.__annotations__, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidRequestError(f"unknown option {name!r}{hint}", param=name)
+        if value is not None:
+            _set_option(message, name, value)
+    return message
+
+
+def _set_option(message: pb.GenerateRequest, name: str, value: Any) -> None:
+    if name == "stop":
+        _extend(message.stop, name, [value] if isinstance(value, str) else value)
+    elif name == "stop_token_ids":
+        _extend(message.stop_token_ids, name, value)
+    elif name == "logit_bias":
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError("logit_bias must map token ids to numbers", param=name)
+        for token_id, bias in value.items():
+            entry = message.logit_bias.add()
+            _assign(entry, "token_id", token_id, name)
+            _assign(entry, "bias", bias, name)
+    elif name == "n" and value == 0:  # on the wire 0 means "not given"
+        raise InvalidRequestError("n must be at least 1", param=name)
+    else:
+        _assign(message, name, value)
+
+
+def _assign(message: pb.GenerateRequest | LogitBias, name: str, value: Any, param: str | None = None) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{param or name}: {error}", param=param or name) from error
+
+
+def _extend(target: Any, name: str, values: Iterable[Any]) -> None:
+    try:
+        target.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{name}: {error}", param=name) from error
+
+
+def parse_completion(message: pb.GenerateResponse) -> Completion:
+    return Completion(
+        request_id=message.request_id,
+        model=message.model,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        choices=tuple(_choice(choice) for choice in message.choices),
+        usage=_usage(message.usage),
+        timings=_timings(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def parse_chunk(message: pb.GenerateChunk) -> Chunk:
+    choice = message.choice
+    return Chunk(
+        request_id=message.request_id,
+        model=message.model,
+        index=choice.index,
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
+        finish_reason=choice.finish_reason or None,
+        logprobs=tuple(_logprob(logprob) for logprob in choice.logprobs),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+        timings=_timings(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def parse_models(message: pb.ModelList) -> tuple[ModelCard, ...]:
+    return tuple(ModelCard(card.id, card.max_positions) for card in message.models)
+
+
+def parse_found(message: pb.CancelResponse) -> bool:
+    return message.found
+
+
+def _choice(message: pb.Choice) -> Choice:
+    return Choice(
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        finish_reason=message.finish_reason,
+        logprobs=tuple(_logprob(logprob) for logprob in message.logprobs),
+    )
+
+
+def _logprob(message: pb.TokenLogprobText) -> Logprob:
+    top = tuple(_logprob(logprob) for logprob in message.top)
+    return Logprob(message.token_id, message.token, message.logprob, top)
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens)
+
+
+def _timings(message: pb.RequestTimings) -> Timings:
+    return Timings(**{field.name: getattr(message, field.name) for field in fields(Timings)})

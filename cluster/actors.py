@@ -1,0 +1,104 @@
+"""The Ray actors that roles live in. Ray places and starts them; what they do goes over gRPC.
+
+A class a role, so that `ps` and Ray's own tools show them by their names. They are detached, since they outlive a
+supervisor that is replaced, and never restarted by Ray (`max_restarts` 0): a successor may only start once its
+predecessor is known to be dead, and only the supervisor knows that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import threading
+from typing import Any
+
+import ray
+
+from alignedserve.cluster.environment import role_environment
+from alignedserve.cluster.role_main import host_role
+from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
+
+_M_ARENA_MAX = -8
+
+
+class RoleActor:
+    """Runs one role on an event loop of its own, in a thread; the process ends when the role does."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = RoleSettings(**settings)
+        environment = role_environment(self._settings)
+        os.environ.update(environment)  # before anything heavy is imported
+        if arenas := environment.get("MALLOC_ARENA_MAX"):
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))  # the process runs already: the variable is too late
+        if self._settings.device.startswith("cuda") and (assigned := ray.get_gpu_ids()):
+            self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})
+        self._role: RoleServer | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="role", daemon=True).start()
+
+    async def describe(self) -> dict[str, Any]:
+        """Who this is, and what it was told of the stores' sizes, for a supervisor that is new."""
+        view = self._role.host.view if self._role is not None and self._role.host is not None else None
+        return {
+            "settings": self._settings.to_dict(),
+            "pid": os.getpid(),
+            "store_plan": view.store_plan if view is not None else "",
+            "model_info": view.model_info if view is not None else "",
+        }
+
+    async def set_supervisor(self, address: str) -> None:
+        """The supervisor is somewhere else now; node agents pass it on."""
+        if self._role is not None and hasattr(self._role, "set_supervisor"):
+            self._loop.call_soon_threadsafe(self._role.set_supervisor, address)
+
+    async def wait_ended(self) -> None:
+        """Never returns: that the process has ended, Ray tells the caller by an error."""
+        await asyncio.Event().wait()
+
+    def _run(self) -> None:
+        status = 1
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(self._host())
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            # Threads of the engine or of Ray must not hold up the end of a process whose role is over.
+            os._exit(status)
+
+    async def _host(self) -> None:
+        self._role = new_role(self._settings)
+        await host_role(self._role)
+
+
+class PrefillWorker(RoleActor):
+    """A prefill instance."""
+
+
+class DecodeWorker(RoleActor):
+    """A decode instance."""
+
+
+class KvPool(RoleActor):
+    """The KV pool."""
+
+
+class Scheduler(RoleActor):
+    """The global scheduler."""
+
+
+class NodeAgent(RoleActor):
+    """A node's agent."""
+
+
+ACTORS: dict[str, type[RoleActor]] = {
+    "prefill": PrefillWorker,
+    "decode": DecodeWorker,
+    "kv_pool": KvPool,
+    "scheduler": Scheduler,
+    "node_agent": NodeAgent,
+}

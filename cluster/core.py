@@ -1,0 +1,329 @@
+"""The supervisor's decisions, without I/O: events in, a list of actions out. Time is an argument."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from alignedserve.cluster.members import Member, Phase, Slot
+from alignedserve.cluster.plan import REQUIRED_ROLES, PlannedRole, pair_up
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+
+from alignedserve.config import Config
+from alignedserve.errors import AlignedServeError, ConfigError, ModelError, StaleError, by_code
+from alignedserve.model import ModelInfo
+from alignedserve.sizing import plan_stores
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+ADOPTION_S = 15.0
+STEADY_S = 60.0
+LONGEST_BACKOFF_S = 30.0
+MEMORY_GAUGE = "memory_available_bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start the process."""
+
+    planned: PlannedRole
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """End the process, whatever state it is in, and say `ended` once it is known to be dead."""
+
+    role_id: str
+    generation: int
+    hello: sv.RoleHello | None
+    reason: str
+
+
+Action = Launch | Fence
+
+
+class SupervisorCore:
+    """Which processes should run, which do, and what everyone is to know of everyone.
+
+    `view_version` grows with each change that others must hear of; it begins at the clock's time, so that it goes on
+    growing when the supervisor itself is replaced.
+    """
+
+    def __init__(self, config: Config, planned: Sequence[PlannedRole], *, first_version: int = 1) -> None:
+        self.config = config
+        self.view_version = first_version
+        self.slots = {role.id: Slot(role) for role in planned}
+        self.guests: dict[str, Member] = {}
+        self.lost_guests: dict[str, float] = {}
+        self.model_info = ""
+        self.store_plan = ""
+        self.was_ready = False
+        self.ending = False
+        self.failure: pb.Failure | None = None
+        self._memory_bytes: float | None = None
+        self._ticked_at: float | None = None
+
+    # ---- events
+
+    def begin(self, now: float, running: Iterable[str] = ()) -> list[Action]:
+        """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
+        found = set(running)
+        for slot in self.slots.values():
+            if slot.planned.id in found:
+                slot.enter(Phase.STARTING, now)
+                slot.deadline = now + max(ADOPTION_S, self.config.supervisor.fence_after_s)
+        return self.tick(now)
+
+    def adopt_plan(self, model_info: str, store_plan: str) -> None:
+        """What an earlier supervisor decided holds on: the stores exist."""
+        self.model_info = self.model_info or model_info
+        self.store_plan = self.store_plan or store_plan
+
+    def joined(self, hello: sv.RoleHello, now: float, unix_s: float = 0.0) -> pb.Failure | None:
+        """A process said hello on a new stream. Returns why it is refused, or None."""
+        key = hello.process
+        slot = self.slots.get(key.id)
+        if slot is None:
+            return self._guest_joined(hello, now, unix_s)
+        if slot.planned.role != key.role:
+            return _refusal(f"{key.id} is a {slot.planned.role}, not a {key.role}")
+        old = slot.member
+        if old is not None and key.incarnation < old.key.incarnation:
+            return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
+        same = old is not None and old.key.incarnation == key.incarnation
+        if self.ending or (same and slot.phase is Phase.ENDING):
+            return _refusal(f"{key.id} is being ended")
+        if not same:
+            slot.member = Member(hello, now, unix_s)
+            slot.was_ready = False
+            slot.deadline = now + self.config.supervisor.start_timeout_s
+        elif old is not None:
+            old.heard_at = now
+        slot.enter(Phase.JOINED, now)
+        self._touch()
+        return None
+
+    def heard(self, key: pb.ProcessKey, beat: sv.Heartbeat, now: float) -> list[Action]:
+        """A heartbeat of a process that has joined; one of another incarnation says nothing."""
+        member = self.member(key)
+        if member is None:
+            return []
+        before = (member.state, list(member.beat.stores), member.beat.HasField("failure"))
+        member.heard_at = now
+        member.beat = beat
+        if (member.state, list(beat.stores), beat.HasField("failure")) != before:
+            self._touch()
+        slot = self.slots.get(key.id)
+        if slot is None:
+            return []
+        actions = self._note_state(slot, member, now)
+        self._note_model(member)
+        return actions
+
+    def broke(self, key: pb.ProcessKey, now: float) -> list[Action]:
+        """The stream of a process that had joined is gone."""
+        if self.member(key) is None:
+            return []
+        slot = self.slots.get(key.id)
+        if slot is None:
+            self.lost_guests[key.id] = now + RECONNECT_S
+        elif slot.phase is Phase.JOINED:
+            slot.enter(Phase.LOST, now)
+        self._touch()
+        return []
+
+    def ended(self, role_id: str, generation: int, reason: str, now: float) -> list[Action]:
+        """This process is known to be dead."""
+        slot = self.slots.get(role_id)
+        if slot is None or slot.phase is Phase.WAITING or slot.generation != generation:
+            return []
+        logger.log(logging.INFO if self.ending else logging.WARNING, "%s has ended: %s", role_id, reason)
+        failure = slot.member.beat.failure if slot.member and slot.member.beat.HasField("failure") else None
+        steady = slot.was_ready and now - slot.ready_at > STEADY_S
+        slot.failures = 0 if steady else slot.failures + 1
+        if not slot.was_ready and not self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
+            cause = failure.message if failure else reason
+            self._fail(failure, f"{role_id} failed to start {slot.failures} times: {cause}")
+        # The first death after being ready is answered at once; a process that keeps dying waits longer each time.
+        doubling = max(0, slot.failures - (1 if slot.was_ready else 0))
+        slot.launch_at = now + (min(LONGEST_BACKOFF_S, 0.25 * 2**doubling) if doubling else 0.0)
+        slot.member = None
+        slot.was_ready = False
+        slot.enter(Phase.WAITING, now)
+        self._touch()
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: launch what is due, fence what is silent."""
+        late = self._ticked_at is not None and now - self._ticked_at > self.config.supervisor.fence_after_s / 2
+        self._ticked_at = now
+        if late:  # it was this process that slept: nobody else is to blame for what was not heard meanwhile
+            self._forgive(now)
+        for role_id, until in list(self.lost_guests.items()):
+            if now >= until:
+                del self.lost_guests[role_id]
+                self.guests.pop(role_id, None)
+                self._touch()
+        if self.ending:
+            return []
+        return [action for slot in self.slots.values() if (action := self._due(slot, now)) is not None]
+
+    def end(self) -> None:
+        """Nothing is to be started any more."""
+        self.ending = True
+
+    # ---- what others see
+
+    def member(self, key: pb.ProcessKey) -> Member | None:
+        """The live process of this role, id and incarnation."""
+        slot = self.slots.get(key.id)
+        member = slot.member if slot is not None else self.guests.get(key.id)
+        return member if member is not None and member.key == key else None
+
+    def members(self) -> list[tuple[Member, bool]]:
+        """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
+        planned = [
+            (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
+        ]
+        return planned + [(member, member.key.id in self.lost_guests) for member in self.guests.values()]
+
+    def view(self) -> sv.ClusterView:
+        return sv.ClusterView(
+            version=self.view_version,
+            peers=[member.peer(lost=lost, detailed=False) for member, lost in self.members()],
+            model_info=self.model_info,
+            pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in pair_up(self.config)],
+            store_plan=self.store_plan,
+        )
+
+    def missing(self) -> list[str]:
+        """Roles of which no instance is ready."""
+        ready = {slot.planned.role for slot in self.slots.values() if slot.ready}
+        return [role for role in REQUIRED_ROLES if role not in ready]
+
+    def degraded(self) -> list[str]:
+        """Instances that are not ready though another of their role is, as "decode-1: starting"."""
+        missing = set(self.missing())
+        return [
+            f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
+            for slot in self.slots.values()
+            if not slot.ready and slot.planned.role not in missing
+        ]
+
+    def state(self) -> str:
+        if self.failure is not None:
+            return "failed"
+        if not self.was_ready:
+            return "starting"
+        return "degraded" if self.missing() or self.degraded() else "ready"
+
+    def status(self, cluster_id: str) -> sv.ClusterStatus:
+        """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
+        return sv.ClusterStatus(
+            peers=[member.peer(lost=lost, detailed=True) for member, lost in self.members()],
+            model_info=self.model_info,
+            cluster_id=cluster_id,
+            state=self.state(),
+            missing=self.missing(),
+            degraded=self.degraded(),
+            failure=self.failure,
+        )
+
+    # ---- inside
+
+    def _touch(self) -> None:
+        self.view_version += 1
+        if not self.was_ready and not self.missing() and all(slot.ready for slot in self.slots.values()):
+            self.was_ready = True
+
+    def _guest_joined(self, hello: sv.RoleHello, now: float, unix_s: float) -> pb.Failure | None:
+        """Gateways are started by Ray Serve: any may join, and nobody here replaces one."""
+        key = hello.process
+        if key.role != "gateway":
+            return _refusal(f"no {key.role} with the id {key.id} belongs to this cluster")
+        old = self.guests.get(key.id)
+        if old is not None and key.incarnation < old.key.incarnation:
+            return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
+        if old is None or old.key.incarnation != key.incarnation:
+            self.guests[key.id] = Member(hello, now, unix_s)
+        self.lost_guests.pop(key.id, None)
+        self._touch()
+        return None
+
+    def _note_state(self, slot: Slot, member: Member, now: float) -> list[Action]:
+        if member.state == "ready" and not slot.was_ready:
+            slot.was_ready = True
+            slot.ready_at = now
+        if member.state != "failed" or slot.phase is Phase.ENDING:
+            return []
+        failure = member.beat.failure
+        if not self.was_ready and issubclass(by_code(failure.code), ModelError | ConfigError):
+            self._fail(failure, failure.message)  # starting it again changes nothing
+        return [self._fence(slot, f"it failed: {failure.message}", now)]
+
+    def _note_model(self, member: Member) -> None:
+        """Decide the stores' sizes as soon as the model and the memory are known: once for the cluster's life."""
+        if MEMORY_GAUGE in member.beat.gauges and self._memory_bytes is None:
+            self._memory_bytes = member.beat.gauges[MEMORY_GAUGE]
+        if member.beat.model_info and not self.model_info:
+            self.model_info = member.beat.model_info
+            self._touch()
+        if self.store_plan or not self.model_info or self._memory_bytes is None or self.failure is not None:
+            return
+        model = ModelInfo.from_json(self.model_info)
+        on_cpu = sum(1 for s in self.slots.values() if s.planned.role in ("prefill", "decode") and not s.planned.on_gpu)
+        try:
+            available = max(0, int(self._memory_bytes) - on_cpu * model.weight_bytes)
+            self.store_plan = plan_stores(self.config, model, available).to_json()
+        except AlignedServeError as error:
+            self._fail(pb.Failure(code=error.code), error.message)
+        else:
+            logger.info("stores, in blocks: %s", ", ".join(f"{k} {v}" for k, v in json.loads(self.store_plan).items()))
+        self._touch()
+
+    def _due(self, slot: Slot, now: float) -> Action | None:
+        limits = self.config.supervisor
+        if slot.phase is Phase.WAITING and now >= slot.launch_at and self.failure is None:
+            slot.enter(Phase.STARTING, now)
+            slot.deadline = now + limits.start_timeout_s
+            slot.generation += 1
+            return Launch(slot.planned, slot.generation)
+        if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
+            return self._fence(slot, "its connection broke", now)
+        if slot.phase is Phase.JOINED and slot.member and now - slot.member.heard_at > limits.fence_after_s:
+            return self._fence(slot, f"nothing was heard of it for {limits.fence_after_s:g} s", now)
+        if slot.phase in (Phase.STARTING, Phase.JOINED) and not slot.was_ready and now > slot.deadline:
+            state = slot.member.state if slot.member else "not joined"
+            reason = f"{slot.planned.id} was not ready in time ({state})"
+            if not self.was_ready and slot.planned.role in self.missing():
+                self._fail(None, f"{reason}; supervisor.start_timeout_s is {limits.start_timeout_s:g}")
+            return self._fence(slot, reason, now)
+        return None
+
+    def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
+        hello = slot.member.hello if slot.member else None
+        slot.enter(Phase.ENDING, now)
+        self._touch()
+        return Fence(slot.planned.id, slot.generation, hello, reason)
+
+    def _forgive(self, now: float) -> None:
+        for member, _ in self.members():
+            member.heard_at = now
+        for slot in self.slots.values():
+            if slot.phase is Phase.LOST:
+                slot.since = now
+
+    def _fail(self, failure: pb.Failure | None, message: str) -> None:
+        if self.failure is None:
+            logger.error("the cluster cannot start: %s", message)
+            self.failure = pb.Failure(code=failure.code if failure else AlignedServeError.code, message=message)
+            self._touch()
+
+
+def _refusal(message: str) -> pb.Failure:
+    return pb.Failure(code=StaleError.code, message=message)

@@ -1,0 +1,150 @@
+"""A whole cluster without Ray: the supervisor in this process, each role a plain child process.
+
+For tests, benchmarks, and machines where Ray is not installed. Everything ends with the context:
+
+    async with LocalCluster(config) as cluster:
+        await cluster.wait_ready()
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from alignedserve.cluster.gpus import count_gpus
+from alignedserve.cluster.process_launcher import NODE_ID, ProcessLauncher
+from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
+from alignedserve.cluster.supervisor import Identity, Supervisor
+from alignedserve.control.convert import failure_from_proto
+from alignedserve.proto import supervisor_pb2 as sv
+
+from alignedserve.config import Config
+from alignedserve.config_sources import to_tree
+from alignedserve.errors import UnavailableError
+
+
+class LocalCluster:
+    """Leaving the context ends every process and removes every file, also when something failed within.
+
+    `environment` is added to that of the roles; their output goes to `output_dir`, a file each, or to this process's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        environment: Mapping[str, str] | None = None,
+        output_dir: Path | None = None,
+        gpus: int | None = None,
+        module: str = "alignedserve.cluster.role_main",
+    ) -> None:
+        self.config = config
+        self.cluster_id = new_cluster_id()
+        self.token = new_token()
+        self.node_id = NODE_ID
+        self.agent_socket = ""
+        self.launcher = ProcessLauncher(
+            gpus=count_gpus() if gpus is None else gpus,
+            environment=environment,
+            output_dir=output_dir,
+            module=module,
+        )
+        self.supervisor: Supervisor
+
+    async def __aenter__(self) -> Self:
+        self.agent_socket = str(cluster_dir(self.cluster_id) / "agent.sock")
+        try:
+            await self._start_supervisor()
+        except BaseException:
+            remove_cluster_dir(self.cluster_id)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.supervisor.end_all()
+            await self.supervisor.close()
+        finally:
+            await self.launcher.end()
+            remove_cluster_dir(self.cluster_id)
+
+    async def restart_supervisor(self) -> None:
+        """Replace the supervisor as if it had died: its successor finds the processes and goes on with them."""
+        await self.supervisor.close()
+        await self._start_supervisor()
+
+    async def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Returns when every instance is ready.
+
+        Raises the error of the role that could not start, UnavailableError when the time is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (state := self.supervisor.core.state()) != "ready":
+            failure = self.supervisor.core.failure
+            if failure is not None:
+                raise failure_from_proto(failure)
+            if time.monotonic() > deadline:
+                missing = ", ".join(self.supervisor.core.missing() + self.supervisor.core.degraded())
+                raise UnavailableError(f"the cluster is {state} after {timeout_s:g} s; not ready: {missing}")
+            await self.supervisor.wait_changed(0.5)
+
+    async def status(self) -> sv.ClusterStatus:
+        return await self.supervisor.status()
+
+    def view(self) -> sv.ClusterView:
+        """What every role is told of the others."""
+        return self.supervisor.core.view()
+
+    def peer(self, role_id: str) -> sv.Peer:
+        """A role as the others see it. Raises UnavailableError where it has not joined."""
+        for peer in self.view().peers:
+            if peer.process.id == role_id:
+                return peer
+        raise UnavailableError(f"{role_id} has not joined")
+
+    def address(self, role_id: str) -> str:
+        return self.peer(role_id).address
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the roles, by id."""
+        return self.launcher.pids
+
+    def kill(self, role_id: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[role_id], number)
+
+    async def wait_restarted(self, role_id: str, old_incarnation: int, timeout_s: float = 60.0) -> sv.Peer:
+        """The role's next process, once it is ready."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for peer in self.view().peers:
+                newer = peer.process.id == role_id and peer.process.incarnation > old_incarnation
+                if newer and peer.state == "ready":
+                    return peer
+            await self.supervisor.wait_changed(0.2)
+        raise UnavailableError(f"{role_id} did not come back within {timeout_s:g} s")
+
+    def join_info(self) -> dict[str, Any]:
+        """What a gateway needs in order to join."""
+        return {
+            "supervisor_address": self.supervisor.address,
+            "token": self.token,
+            "cluster_id": self.cluster_id,
+            "node_id": self.node_id,
+            "host": "127.0.0.1",
+            "agent_socket": self.agent_socket,
+            "model_path": self.config.model.path,
+            "config": to_tree(self.config),
+        }
+
+    async def _start_supervisor(self) -> None:
+        identity = Identity(self.cluster_id, self.token, self.agent_socket)
+        self.supervisor = Supervisor(self.config, self.launcher, identity)
+        await self.supervisor.start()

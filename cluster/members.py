@@ -1,0 +1,84 @@
+"""One process that the supervisor keeps: where it is in its life, and what it last said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from alignedserve.cluster.plan import PlannedRole
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+
+
+class Phase(StrEnum):
+    """WAITING -> STARTING -> JOINED -> LOST -> ENDING -> WAITING
+                                 ^________|
+    From each of them a process that is known to have ended leads back to WAITING.
+    """
+
+    WAITING = "waiting"  # no process; one is started at `launch_at`
+    STARTING = "starting"  # launched, has not joined yet
+    JOINED = "joined"
+    LOST = "lost"  # its stream broke; it may come back in the same incarnation
+    ENDING = "ending"  # being killed; not to be replaced before it is known to be dead
+
+
+@dataclass(slots=True)
+class Member:
+    """A process that has joined: who it is, and what it said last."""
+
+    hello: sv.RoleHello
+    heard_at: float
+    joined_unix_s: float
+    beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)
+
+    @property
+    def key(self) -> pb.ProcessKey:
+        return self.hello.process
+
+    @property
+    def state(self) -> str:
+        return self.beat.state or "starting"
+
+    def peer(self, *, lost: bool, detailed: bool) -> sv.Peer:
+        """As others see it; what changes all the time is left out but where `detailed`."""
+        peer = sv.Peer(
+            process=self.key,
+            pid=self.hello.pid,
+            node_id=self.hello.node_id,
+            address=self.hello.address,
+            state="lost" if lost else self.state,
+            stores=self.beat.stores,
+            started_unix_s=self.joined_unix_s,
+        )
+        if detailed:
+            peer.holds = self.beat.holds
+        if self.beat.HasField("failure"):
+            peer.failure.CopyFrom(self.beat.failure)
+        return peer
+
+
+@dataclass(slots=True)
+class Slot:
+    """A planned process and whoever fills it now. `since` is when the phase began."""
+
+    planned: PlannedRole
+    phase: Phase = Phase.WAITING
+    since: float = 0.0
+    launch_at: float = 0.0
+    deadline: float = 0.0
+    generation: int = 0
+    """Counts the processes that filled this slot: what is said of an earlier one does not touch its successor."""
+    member: Member | None = None
+    was_ready: bool = False
+    ready_at: float = 0.0
+    failures: int = 0
+    """Ends in a row before it was ready, or soon after."""
+
+    def enter(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self.since = now
+
+    @property
+    def ready(self) -> bool:
+        return self.phase is Phase.JOINED and self.member is not None and self.member.state == "ready"

@@ -1,0 +1,41 @@
+"""Prometheus text of many processes as one page: each family once, its samples together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
+
+
+def merge(texts: Iterable[str]) -> str:
+    """Join pages whose families may be the same. A family's first HELP and TYPE stand; exact repeats are dropped.
+
+    The exposition format wants all lines of a family in one group: scrapers refuse a family that comes twice.
+    """
+    headers: dict[str, dict[str, str]] = {}
+    samples: dict[str, dict[str, None]] = {}
+    for text in texts:
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, kind, family, *_ = line.split(" ", 3)
+                headers.setdefault(family, {}).setdefault(kind, line)
+                samples.setdefault(family, {})
+            elif (match := _NAME.match(line)) is not None:
+                samples.setdefault(_family(match.group(), headers), {})[line] = None
+    lines = []
+    for family, found in samples.items():
+        if found:
+            lines += [headers.get(family, {})[kind] for kind in ("HELP", "TYPE") if kind in headers.get(family, {})]
+            lines += found
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _family(sample: str, headers: dict[str, dict[str, str]]) -> str:
+    if sample in headers:
+        return sample
+    for suffix in _SUFFIXES:
+        if sample.endswith(suffix) and sample.removesuffix(suffix) in headers:
+            return sample.removesuffix(suffix)
+    return sample

@@ -1,0 +1,133 @@
+"""The node agent: owns the memory segments of its node, and ends processes there. One a node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from alignedserve.cluster.core import MEMORY_GAUGE
+from alignedserve.cluster.processes import ProcessHandle, open_process
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import node_agent_pb2 as na
+from alignedserve.proto import node_agent_pb2_grpc as na_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.transfer.segments import SegmentServer
+
+from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 8.0
+
+
+class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
+    """Holds on to each process of its node from the moment it hears of it, so that a pid used again is no danger."""
+
+    role = "node_agent"
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self.segments = SegmentServer(settings.agent_socket, settings.token)
+        self._handles: dict[tuple[str, int], ProcessHandle] = {}
+        self._memory_at_start = available_memory_bytes()
+        self.set_supervisor(settings.supervisor_address)
+
+    # ---- the role
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [(na_grpc.add_NodeAgentServicer_to_server, self)]
+
+    async def on_start(self) -> None:
+        await asyncio.to_thread(self.segments.start)
+        self.set_state("ready")
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        """Hold on to who lives here, let go of who does not."""
+        here = {
+            (peer.process.id, peer.process.incarnation): peer
+            for peer in view.peers
+            if peer.node_id == self.settings.node_id and peer.pid != os.getpid()
+        }
+        for key in [key for key in self._handles if key not in here]:
+            self._handles.pop(key).close()
+        for key, peer in here.items():
+            if key not in self._handles and (handle := _open(peer.process, peer.pid)) is not None:
+                self._handles[key] = handle
+
+    async def on_close(self) -> None:
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+        self.segments.close()
+
+    def describe(self) -> sv.Heartbeat:
+        held = self.segments.segments()
+        total = sum(segment.size_bytes for segment in held)
+        return sv.Heartbeat(
+            holds=f"{len(held)} segments of {describe_bytes(total)}",
+            gauges={MEMORY_GAUGE: float(self._memory_at_start)},
+        )
+
+    def set_supervisor(self, address: str) -> None:
+        """Roles that lost the supervisor read here where it is now."""
+        if address != self.segments.info.get("supervisor_address"):
+            self.segments.info = {"supervisor_address": address, "cluster_id": self.settings.cluster_id}
+
+    def _on_end(self, reason: str) -> None:
+        super()._on_end(reason)
+        if self.host is not None and not self.host.view.peers:
+            return
+        if reason.startswith("no supervisor"):
+            # Nobody is left to fence what hangs here, and the others end themselves: this node's lease has run out.
+            for handle in self._handles.values():
+                handle.signal(signal.SIGKILL)
+
+    # ---- gRPC
+
+    async def DropSegment(
+        self, request: na.SegmentName, context: grpc.aio.ServicerContext[na.SegmentName, pb.Empty]
+    ) -> pb.Empty:
+        self.segments.drop(request.name)
+        return pb.Empty()
+
+    async def Describe(
+        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, na.NodeDescription]
+    ) -> na.NodeDescription:
+        return na.NodeDescription(
+            node_id=self.settings.node_id,
+            socket=self.settings.agent_socket,
+            memory_total_bytes=total_memory_bytes(),
+            memory_available_bytes=available_memory_bytes(),
+            segments=[na.Segment(name=entry.name, bytes=entry.size_bytes) for entry in self.segments.segments()],
+        )
+
+    async def EndProcess(
+        self, request: na.EndProcessRequest, context: grpc.aio.ServicerContext[na.EndProcessRequest, pb.Empty]
+    ) -> pb.Empty:
+        key = (request.process.id, request.process.incarnation)
+        handle = self._handles.pop(key, None) or _open(request.process, request.pid)
+        if handle is None:
+            return pb.Empty()  # it has ended; whoever has its number now is none of ours
+        try:
+            ended = request.grace_s > 0 and await self._stop(handle, signal.SIGTERM, request.grace_s)
+            if not ended and not await self._stop(handle, signal.SIGKILL, END_TIMEOUT_S):
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"process {request.pid} does not end")
+        finally:
+            handle.close()
+        logger.info("%s (pid %d) has ended", request.process.id, request.pid)
+        return pb.Empty()
+
+    async def _stop(self, handle: ProcessHandle, number: int, timeout_s: float) -> bool:
+        handle.signal(number)
+        return await handle.wait_ended(timeout_s)
+
+
+def _open(process: pb.ProcessKey, pid: int) -> ProcessHandle | None:
+    """An incarnation is the Unix time in nanoseconds at which the process named itself, so it started before that."""
+    return open_process(pid, process.incarnation / 1e9)

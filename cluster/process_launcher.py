@@ -1,0 +1,143 @@
+"""Roles as plain child processes: for tests, and where Ray is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignedserve.cluster.environment import role_environment
+from alignedserve.cluster.launcher import Launcher, Running
+from alignedserve.cluster.plan import Node
+from alignedserve.control.runtime import RoleSettings
+
+from alignedserve.errors import UnavailableError
+
+NODE_ID = "local"
+
+
+@dataclass(slots=True)
+class _Child:
+    settings: RoleSettings
+    process: asyncio.subprocess.Process
+    reaper: asyncio.Task[int]
+
+
+class ProcessLauncher(Launcher):
+    """Each role runs `role_main` in a session of its own, so that Ctrl-C reaches only whoever started the cluster.
+
+    The children end when this process does. `environment` is added to theirs; their output goes to `output_dir`
+    (a file each), or where this process's goes. `gpus` is how many this machine has. `module` is what they run: tests
+    have one with roles of their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: int = 0,
+        environment: Mapping[str, str] | None = None,
+        output_dir: Path | None = None,
+        module: str = "alignedserve.cluster.role_main",
+    ) -> None:
+        self._module = module
+        self._gpus = gpus
+        self._environment = dict(environment or {})
+        self._output_dir = output_dir
+        self._children: dict[str, _Child] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the children that have not ended."""
+        return {role_id: child.process.pid for role_id, child in self._children.items() if not child.reaper.done()}
+
+    async def nodes(self) -> Sequence[Node]:
+        return [Node(NODE_ID, "127.0.0.1", self._gpus)]
+
+    async def find(self) -> Sequence[Running]:
+        return [Running(child.settings) for child in self._children.values() if not child.reaper.done()]
+
+    async def launch(self, settings: RoleSettings) -> None:
+        old = self._children.get(settings.id)
+        if old is not None:
+            await old.reaper
+        environment = {**os.environ, **role_environment(settings), **self._environment}
+        try:
+            with self._output(settings.id) as output:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    self._module,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise UnavailableError(f"{settings.id} could not be started: {error}") from error
+        reaper = asyncio.get_running_loop().create_task(process.wait())
+        self._children[settings.id] = _Child(settings, process, reaper)
+        await self._tell(process, json.dumps(settings.to_dict()))
+
+    def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:
+        child = self._children[role_id]
+        child.reaper.add_done_callback(
+            lambda reaper: None if reaper.cancelled() else on_exit(_describe_exit(reaper.result()))
+        )
+
+    async def kill(self, role_id: str) -> None:
+        child = self._children.get(role_id)
+        if child is not None and not child.reaper.done():
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+
+    async def announce(self, supervisor_address: str) -> None:
+        for child in self._children.values():
+            if child.settings.role == "node_agent" and not child.reaper.done():
+                await self._tell(child.process, json.dumps({"supervisor_address": supervisor_address}))
+
+    async def close(self) -> None:
+        """Forgets the children; `end` ends them."""
+
+    async def end(self) -> None:
+        """Kill every child that is left, and collect all of them."""
+        for role_id in list(self._children):
+            await self.kill(role_id)
+        await asyncio.gather(*(child.reaper for child in self._children.values()))
+        self._children.clear()
+
+    async def _tell(self, process: asyncio.subprocess.Process, line: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and its reaper says so
+            process.stdin.write(line.encode() + b"\n")
+            await process.stdin.drain()
+
+    def _output(self, role_id: str) -> contextlib.AbstractContextManager[int | None]:
+        if self._output_dir is None:
+            return contextlib.nullcontext(None)
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        return _opened(self._output_dir / f"{role_id}.out")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"its process ended with status {status}"
+    try:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"its process was ended by signal {-status}"

@@ -1,0 +1,336 @@
+"""The supervisor's server: roles join it, hear of each other, and are started, watched and ended by it.
+
+It decides nothing itself (`core.py` does) and starts nothing itself (a `Launcher` does), and knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from alignedserve.cluster.core import Action, Fence, Launch, SupervisorCore
+from alignedserve.cluster.launcher import Launcher
+from alignedserve.cluster.members import Phase, Slot
+from alignedserve.cluster.metrics_text import merge
+from alignedserve.cluster.plan import Node, plan_roles
+from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.role import new_incarnation
+from alignedserve.control.rpc import RpcServer, open_channel
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import node_agent_pb2 as na
+from alignedserve.proto import node_agent_pb2_grpc as na_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
+from alignedserve.config import Config
+from alignedserve.config_sources import to_tree
+from alignedserve.errors import AlignedServeError
+
+logger = logging.getLogger(__name__)
+
+REPORT_WAIT_S = 0.5
+FENCE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What makes a cluster this one. A supervisor's successor goes on with the same."""
+
+    cluster_id: str
+    token: str = field(repr=False)
+    agent_socket: str = ""
+
+
+class Supervisor(sv_grpc.SupervisorServicer):
+    """Life: `start` → `end_all` (ends every process) → `close`; without `end_all` the roles wait for a successor."""
+
+    def __init__(self, config: Config, launcher: Launcher, identity: Identity) -> None:
+        self.config = config
+        self.identity = identity
+        self.address = ""
+        self.home = Node("")
+        self.core: SupervisorCore
+        self._tree: Mapping[str, Any] = to_tree(config)
+        self._launcher = launcher
+        self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=new_incarnation())
+        self._started_unix_s = time.time()
+        self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}
+        self._told_version = 0
+        self._reports: dict[str, asyncio.Event] = {}
+        self._collecting: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: RpcServer | None = None
+        self.launches = 0
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Serve, find what runs, start what does not. Raises ResourceError where no node has what is asked for."""
+        nodes = list(await self._launcher.nodes())
+        self.home = _choose_home(self.config, nodes)
+        planned = plan_roles(self.config, self.home.gpus)
+        self.core = SupervisorCore(self.config, planned, first_version=time.time_ns() // 1_000_000)
+        self._server = RpcServer(self.identity.token, nodes[0].host)
+        self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
+        self.address = await self._server.start()
+        found = await self._launcher.find()
+        for running in found:
+            self.core.adopt_plan(running.model_info, running.store_plan)
+            slot = self.core.slots.get(running.settings.id)
+            if slot is None:
+                await self._launcher.kill(running.settings.id)
+            else:
+                self._watch(running.settings.id, slot.generation)
+        if found:
+            logger.info("found running: %s", ", ".join(running.settings.id for running in found))
+        self._carry_out(self.core.begin(time.monotonic(), [running.settings.id for running in found]))
+        self._spawn(self._announce())
+        self._spawn(self._tick())
+
+    async def end_all(self, grace_s: float = 8.0) -> None:
+        """Order every role to end, kill what has not within `grace_s`, agents last. Returns when all are dead."""
+        self.core.end()
+        agents = [slot for slot in self.core.slots.values() if slot.planned.role == "node_agent"]
+        others = [slot for slot in self.core.slots.values() if slot.planned.role != "node_agent"]
+        await self._end_slots(others, grace_s)
+        await self._end_slots(agents, min(grace_s, 3.0))
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for outbox in self._outboxes.values():
+            outbox.close()
+        await self._launcher.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Returns when somebody's state changed, or the time is over."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    # ---- gRPC
+
+    async def Join(
+        self, requests: AsyncIterator[sv.RoleReport], context: grpc.aio.ServicerContext[sv.RoleReport, sv.RoleOrder]
+    ) -> AsyncIterator[sv.RoleOrder]:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("body") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
+            return
+        hello = first.hello
+        key = hello.process
+        refusal = self.core.joined(hello, time.monotonic(), time.time())
+        if refusal is not None:
+            logger.warning("refused %s/%d: %s", key.id, key.incarnation, refusal.message)
+            yield sv.RoleOrder(refused=refusal)
+            return
+        logger.info("%s joined: pid %d at %s", key.id, hello.pid, hello.address)
+        outbox: Outbox[sv.RoleOrder] = Outbox()
+        if (old := self._outboxes.get(key.id)) is not None:
+            old.close()
+        self._outboxes[key.id] = outbox
+        outbox.put(sv.RoleOrder(view=self.core.view()))
+        self._publish()
+        try:
+            async for order in serve_stream(requests, outbox, lambda report: self._on_report(key, report)):
+                yield order
+        finally:
+            if self._outboxes.get(key.id) is outbox:  # else it has joined again meanwhile
+                del self._outboxes[key.id]
+                self._carry_out(self.core.broke(key, time.monotonic()))
+
+    async def GetStatus(
+        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.ClusterStatus]
+    ) -> sv.ClusterStatus:
+        return await self.status()
+
+    async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
+        """Everyone who lives and, with `fresh`, the metrics of this moment."""
+        if fresh:
+            await self._collect()
+        status = self.core.status(self.identity.cluster_id)
+        status.peers.append(
+            sv.Peer(
+                process=self._process,
+                pid=os.getpid(),
+                node_id=self.home.node_id,
+                address=self.address,
+                state="ready",
+                holds=f"{len(self._outboxes)} roles",
+                started_unix_s=self._started_unix_s,
+            )
+        )
+        status.metrics = merge([*(member.beat.metrics for member, _ in self.core.members()), self._own_metrics()])
+        return status
+
+    # ---- inside
+
+    def _on_report(self, key: pb.ProcessKey, report: sv.RoleReport) -> None:
+        if report.WhichOneof("body") == "heartbeat":
+            self._carry_out(self.core.heard(key, report.heartbeat, time.monotonic()))
+            if (event := self._reports.get(key.id)) is not None:
+                event.set()
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Launch():
+                    self._spawn(self._launch(action))
+                case Fence():
+                    self._spawn(self._end_process(action))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell everyone, where there is news."""
+        if self.core.view_version == self._told_version:
+            return
+        self._told_version = self.core.view_version
+        order = sv.RoleOrder(view=self.core.view())
+        for outbox in self._outboxes.values():
+            outbox.put(order)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _settings(self, slot: Slot) -> RoleSettings:
+        return RoleSettings(
+            role=slot.planned.role,
+            id=slot.planned.id,
+            config=self._tree,
+            cluster_id=self.identity.cluster_id,
+            token=self.identity.token,
+            node_id=self.home.node_id,
+            host=self.home.host,
+            agent_socket=self.identity.agent_socket,
+            supervisor_address=self.address,
+            device=slot.planned.device,
+        )
+
+    async def _launch(self, action: Launch) -> None:
+        role_id = action.planned.id
+        self.launches += 1
+        try:
+            await self._launcher.launch(self._settings(self.core.slots[role_id]))
+        except AlignedServeError as error:
+            self._exited(role_id, action.generation, error.message)
+        else:
+            self._watch(role_id, action.generation)
+
+    def _watch(self, role_id: str, generation: int) -> None:
+        self._launcher.watch(role_id, lambda reason: self._exited(role_id, generation, reason))
+
+    def _exited(self, role_id: str, generation: int, reason: str) -> None:
+        self._carry_out(self.core.ended(role_id, generation, reason, time.monotonic()))
+
+    async def _end_process(self, fence: Fence) -> None:
+        """End it for certain: through its node's agent, which waits on it; through the launcher where there is none."""
+        logger.warning("ending %s: %s", fence.role_id, fence.reason)
+        slot = self.core.slots[fence.role_id]
+        while slot.phase is Phase.ENDING and slot.generation == fence.generation:
+            if fence.hello is not None and await self._end_through_agent(fence.hello):
+                self._exited(fence.role_id, fence.generation, fence.reason)
+                return
+            await self._launcher.kill(fence.role_id)  # the launcher says when it has ended
+            await asyncio.sleep(1.0)
+
+    async def _end_through_agent(self, hello: sv.RoleHello, grace_s: float = 0.0) -> bool:
+        """True when the process is known to be dead; False where there is no agent to say so."""
+        agent = next((s.member for s in self.core.slots.values() if s.planned.role == "node_agent" and s.ready), None)
+        if agent is None or agent.hello.process.id == hello.process.id:
+            return False
+        channel = open_channel(agent.hello.address, self.identity.token)
+        try:
+            request = na.EndProcessRequest(process=hello.process, pid=hello.pid, grace_s=grace_s)
+            await na_grpc.NodeAgentStub(channel).EndProcess(request, timeout=FENCE_TIMEOUT_S + grace_s)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("the node agent could not end %s: %s", hello.process.id, error.details())
+            return False
+        finally:
+            await channel.close()
+        return True
+
+    async def _end_slots(self, slots: list[Slot], grace_s: float) -> None:
+        for slot in slots:
+            if (outbox := self._outboxes.get(slot.planned.id)) is not None:
+                outbox.put(sv.RoleOrder(end=pb.Empty()))
+        await self._all_dead(slots, grace_s)
+        for slot in slots:
+            if slot.phase is not Phase.WAITING:
+                hello = slot.member.hello if slot.member else None
+                if hello is None or not await self._end_through_agent(hello):
+                    await self._launcher.kill(slot.planned.id)
+        await self._all_dead(slots, 5.0)
+
+    async def _all_dead(self, slots: list[Slot], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(slot.phase is not Phase.WAITING for slot in slots) and time.monotonic() < deadline:
+            await self.wait_changed(min(0.2, timeout_s))
+
+    async def _collect(self) -> None:
+        """Have every role report now. One collection serves all who ask meanwhile."""
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.get_running_loop().create_task(self._collect_once())
+        await asyncio.shield(self._collecting)
+
+    async def _collect_once(self) -> None:
+        self._reports = {role_id: asyncio.Event() for role_id in self._outboxes}
+        for outbox in self._outboxes.values():
+            outbox.put(sv.RoleOrder(report=pb.Empty()))
+        waits = [asyncio.ensure_future(event.wait()) for event in self._reports.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=REPORT_WAIT_S)
+            for wait in late:
+                wait.cancel()
+        self._reports = {}
+
+    def _own_metrics(self) -> str:
+        roles: dict[str, int] = {}
+        for slot in self.core.slots.values():
+            roles[slot.planned.role] = roles.get(slot.planned.role, 0) + slot.ready
+        lines = [
+            "# HELP alignedserve_ready_instances Instances of a role that are ready.",
+            "# TYPE alignedserve_ready_instances gauge",
+            *(f'alignedserve_ready_instances{{role="{role}"}} {count}' for role, count in roles.items()),
+            "# HELP alignedserve_role_starts_total Processes that the supervisor has started.",
+            "# TYPE alignedserve_role_starts_total counter",
+            f"alignedserve_role_starts_total {self.launches}",
+        ]
+        return "\n".join(lines)
+
+    async def _announce(self) -> None:
+        await self._launcher.announce(self.address)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(min(0.25, self.config.supervisor.heartbeat_s / 2))
+            self._carry_out(self.core.tick(time.monotonic()))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the supervisor failed at its work", exc_info=error)
+
+
+def _choose_home(config: Config, nodes: list[Node]) -> Node:
+    """One cell lies on one node: the supervisor's own, or the first that has the GPUs."""
+    wanted = config.cluster.prefill + config.cluster.decode
+    if config.cluster.device == "cpu":
+        return nodes[0]
+    enough = [node for node in nodes if node.gpus >= (1 if config.cluster.share_gpu else wanted)]
+    return (enough or sorted(nodes, key=lambda node: -node.gpus))[0]

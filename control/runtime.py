@@ -1,0 +1,213 @@
+"""A role's process: its settings, its gRPC server, its place in the cluster. Each role fills in what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import grpc
+from alignedserve.control.convert import failure_to_proto
+from alignedserve.control.role import RoleHost, new_incarnation
+from alignedserve.control.rpc import RpcServer
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
+from alignedserve import logs
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+ROLES: Registry[type[RoleServer]] = Registry(
+    "role",
+    {
+        "prefill": "alignedserve.prefill_worker.actor:PrefillServer",
+        "decode": "alignedserve.decode_worker.actor:DecodeServer",
+        "kv_pool": "alignedserve.kv_pool.actor:KvPoolServer",
+        "scheduler": "alignedserve.scheduler.actor:SchedulerServer",
+        "node_agent": "alignedserve.cluster.node_agent:NodeAgentServer",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSettings:
+    """What a role's process is started with; plain values, so that any launcher can pass them on.
+
+    `config` is `config_sources.to_tree`'s tree. `agent_socket` is the Unix socket of this node's agent (which may come
+    up later than the role). `device` is "cpu" or "cuda:N".
+    """
+
+    role: str
+    id: str
+    config: Mapping[str, Any]
+    cluster_id: str
+    token: str = field(repr=False)
+    node_id: str = ""
+    host: str = "127.0.0.1"
+    agent_socket: str = ""
+    supervisor_address: str = ""
+    device: str = "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RoleServer(ABC):
+    """Base of every role. Subclasses override the five hooks below; all run on the role's event loop.
+
+    Life: `start` (serves, joins, then `on_start` goes on in the background) → `wait` until ended → `close`.
+    An exception in `on_start` makes the role's state "failed", with the error, and the supervisor decides.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(self, settings: RoleSettings) -> None:
+        self.settings = settings
+        self.config: Config = from_tree(settings.config)
+        self.process = pb.ProcessKey(role=self.role, id=settings.id, incarnation=new_incarnation())
+        self.state = "starting"
+        self.progress = 0
+        self.address = ""
+        self.host: RoleHost | None = None
+        self._failure: BaseException | None = None
+        self._ended = asyncio.Event()
+        self._start_task: asyncio.Task[None] | None = None
+        self._server = RpcServer(settings.token, settings.host)
+
+    # ---- hooks
+
+    @abstractmethod
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        """`(add_…Servicer_to_server, servicer)` of each service that the role offers."""
+
+    @abstractmethod
+    async def on_start(self) -> None:
+        """Get ready for work; ends with `set_state("ready")`, here or later."""
+
+    async def on_view(self, view: sv.ClusterView) -> None:  # noqa: B027  # not every role follows the view
+        """The cluster changed."""
+
+    async def on_close(self) -> None:  # noqa: B027
+        """Let go of everything."""
+
+    def describe(self) -> sv.Heartbeat:
+        """What the next heartbeat says beside state, progress and failure."""
+        return sv.Heartbeat()
+
+    # ---- life
+
+    async def start(self) -> None:
+        logs.setup(self.config.log, self.role, self.settings.id)
+        self._server.add(sv_grpc.add_RoleServicer_to_server, _Describer(self))
+        for register, servicer in self.servicers():
+            self._server.add(register, servicer)
+        self.address = await self._server.start()
+        self.host = RoleHost(
+            self.process,
+            self.address,
+            self.settings.supervisor_address,
+            self.settings.token,
+            self.heartbeat,
+            self._on_view,
+            self._on_end,
+            node_id=self.settings.node_id,
+            heartbeat_s=self.config.supervisor.heartbeat_s,
+            orphan_after_s=self.config.supervisor.orphan_after_s,
+            locate=self._locate_supervisor,
+        )
+        self.host.start()
+        self._start_task = asyncio.get_running_loop().create_task(self._get_ready())
+
+    async def _get_ready(self) -> None:
+        try:
+            await self.on_start()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # reported to the supervisor, which decides
+            logger.exception("%s cannot start", self.settings.id)
+            self.fail(error)
+
+    async def _on_view(self, view: sv.ClusterView) -> None:
+        try:
+            await self.on_view(view)
+        except Exception as error:  # a role that cannot follow the cluster must not serve
+            logger.exception("%s cannot follow the cluster's view", self.settings.id)
+            self.fail(error)
+
+    def set_state(self, state: str) -> None:
+        """Change the state ("starting", "loading", "ready", "draining") and report it."""
+        if state != self.state and self.state != "failed":
+            logger.info("%s -> %s", self.state, state)
+            self.state = state
+            self.report()
+
+    def fail(self, error: BaseException) -> None:
+        """The role cannot go on; the supervisor hears why."""
+        self._failure = error
+        self.state = "failed"
+        self.report()
+
+    def report(self) -> None:
+        if self.host is not None:
+            self.host.report()
+
+    def heartbeat(self) -> sv.Heartbeat:
+        beat = self.describe()
+        beat.state = self.state
+        beat.progress = self.progress
+        if self._failure is not None:
+            beat.failure.CopyFrom(failure_to_proto(self._failure))
+        return beat
+
+    def _on_end(self, reason: str) -> None:
+        logger.info("ending: %s", reason)
+        self._ended.set()
+
+    async def _locate_supervisor(self) -> str | None:
+        """Where a restarted supervisor is, as this node's agent was told; None where that is not known."""
+        if not self.settings.agent_socket:
+            return None
+        from alignedserve.transfer.segments import SegmentClient
+
+        from alignedserve.errors import AlignedServeError
+
+        client = SegmentClient(self.settings.agent_socket, self.settings.token)
+        try:
+            info = await asyncio.to_thread(client.info)
+        except (AlignedServeError, OSError):
+            return None
+        address = info.get("supervisor_address")
+        return str(address) if address else None
+
+    async def wait(self) -> None:
+        """Returns when the role is to end."""
+        await self._ended.wait()
+
+    async def close(self) -> None:
+        if self._start_task is not None:
+            self._start_task.cancel()
+            await asyncio.gather(self._start_task, return_exceptions=True)
+        await self.on_close()
+        if self.host is not None:
+            await self.host.close()
+        await self._server.stop()
+
+
+class _Describer(sv_grpc.RoleServicer):
+    def __init__(self, role: RoleServer) -> None:
+        self._role = role
+
+    async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sv.Heartbeat:
+        return self._role.heartbeat()
+
+
+def new_role(settings: RoleSettings) -> RoleServer:
+    """The role that the settings name. Must be called on a running event loop."""
+    return ROLES.get(settings.role)(settings)

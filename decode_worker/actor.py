@@ -1,0 +1,226 @@
+"""The decode instance's process: gRPC in, the decode thread behind, evictions beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, ClassVar
+
+import grpc
+from alignedserve.control.convert import failure_to_proto, key_from_proto, keys_from_proto, keys_to_proto
+from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.control.tokens import TokenEmitter
+from alignedserve.decode_worker.buffer_link import BufferLink
+from alignedserve.decode_worker.held import EvictionOrder, Outcome
+from alignedserve.decode_worker.instance import DecodeInstance
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
+from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.events import BufferKind
+
+from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
+    """Role `decode`. Candidates come from paired buffers (or, without prefetch, on the scheduler's stream)."""
+
+    role: ClassVar[str] = "decode"
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self._instance = DecodeInstance(settings, self.config, self.process, self._post)
+        self._emitter = TokenEmitter(self.process, settings.token, self._gateway_lost)
+        self._scheduler: Outbox[dw.DecodeReport] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    # ---- the role's hooks
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [(dw_grpc.add_DecodeWorkerServicer_to_server, self)]
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        await self._instance.load(self.report)
+        self.set_state("ready")
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        await self._instance.on_view(view)
+
+    async def on_close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await self._emitter.close()
+        await self._instance.close()
+
+    def describe(self) -> sv.Heartbeat:
+        instance = self._instance
+        beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
+        if instance.compute is None:
+            return beat
+        status, cache = instance.compute.status, instance.cache
+        self.progress = status.iterations
+        waiting = status.batch_buffer_requests + status.requests_buffer_requests
+        blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
+        beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}"
+        count = StoreCount(cache.store_id, cache.capacity, cache.free_blocks, cache.owned_blocks, cache.cached_blocks)
+        values = {
+            "decode_running": status.running,
+            "decode_iterations_total": status.iterations,
+            "decode_switch_iterations_total": status.switch_iterations,
+            "decode_evictions_total": status.evictions,
+            "decode_shortest_tokens": status.shortest_tokens,
+            "decode_longest_tokens": status.longest_tokens,
+        }
+        beat.metrics = "\n".join(store_lines(self.settings.id, [count]) + counter_lines(self.settings.id, values))
+        return beat
+
+    # ---- from the scheduler
+
+    async def Control(
+        self, request_iterator: AsyncIterator[dw.DecodeCommand], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[dw.DecodeReport]:
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._reset()
+        outbox: Outbox[dw.DecodeReport] = Outbox()
+        self._scheduler = outbox
+        outbox.put(dw.DecodeReport(description=self._description()))
+        async for report in serve_stream(request_iterator, outbox, self._on_command):
+            yield report
+        if self._scheduler is outbox:
+            self._scheduler = None
+            self._reset()
+
+    def _reset(self) -> None:
+        """The scheduler is gone, and with it who knew these requests: their gateways submit them again."""
+        if self._instance.compute is not None:
+            self._instance.compute.cancel_all()
+
+    def _on_command(self, command: dw.DecodeCommand) -> None:
+        compute = self._instance.compute
+        assert compute is not None
+        kind = command.WhichOneof("body")
+        if kind == "candidates":
+            candidates = command.candidates
+            compute.offer(BufferKind(candidates.buffer), candidates.batch_id, candidates.requests)
+        elif kind == "cancel":
+            compute.cancel(keys_from_proto(command.cancel))
+        elif kind == "recall":
+            compute.recall(keys_from_proto(command.recall))
+        elif kind == "urgent":
+            compute.mark_urgent(keys_from_proto(command.urgent))
+
+    # ---- from the decode thread
+
+    def _post(self, outcome: Outcome) -> None:
+        self._loop.call_soon_threadsafe(self._on_outcome, outcome)
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        self._emitter.emit(outcome.events)
+        if outcome.joined:
+            self._report(dw.DecodeReport(joined=keys_to_proto(outcome.joined)))
+        if outcome.finished:
+            self._report(dw.DecodeReport(finished=keys_to_proto(outcome.finished)))
+        if outcome.returned:
+            self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=outcome.returned)))
+        if outcome.lost:
+            self._report_lost(outcome.lost, TransferError("the KV could not be brought to the decode instance"))
+        for link, requests in self._by_source(outcome.release):
+            if link is not None:
+                link.consumed(_keys(requests))
+        for link, requests in self._by_source(outcome.give_back):
+            if link is not None:
+                link.give_back(_keys(requests))
+            else:
+                self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=requests)))
+        for order in outcome.evictions:
+            self._spawn(self._evict(order))
+        if outcome.status_changed:
+            self._report(dw.DecodeReport(description=self._description()))
+
+    def _by_source(
+        self, requests: Iterable[pb.StoredRequest]
+    ) -> Iterable[tuple[BufferLink | None, list[pb.StoredRequest]]]:
+        """Grouped by the link to the buffers that hold them; None: they lie in the pool."""
+        handover = self._instance.handover
+        assert handover is not None
+        groups: dict[str, list[pb.StoredRequest]] = defaultdict(list)
+        for stored in requests:
+            groups[stored.store_id].append(stored)
+        return [(handover.link_of(store_id), group) for store_id, group in groups.items()]
+
+    async def _evict(self, order: EvictionOrder) -> None:
+        handover, compute = self._instance.handover, self._instance.compute
+        assert handover is not None and compute is not None
+        try:
+            stored = await handover.evict(order)
+        except TransferError as error:
+            logger.warning("eviction failed: %s", error, extra={"request_id": order.key.request_id})
+            compute.evicted(order, None)
+        else:
+            compute.evicted(order, stored)
+        self._instance.refresh_lease()
+
+    def _gateway_lost(self, address: str) -> None:
+        """Its requests are ended by the scheduler, which loses the same gateway."""
+
+    # ---- reports
+
+    def _report(self, report: dw.DecodeReport) -> None:
+        if self._scheduler is not None:
+            self._scheduler.put(report)
+
+    def _report_lost(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
+        failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure_to_proto(error), retry=True)
+        self._report(dw.DecodeReport(failed=failed))
+
+    def _description(self) -> dw.DecodeDescription:
+        instance = self._instance
+        description = dw.DecodeDescription(
+            process=self.process,
+            cache_blocks=instance.cache.capacity,
+            cache_free_blocks=instance.cache.free_blocks,
+        )
+        if instance.compute is not None:
+            status = instance.compute.status
+            for name in (
+                "running",
+                "shortest_tokens",
+                "longest_tokens",
+                "batch_id",
+                "switching",
+                "batch_buffer_requests",
+                "requests_buffer_requests",
+                "iterations",
+                "switch_iterations",
+                "evictions",
+            ):
+                setattr(description, name, getattr(status, name))
+        return description
+
+    async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> dw.DecodeDescription:
+        return self._description()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("a background task failed", exc_info=error)
+
+
+def _keys(requests: Iterable[pb.StoredRequest]) -> list[RequestKey]:
+    return [key_from_proto(stored.spec.key) for stored in requests]

@@ -1,0 +1,151 @@
+"""A decode instance's link to the candidate buffers of one paired prefill instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from alignedserve.control.convert import keys_from_proto, keys_to_proto
+from alignedserve.control.link import DuplexLink
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.block_store import BlockStore, attach_store
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.handles import StoreHandle
+from alignedserve.transfer.links import connect
+from alignedserve.transfer.segments import SegmentClient
+
+from alignedserve.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+
+class BufferLink:
+    """Attaches both buffers, hears what they hold, and keeps a standing lease in the requests buffer for evictions.
+
+    One link serves one incarnation of the prefill instance; it ends with it. Used from the event loop; `pulls` is read
+    by the decode thread.
+    """
+
+    def __init__(
+        self,
+        prefill_id: str,
+        process: pb.ProcessKey,
+        cache: BlockStore,
+        loop: DecodeLoop,
+        segments: SegmentClient,
+        lease_blocks: int,
+        on_lease: Callable[[], None],
+    ) -> None:
+        self.prefill_id = prefill_id
+        self.pulls: dict[str, Channel] = {}
+        self.evict_channel: Channel | None = None
+        self.requests_store_id = ""
+        self._process = process
+        self._cache = cache
+        self._loop = loop
+        self._segments = segments
+        self._lease_blocks = lease_blocks
+        self._on_lease = on_lease
+        self._leased: list[int] = []
+        self._taken = 0
+        self._stores: list[BlockStore] = []
+        self._channel: TokenChannel | None = None
+        self._link: DuplexLink[pw.BufferCommand, pw.BufferEvent] | None = None
+
+    def open(self, address: str, token: str) -> None:
+        channel = open_channel(address, token)
+        self._channel = channel
+        stub = pw_grpc.PrefillWorkerStub(channel)
+        self._link = DuplexLink(stub.Buffers, self._on_event, self._first, on_down=self._on_down)
+        self._link.start()
+
+    @property
+    def leased_blocks(self) -> int:
+        return len(self._leased)
+
+    def take_leased(self, count: int) -> list[int] | None:
+        """`count` blocks of the requests buffer for an eviction; None where the lease has fewer."""
+        if len(self._leased) < count or self.evict_channel is None:
+            return None
+        taken, self._leased = self._leased[:count], self._leased[count:]
+        self._taken += count
+        return taken
+
+    def put_back(self, block_ids: Iterable[int]) -> None:
+        """Taken blocks that were not needed."""
+        back = list(block_ids)
+        self._leased.extend(back)
+        self._taken -= len(back)
+
+    def evicted(self, stored: pb.StoredRequest) -> None:
+        """The taken blocks hold an evicted request now."""
+        self._taken -= len(stored.block_ids)
+        self._send(pw.BufferCommand(evicted=pw.EvictedRequest(request=stored)))
+        self._want()
+
+    def consumed(self, keys: Iterable[RequestKey]) -> None:
+        self._send(pw.BufferCommand(consumed=keys_to_proto(keys)))
+        if len(self._leased) < self._lease_blocks:
+            self._want()
+
+    def give_back(self, keys: Iterable[RequestKey]) -> None:
+        self._send(pw.BufferCommand(give_back=keys_to_proto(keys)))
+
+    def _send(self, command: pw.BufferCommand) -> None:
+        if self._link is not None:
+            self._link.send(command)
+
+    def _first(self) -> Iterable[pw.BufferCommand]:
+        yield pw.BufferCommand(hello=self._process)
+        yield pw.BufferCommand(want_blocks=self._lease_blocks)
+
+    def _want(self) -> None:
+        # Blocks taken for evictions under way are still leased in the other side's books.
+        self._send(pw.BufferCommand(want_blocks=self._lease_blocks + self._taken))
+
+    async def _on_event(self, event: pw.BufferEvent) -> None:
+        kind = event.WhichOneof("body")
+        if kind == "stores":
+            await self._attach(event.stores)
+        elif kind == "announced":
+            announced = event.announced
+            self._loop.offer(BufferKind(announced.buffer), announced.batch_id, announced.requests)
+        elif kind == "leased":
+            self._leased.extend(event.leased.block_ids)
+            self._on_lease()
+        elif kind == "withdrawn":
+            self._loop.cancel(keys_from_proto(event.withdrawn))
+
+    async def _attach(self, stores: pw.BufferStores) -> None:
+        if self._stores:
+            return
+        for message in (stores.batch, stores.requests):
+            handle = StoreHandle.from_proto(message)
+            store = await asyncio.to_thread(attach_store, handle, self._segments, geometry=self._cache.geometry)
+            self._stores.append(store)
+            self.pulls[store.store_id] = connect(store, self._cache)
+        self.requests_store_id = stores.requests.store_id
+        self.evict_channel = connect(self._cache, self._stores[1])
+        self._on_lease()
+
+    def _on_down(self) -> None:
+        self._leased.clear()
+        self._taken = 0
+        self._on_lease()
+        self._loop.source_lost(list(self.pulls))
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+        if self._channel is not None:
+            await self._channel.close()
+        for channel in (*self.pulls.values(), *([self.evict_channel] if self.evict_channel else [])):
+            channel.close()
+        for store in self._stores:
+            store.close()

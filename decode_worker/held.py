@@ -1,0 +1,76 @@
+"""What a decode instance holds of a request, and what one turn of its loop led to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from alignedserve.control.convert import key_from_proto, spec_to_proto
+from alignedserve.engine.live import LiveRequest
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
+
+from alignedserve.request import RequestKey
+
+
+@dataclass(slots=True)
+class Held:
+    """A candidate or a running request. `stored` is where its KV lay last; `resident`: it is in the cache now."""
+
+    stored: pb.StoredRequest
+    live: LiveRequest | None = None
+    resident: bool = False
+
+    def current(self) -> pb.StoredRequest:
+        """`stored`, with the tokens and times of now."""
+        stored = pb.StoredRequest()
+        stored.CopyFrom(self.stored)
+        if self.live is not None:
+            stored.spec.CopyFrom(spec_to_proto(self.live.spec))
+        return stored
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionOrder:
+    """Copy `block_ids` of the cache out; `stored` says what they hold, and what of it the pool has already."""
+
+    key: RequestKey
+    stored: pb.StoredRequest
+    block_ids: list[int]
+    to_pool: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Handled on the worker's event loop, in order.
+
+    `release`: pulled, their source may free them. `give_back`: candidates that return to the tree. `returned`: evicted
+    to the pool and committed there. `lost`: their KV is gone, the gateway is to submit them again.
+    """
+
+    events: list[tuple[str, gw.TokenEvent]] = field(default_factory=list)
+    finished: list[RequestKey] = field(default_factory=list)
+    joined: list[RequestKey] = field(default_factory=list)
+    release: list[pb.StoredRequest] = field(default_factory=list)
+    give_back: list[pb.StoredRequest] = field(default_factory=list)
+    evictions: list[EvictionOrder] = field(default_factory=list)
+    returned: list[pb.StoredRequest] = field(default_factory=list)
+    lost: list[RequestKey] = field(default_factory=list)
+    status_changed: bool = False
+
+    def drop(self, held: Held) -> None:
+        """A cancelled request holds nothing here any more; what it holds at its source is to be freed."""
+        self.release.append(held.stored)
+        self.finished.append(key_from_proto(held.stored.spec.key))
+
+    @property
+    def holds_anything(self) -> bool:
+        return bool(
+            self.events
+            or self.finished
+            or self.joined
+            or self.release
+            or self.give_back
+            or self.evictions
+            or self.returned
+            or self.lost
+        )

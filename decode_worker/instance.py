@@ -1,0 +1,146 @@
+"""What a decode instance owns: model, cache, the iteration loop, and its links to the pool and to paired buffers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.decode_worker.buffer_link import BufferLink
+from alignedserve.decode_worker.handover import Handover
+from alignedserve.decode_worker.held import Outcome
+from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.engine import host
+from alignedserve.engine.runner import ModelRunner
+from alignedserve.kv_pool.attachment import PoolAttachment
+from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.transfer.block_store import BlockStore
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.links import connect
+from alignedserve.transfer.segments import SegmentClient
+
+from alignedserve.config import Config
+from alignedserve.model import ModelInfo
+from alignedserve.sizing import StorePlan
+
+
+class DecodeInstance:
+    """Built up by `load`: everything but the buffer links, which follow the cluster's view."""
+
+    def __init__(
+        self, settings: RoleSettings, config: Config, process: pb.ProcessKey, post: Callable[[Outcome], None]
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._process = process
+        self._post = post
+        self._plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
+        self._view = sv.ClusterView()
+        self._pool: PoolAttachment | None = None
+        self._channels: list[Channel] = []
+        self._cache_store: BlockStore | None = None
+        self._linked: dict[str, pb.ProcessKey] = {}
+        self.segments = SegmentClient(settings.agent_socket, settings.token)
+        self.model: ModelInfo | None = None
+        self.cache = BlockAllocator(1, f"{settings.id}/cache")
+        self.compute: DecodeLoop | None = None
+        self.handover: Handover | None = None
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        self._view = view
+        if view.store_plan and not self._plan.done():
+            self._plan.set_result(StorePlan.from_json(view.store_plan))
+        if self._pool is not None:
+            await self._pool.on_view(view)
+        await self._follow_pairs()
+
+    async def load(self, report: Callable[[], None]) -> None:
+        """Load the model, make the cache, attach the pool. `report` is called when the model's shape is known."""
+        settings, config = self._settings, self._config
+        host.prepare_process(config)
+        self.model = await host.inspect(config, settings.device)
+        report()
+        loaded, tokenizer = await host.load(config, self.model, settings.device)
+        plan = await self._plan
+        geometry = self.model.geometry(plan.block_size)
+        self._cache_store, tensor = host.cache_store(
+            f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
+        )
+        self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
+        writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan))
+        self._pool = PoolAttachment(writer, self.segments, geometry)
+        await self._pool.on_view(self._view)
+        pool_store = await self._pool.attached()
+        from_pool, to_pool = connect(pool_store, self._cache_store), connect(self._cache_store, pool_store)
+        self._channels = [from_pool, to_pool]
+        self.handover = Handover(from_pool, to_pool, writer, pool_store.store_id, plan.block_size)
+        runner = ModelRunner(loaded, tensor)
+        await asyncio.to_thread(runner.warm_up)
+        scheduler = IterationScheduler(
+            config.decode,
+            self.cache,
+            plan.block_size,
+            starvation_after_s=config.scheduler.starvation_after_s,
+        )
+        self.compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post)
+        self.compute.start()
+        await self._follow_pairs()
+
+    def _largest_request_blocks(self, plan: StorePlan) -> int:
+        """A standing lease has room for the eviction of the largest request, without emptying the store it is of."""
+        assert self.model is not None
+        largest = -(-self.model.max_positions // plan.block_size)
+        return max(1, min(largest, plan.decode_cache, plan.pool // 8))
+
+    async def _follow_pairs(self) -> None:
+        """Link to the buffers of the prefill instances that this one is paired with; drop those that are gone."""
+        if self.handover is None or self.compute is None:
+            return
+        wanted = {pair.prefill_id for pair in self._view.pairs if pair.decode_id == self._settings.id}
+        peers = {
+            peer.process.id: peer
+            for peer in self._view.peers
+            if peer.process.role == "prefill" and peer.state == "ready" and peer.process.id in wanted
+        }
+        for prefill_id in list(self._linked):
+            peer = peers.get(prefill_id)
+            if peer is None or peer.process != self._linked[prefill_id]:
+                del self._linked[prefill_id]
+                await self.handover.links.pop(prefill_id).close()
+        for prefill_id, peer in peers.items():
+            if prefill_id not in self._linked:
+                self._linked[prefill_id] = peer.process
+                self.handover.links[prefill_id] = self._open_link(prefill_id, peer.address)
+
+    def _open_link(self, prefill_id: str, address: str) -> BufferLink:
+        assert self._cache_store is not None and self.compute is not None and self._plan.done()
+        link = BufferLink(
+            prefill_id,
+            self._process,
+            self._cache_store,
+            self.compute,
+            self.segments,
+            self._largest_request_blocks(self._plan.result()),
+            self.refresh_lease,
+        )
+        link.open(address, self._settings.token)
+        return link
+
+    def refresh_lease(self) -> None:
+        if self.handover is not None and self.compute is not None:
+            self.compute.set_lease(self.handover.leased_blocks())
+
+    async def close(self) -> None:
+        if self.compute is not None:
+            await asyncio.to_thread(self.compute.stop)
+        if self.handover is not None:
+            for link in self.handover.links.values():
+                await link.close()
+        for channel in self._channels:
+            channel.close()
+        if self._pool is not None:
+            await self._pool.close()

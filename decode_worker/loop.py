@@ -1,0 +1,330 @@
+"""The thread that decodes: plan, start copies, compute, sample; no call to another process between two iterations."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from alignedserve.control.convert import failure_event, key_from_proto, spec_from_proto, token_event
+from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
+from alignedserve.engine.live import LiveRequest
+from alignedserve.engine.runner import ForwardItem, ModelRunner
+from alignedserve.engine.sampling import SampledToken, Sampler
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
+from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join, RunItem
+from alignedserve.transfer.completion import Completion
+
+from alignedserve.errors import AlignedServeError, NumericsError, TransferError
+from alignedserve.request import RequestKey, Stage
+from alignedserve.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TOMBSTONES = 4096
+STARVATION_POLL_S = 0.25
+
+Pull = Callable[[pb.StoredRequest, Sequence[int], int], Completion]
+
+
+class DecodeLoop:
+    """Runs one decode instance. `pull` starts a copy into the cache; `post` gets each outcome, on this thread."""
+
+    def __init__(
+        self,
+        decode_id: str,
+        runner: ModelRunner,
+        scheduler: IterationScheduler,
+        tokenizer: Tokenizer | None,
+        pull: Pull,
+        post: Callable[[Outcome], None],
+    ) -> None:
+        self._decode_id = decode_id
+        self._runner = runner
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._pull = pull
+        self._post = post
+        self._sampler = Sampler()
+        self._held: dict[RequestKey, Held] = {}
+        self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
+        self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
+        self._status: IterationStatus = scheduler.status()
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+
+    # ---- called from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout=10.0)
+
+    @property
+    def status(self) -> IterationStatus:
+        """As of the last iteration boundary."""
+        return self._status
+
+    def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
+        """Candidates that are complete at their source."""
+        found = list(requests)
+        self._inbox.put(lambda outcome: self._offer(buffer, batch_id, found, outcome))
+
+    def cancel(self, keys: Sequence[RequestKey]) -> None:
+        self._inbox.put(lambda outcome: self._cancel(keys, outcome))
+
+    def cancel_all(self) -> None:
+        self._inbox.put(lambda outcome: self._cancel(list(self._held), outcome))
+
+    def recall(self, keys: Sequence[RequestKey]) -> None:
+        self._inbox.put(lambda _: self._scheduler.recall(keys))
+
+    def mark_urgent(self, keys: Sequence[RequestKey]) -> None:
+        self._inbox.put(lambda _: self._scheduler.mark_urgent(keys))
+
+    def set_lease(self, blocks: int) -> None:
+        self._inbox.put(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
+
+    def source_lost(self, store_ids: Sequence[str]) -> None:
+        """Candidates that lay in these stores are gone."""
+        self._inbox.put(lambda outcome: self._drop_source(set(store_ids), outcome))
+
+    def evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None) -> None:
+        """An eviction's copy has ended: the request now lies where `stored` says; None: the copy failed."""
+        self._inbox.put(lambda outcome: self._on_evicted(order, stored, outcome))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            outcome = Outcome()
+            if not self._drain(outcome):
+                return
+            plan = self._scheduler.plan(time.monotonic())
+            self._start_copies(plan, outcome)
+            if plan.run:
+                if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
+                    self._post(outcome)
+                    outcome = Outcome()
+                self._iterate(plan.run, outcome)
+            self._publish(outcome)
+            if not plan.run and not self._wait():
+                return
+
+    def _drain(self, outcome: Outcome) -> bool:
+        """Handle what has come in; False: the loop is to end."""
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._handle(message, outcome)
+
+    def _wait(self) -> bool:
+        """Sleep until something comes in (or a waiting candidate may have become overdue)."""
+        status = self._status
+        waiting = status.batch_buffer_requests + status.requests_buffer_requests
+        try:
+            message = self._inbox.get(timeout=STARVATION_POLL_S if waiting else None)
+        except queue.Empty:
+            return True
+        if message is None:
+            return False
+        outcome = Outcome()
+        self._handle(message, outcome)
+        self._publish(outcome)
+        return True
+
+    def _handle(self, message: Callable[[Outcome], None], outcome: Outcome) -> None:
+        try:
+            message(outcome)
+        except Exception:  # one message that cannot be handled must not end the loop
+            logger.exception("a message could not be handled")
+
+    def _publish(self, outcome: Outcome) -> None:
+        status = self._scheduler.status()
+        outcome.status_changed = status != self._status
+        self._status = status
+        if outcome.status_changed or outcome.holds_anything:
+            self._post(outcome)
+
+    # ---- candidates
+
+    def _offer(self, buffer: BufferKind, batch_id: int, requests: Sequence[pb.StoredRequest], outcome: Outcome) -> None:
+        now_s = time.monotonic()
+        for stored in requests:
+            key = key_from_proto(stored.spec.key)
+            held = Held(stored)
+            if key in self._cancelled:
+                del self._cancelled[key]
+                outcome.drop(held)
+                continue
+            self._held[key] = held
+            spec = stored.spec
+            prompt = len(spec.prompt_token_ids)
+            self._scheduler.offer(
+                Candidate(
+                    key=key,
+                    kv_tokens=stored.kv_tokens,
+                    max_total_tokens=prompt + spec.sampling.max_tokens,
+                    group_id=spec.group_id,
+                    shared_tokens=prompt if spec.group_size > 1 else 0,
+                    buffer=buffer,
+                    batch_id=batch_id,
+                ),
+                now_s,
+            )
+
+    def _cancel(self, keys: Sequence[RequestKey], outcome: Outcome) -> None:
+        for key in keys:
+            where = self._scheduler.cancel(key)
+            if where is CancelOutcome.NOT_HERE:
+                self._cancelled[key] = None
+                while len(self._cancelled) > TOMBSTONES:
+                    self._cancelled.popitem(last=False)
+            elif where is CancelOutcome.WAITING:
+                outcome.drop(self._held.pop(key))
+            elif where is CancelOutcome.RUNNING:
+                del self._held[key]
+                outcome.finished.append(key)
+
+    def _drop_source(self, store_ids: set[str], outcome: Outcome) -> None:
+        for key, held in list(self._held.items()):
+            if held.stored.store_id in store_ids and not held.resident and self._scheduler.withdraw(key):
+                del self._held[key]
+                outcome.lost.append(key)
+
+    # ---- copies
+
+    def _start_copies(self, plan: IterationPlan, outcome: Outcome) -> None:
+        for key in plan.give_back.keys:
+            held = self._held.pop(key)
+            outcome.give_back.append(held.current())
+        for evict in plan.evictions:
+            self._evict(evict, outcome)
+        now_ns = time.time_ns()
+        for join in plan.joins:
+            self._join(join, now_ns)
+
+    def _join(self, join: Join, now_ns: int) -> None:
+        held = self._held[join.key]
+        if held.live is None:
+            held.live = LiveRequest(spec_from_proto(held.stored.spec), self._tokenizer)
+        held.live.spec.stopwatch.enter(Stage.HANDOVER, now_ns)
+        blocks = -(-held.stored.kv_tokens // self._runner.block_size)
+
+        def ended(completion: Completion) -> None:
+            self._inbox.put(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
+
+        try:
+            self._pull(held.stored, join.block_ids[:blocks], join.resident_blocks).add_callback(ended)
+        except TransferError as error:
+            failed = Completion("hand-over")
+            failed.finish(error)
+            ended(failed)
+
+    def _on_copied_in(self, key: RequestKey, error: TransferError | None, outcome: Outcome) -> None:
+        held = self._held[key]
+        if error is not None:
+            logger.warning("hand-over failed: %s", error, extra={"request_id": key.request_id})
+            self._scheduler.copy_failed(key)
+            del self._held[key]
+            outcome.release.append(held.stored)
+            outcome.lost.append(key)
+        elif self._scheduler.copied_in(key):
+            held.resident = True
+            outcome.joined.append(key)
+            outcome.release.append(held.stored)
+        else:
+            outcome.drop(self._held.pop(key))
+
+    def _evict(self, evict: Evict, outcome: Outcome) -> None:
+        held = self._held[evict.key]
+        assert held.live is not None
+        now_ns = time.time_ns()
+        held.live.spec.stopwatch.enter(Stage.POOL if evict.to_pool else Stage.PREFETCH, now_ns)
+        stored = held.current()
+        stored.kv_tokens = evict.kv_tokens
+        outcome.evictions.append(EvictionOrder(evict.key, stored, list(evict.block_ids), evict.to_pool))
+
+    def _on_evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None, outcome: Outcome) -> None:
+        key, held = order.key, self._held[order.key]
+        if stored is None:
+            assert held.live is not None
+            held.live.spec.stopwatch.enter(Stage.DECODE, time.time_ns())
+            self._scheduler.copy_failed(key)
+            return
+        held.resident = False
+        held.stored = stored
+        if not self._scheduler.copied_out(key):
+            outcome.drop(self._held.pop(key))
+        elif order.to_pool:
+            del self._held[key]
+            outcome.returned.append(stored)
+
+    # ---- one iteration
+
+    def _iterate(self, run: Sequence[RunItem], outcome: Outcome) -> None:
+        lives: list[LiveRequest] = []
+        items: list[ForwardItem] = []
+        now_ns = time.time_ns()
+        for item in run:
+            live = self._held[item.key].live
+            assert live is not None
+            if live.spec.stopwatch.stage is not Stage.DECODE:
+                live.spec.stopwatch.enter(Stage.DECODE, now_ns)
+            lives.append(live)
+            items.append(ForwardItem([live.spec.output_token_ids[-1]], item.kv_tokens, list(item.block_ids)))
+        try:
+            logits = self._runner.forward(items)
+        except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
+            logger.exception("an iteration of %d requests failed", len(run))
+            self._fail(lives, error, outcome)
+            return
+        self._take(lives, logits, outcome)
+
+    def _take(self, lives: Sequence[LiveRequest], logits: torch.Tensor, outcome: Outcome) -> None:
+        try:
+            sampled = self._sampler.sample(logits, [live.row for live in lives])
+        except NumericsError as error:
+            bad = set(error.details["rows"])
+            self._fail([lives[row] for row in bad], error, outcome)
+            good = [row for row in range(len(lives)) if row not in bad]
+            if good:
+                self._take([lives[row] for row in good], logits[good], outcome)
+            return
+        self._scheduler.advance(
+            [(live.key, self._push(live, token, outcome)) for live, token in zip(lives, sampled, strict=True)]
+        )
+
+    def _push(self, live: LiveRequest, sampled: SampledToken, outcome: Outcome) -> bool:
+        """Append a token; True where the request ended with it."""
+        spec = live.spec
+        position = len(spec.output_token_ids)
+        finish = live.push(sampled)
+        if finish is not None:
+            spec.stopwatch.close(time.time_ns())
+            outcome.finished.append(spec.key)
+        event = token_event(spec, (sampled.token_id,), position=position, logprobs=sampled.logprobs, finish=finish)
+        if finish is not None:
+            event.prefill_id = self._held.pop(spec.key).stored.prefill_id
+            event.decode_id = self._decode_id
+        outcome.events.append((spec.gateway_address, event))
+        return finish is not None
+
+    def _fail(self, lives: Sequence[LiveRequest], error: Exception, outcome: Outcome) -> None:
+        known = error if isinstance(error, AlignedServeError) else AlignedServeError(f"decoding failed: {error}")
+        for live in lives:
+            outcome.events.append((live.spec.gateway_address, failure_event(live.spec, known)))
+            outcome.finished.append(live.key)
+            del self._held[live.key]
+        self._scheduler.advance([(live.key, True) for live in lives])

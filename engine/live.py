@@ -1,0 +1,42 @@
+"""A request while a worker generates for it: its tokens, the sampler's view of them, and when it ends."""
+
+from __future__ import annotations
+
+from alignedserve.engine.sampling import SampledToken, SampleRow
+from alignedserve.request import FinishReason, RequestKey, RequestSpec
+from alignedserve.text import StopChecker, Tokenizer
+
+
+class LiveRequest:
+    """Wraps a `RequestSpec`, whose `output_token_ids` grow here and nowhere else.
+
+    `tokenizer` is needed for stop strings only.
+    """
+
+    __slots__ = ("_ends", "_stops", "row", "spec")
+
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer | None) -> None:
+        self.spec = spec
+        sampling = spec.sampling
+        self.row = SampleRow(sampling, spec.prompt_token_ids, spec.output_token_ids)
+        self._ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ends |= frozenset(sampling.eos_token_ids)
+        self._stops: StopChecker | None = None
+        if sampling.stop and tokenizer is not None:
+            self._stops = StopChecker(tokenizer, sampling.stop, spec.output_token_ids)
+
+    @property
+    def key(self) -> RequestKey:
+        return self.spec.key
+
+    def push(self, sampled: SampledToken) -> FinishReason | None:
+        """Append a token; why the request ends with it, or None."""
+        spec = self.spec
+        spec.output_token_ids.append(sampled.token_id)
+        stopped = self._stops is not None and self._stops.push(sampled.token_id)
+        if len(spec.output_token_ids) >= spec.sampling.min_tokens and (stopped or sampled.token_id in self._ends):
+            return FinishReason.STOP
+        if spec.remaining_tokens <= 0:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,285 @@
+"""The gateway's side of the cluster: token events in, the link to the scheduler, and the supervisor's view of all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+
+from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
+from alignedserve.control.link import DuplexLink
+from alignedserve.control.role import RoleHost
+from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.planning import ServedModel
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+from alignedserve.request import RequestKey, RequestSpec
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 2.0
+_TICK_S = 1.0
+_CONFIRM_S = 0.5
+
+Locate = Callable[[], Awaitable[str | None]]
+
+
+class SchedulerLink:
+    """The open stream to the cluster's scheduler, wherever the view says it is. Implements `SchedulerPort`.
+
+    A stream that was opened may still fail to connect, so it counts as up from the scheduler's first message on (it
+    answers `hello` with its capacity), or after _CONFIRM_S without a failure.
+    """
+
+    def __init__(self, process: pb.ProcessKey, address: str, token: str, ledger: Ledger, model: ServedModel) -> None:
+        self.gateway_id: str = process.id
+        self.address = address
+        self.up = False
+        self._process = process
+        self._token = token
+        self._ledger = ledger
+        self._model = model
+        self._target: tuple[str, int] | None = None  # address and incarnation of the scheduler
+        self._channel: TokenChannel | None = None
+        self._link: DuplexLink[sc.GatewayMessage, sc.SchedulerMessage] | None = None
+        self._down_since_s = time.monotonic()
+        self._confirm: asyncio.TimerHandle | None = None
+
+    @property
+    def down_for_s(self) -> float:
+        """Seconds since there was a scheduler; 0 while there is one."""
+        return 0.0 if self.up else time.monotonic() - self._down_since_s
+
+    async def follow(self, address: str, incarnation: int) -> None:
+        """Connect to the scheduler at `address`, leaving the one before."""
+        if self._target == (address, incarnation):
+            return
+        await self.close()
+        logger.info("the scheduler is at %s", address)
+        self._target = (address, incarnation)
+        self._channel = open_channel(address, self._token)
+        stub = sc_grpc.SchedulerStub(self._channel)
+        self._link = DuplexLink(stub.Link, self._on_message, self._first_messages, on_down=self._on_down)
+        self._link.start()
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+        if self._channel is not None:
+            await self._channel.close()
+        self._link = self._channel = self._target = None
+        self._on_down()
+
+    def submit(self, requests: Sequence[RequestSpec]) -> bool:
+        return self.up and self._send(submit=sc.Submission(requests=[spec_to_proto(spec) for spec in requests]))
+
+    def cancel(self, keys: Sequence[RequestKey]) -> bool:
+        return self.up and self._send(cancel=keys_to_proto(keys))
+
+    def done(self, keys: Sequence[RequestKey]) -> bool:
+        return self.up and self._send(done=keys_to_proto(keys))
+
+    def _send(self, **body: Any) -> bool:
+        return self._link is not None and self._link.send(sc.GatewayMessage(**body))
+
+    def _first_messages(self) -> Iterable[sc.GatewayMessage]:
+        running = [key_to_proto(key) for key in self._ledger.on_link_up()]
+        hello = sc.GatewayHello(process=self._process, address=self.address, running=running)
+        self._confirm = asyncio.get_running_loop().call_later(_CONFIRM_S, self._on_up)
+        return (sc.GatewayMessage(hello=hello),)
+
+    def _on_up(self) -> None:
+        self._stop_confirming()
+        if not self.up:
+            self.up = True
+            self._ledger.resubmit()
+
+    def _on_down(self) -> None:
+        self._stop_confirming()
+        if self.up:
+            self.up = False
+            self._down_since_s = time.monotonic()
+
+    def _stop_confirming(self) -> None:
+        if self._confirm is not None:
+            self._confirm.cancel()
+            self._confirm = None
+
+    def _on_message(self, message: sc.SchedulerMessage) -> None:
+        self._on_up()
+        kind = message.WhichOneof("body")
+        if kind == "rejected":
+            rejected = message.rejected
+            error = failure_from_proto(rejected.failure)
+            self._ledger.on_rejected(keys_from_proto(pb.RequestKeys(keys=rejected.keys)), error)
+        elif kind == "lost":
+            self._ledger.on_lost(keys_from_proto(pb.RequestKeys(keys=message.lost.keys)), message.lost.reason)
+        elif kind == "capacity":
+            self._model.capacity_tokens = message.capacity.max_request_tokens or None
+
+
+class TokenSink(gw_grpc.TokenSinkServicer):
+    """Receives every worker's token events, in the gateway's own event loop."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._incarnations: dict[tuple[str, str], int] = {}
+
+    async def Push(  # noqa: N802
+        self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[gw.TokenBatch, pb.Empty]
+    ) -> pb.Empty:
+        sender: pb.ProcessKey | None = None
+        try:
+            async for batch in request_iterator:
+                if sender is None:
+                    sender = batch.sender
+                    name = (sender.role, sender.id)
+                    self._incarnations[name] = max(sender.incarnation, self._incarnations.get(name, 0))
+                if batch.sender.incarnation < self._incarnations.get((batch.sender.role, batch.sender.id), 0):
+                    continue  # its successor is already here
+                self._ledger.on_tokens(batch)
+        finally:
+            if sender is not None:
+                self._ledger.on_worker_gone(sender.role, sender.id)
+        return pb.Empty()
+
+
+class Backend:
+    """Everything that this gateway has open in the cluster: its own gRPC server, its places at supervisor and scheduler.
+
+    `heartbeat` and `on_view` come from the server around it; `locate` finds a supervisor that was restarted.
+    """
+
+    def __init__(
+        self,
+        process: pb.ProcessKey,
+        supervisor_address: str,
+        token: str,
+        ledger: Ledger,
+        model: ServedModel,
+        *,
+        host: str = "127.0.0.1",
+        locate: Locate | None = None,
+    ) -> None:
+        self.process = process
+        self.address = ""
+        self.view = sv.ClusterView()
+        self.joined = False
+        self.ended_because = ""
+        self._token = token
+        self._ledger = ledger
+        self._model = model
+        self._supervisor_address = supervisor_address
+        self._locate = locate
+        self._server = RpcServer(token, host)
+        self._host: RoleHost | None = None
+        self._link: SchedulerLink | None = None
+        self._status_channel: tuple[str, TokenChannel] | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(
+        self,
+        heartbeat: Callable[[], sv.Heartbeat],
+        on_view: Callable[[sv.ClusterView], None],
+        *,
+        node_id: str = "",
+        heartbeat_s: float = 1.0,
+        orphan_after_s: float = 60.0,
+    ) -> None:
+        self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
+        self.address = await self._server.start()
+        self._link = SchedulerLink(self.process, self.address, self._token, self._ledger, self._model)
+        self._ledger.attach(self._link)
+
+        async def take_view(view: sv.ClusterView) -> None:
+            self.joined = True
+            self.view = view
+            on_view(view)
+            await self._follow_scheduler(view)
+
+        self._host = RoleHost(
+            self.process,
+            self.address,
+            self._supervisor_address,
+            self._token,
+            heartbeat,
+            take_view,
+            self._on_end,
+            node_id=node_id,
+            heartbeat_s=heartbeat_s,
+            orphan_after_s=orphan_after_s,
+            locate=self._locate_supervisor,
+        )
+        self._host.start()
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    @property
+    def scheduler_up(self) -> bool:
+        return self._link is not None and self._link.up
+
+    def report(self) -> None:
+        if self._host is not None:
+            self._host.report()
+
+    async def status(self) -> sv.ClusterStatus | None:
+        """What the supervisor says of everyone, asked now; None where it cannot be reached."""
+        address = self._supervisor_address
+        if self._status_channel is None or self._status_channel[0] != address:
+            if self._status_channel is not None:
+                await self._status_channel[1].close()
+            self._status_channel = (address, open_channel(address, self._token))
+        try:
+            stub = sv_grpc.SupervisorStub(self._status_channel[1])
+            status: sv.ClusterStatus = await stub.GetStatus(pb.Empty(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("the supervisor cannot be asked: %s", error.code().name)
+            return None
+        return status
+
+    async def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._link is not None:
+            await self._link.close()
+        if self._host is not None:
+            await self._host.close()
+        if self._status_channel is not None:
+            await self._status_channel[1].close()
+        await self._server.stop()
+
+    async def _follow_scheduler(self, view: sv.ClusterView) -> None:
+        assert self._link is not None
+        for peer in view.peers:
+            if peer.process.role == "scheduler" and peer.address and peer.state not in ("failed", "lost"):
+                await self._link.follow(peer.address, peer.process.incarnation)
+
+    async def _locate_supervisor(self) -> str | None:
+        self.joined = False
+        if self._locate is None:
+            return None
+        address = await self._locate()
+        if address:
+            self._supervisor_address = address
+        return address
+
+    def _on_end(self, reason: str) -> None:
+        logger.warning("this gateway is to end: %s", reason)
+        self.ended_because = reason
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self._ledger.tick()
+            except Exception:  # the ticker must outlive any one request's trouble
+                logger.exception("the ledger's tick failed")

@@ -1,0 +1,180 @@
+"""A client's call and its answers, as the gateway keeps them: everything needed to ask for the rest again."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.planning import CallPlan, PromptPlan, derive_seed
+from alignedserve.request import (
+    FinishReason,
+    RequestKey,
+    RequestSpec,
+    SamplingParams,
+    Stopwatch,
+    TokenLogprobs,
+)
+
+
+class AnswerState(enum.Enum):
+    """Where an answer is, as far as its gateway knows.
+
+    UNSENT → SUBMITTED → RUNNING → ENDED; a loss leads back to UNSENT. Every state may lead to ENDED.
+    """
+
+    UNSENT = "unsent"  # the scheduler does not have it (in this epoch)
+    SUBMITTED = "submitted"  # sent; no token of this epoch has come
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer to one prompt: a request of the cluster. `tokens` are all that were delivered, in whatever epoch."""
+
+    call: Call
+    index: int
+    prompt: PromptPlan
+    sampling: SamplingParams
+    request_id: str
+    group_id: str
+    epoch: int = 0
+    sent_epoch: int | None = None
+    state: AnswerState = AnswerState.UNSENT
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    setbacks: int = 0  # losses since the last token
+    prompt_scored: bool = False
+    silent_until_s: float | None = None  # watched: submitted again when nothing is heard of it until then
+    last_token_s: float = 0.0
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    prefill_id: str = ""
+    decode_id: str = ""
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.epoch)
+
+    @property
+    def ended(self) -> bool:
+        return self.state is AnswerState.ENDED
+
+    def spec(self, gateway_id: str, address: str, group_size: int, *, with_prompt: bool) -> RequestSpec:
+        """What the cluster is told of it: in a later epoch it goes on after the tokens that were delivered."""
+        sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
+        group = self.group_id if self.epoch == 0 else f"{self.group_id}/{self.epoch}"
+        return RequestSpec(
+            key=self.key,
+            prompt_token_ids=list(self.prompt.token_ids) if with_prompt else [],
+            sampling=sampling,
+            output_token_ids=list(self.tokens),
+            gateway_id=gateway_id,
+            gateway_address=address,
+            group_id=group if group_size > 1 else f"{group}#{self.index}",
+            group_size=group_size,
+            arrival_ns=self.call.arrival_ns,
+            deadline_ns=self.call.deadline_ns,
+            stopwatch=Stopwatch(since_ns=time.time_ns()),
+        )
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one answer since its reader last looked."""
+
+    answer: Answer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class Call:
+    """The answers to one client call, and what its reader has not taken yet.
+
+    What piles up while the reader is slow is one Delta an answer: no more than the bytes of the answer itself.
+    """
+
+    def __init__(self, plan: CallPlan) -> None:
+        self.plan = plan
+        self.arrival_ns = time.time_ns()
+        self.arrival_s = time.monotonic()
+        self.deadline_ns = self.arrival_ns + int(plan.timeout_s * 1e9) if plan.timeout_s is not None else 0
+        self.answers = [
+            self._answer(number, prompt, p * plan.n + number)
+            for p, prompt in enumerate(plan.prompts)
+            for number in range(plan.n)
+        ]
+        self.open = len(self.answers)
+        self.error: AlignedServeError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._pending: dict[int, Delta] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def _answer(self, number: int, prompt: PromptPlan, index: int) -> Answer:
+        plan = self.plan
+        return Answer(
+            call=self,
+            index=index,
+            prompt=prompt,
+            sampling=prompt.sampling.with_seed(derive_seed(prompt.sampling.seed, number)),
+            request_id=f"{plan.internal_id}-{index}",
+            group_id=f"{plan.internal_id}-g{index - number}",
+        )
+
+    def groups(self) -> list[list[Answer]]:
+        """The answers to each prompt."""
+        n = self.plan.n
+        return [self.answers[begin : begin + n] for begin in range(0, len(self.answers), n)]
+
+    def add(
+        self,
+        answer: Answer,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+        finish: FinishReason | None = None,
+    ) -> None:
+        """Something new of an answer; its reader wakes up."""
+        delta = self._pending.get(answer.index)
+        if delta is None:
+            delta = self._pending[answer.index] = Delta(answer)
+        delta.token_ids.extend(token_ids)
+        delta.logprobs.extend(logprobs)
+        delta.prompt_logprobs.extend(prompt_logprobs)
+        if finish is not None:
+            delta.finish = finish
+            self.open -= 1
+        self.wake()
+
+    def fail(self, error: AlignedServeError) -> None:
+        """The call as a whole has failed; the reader hears of it after what came before."""
+        if self.error is None:
+            self.error = error
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> list[Delta]:
+        """What is new, of all answers; [] once everything has been taken. Raises the error that ended the call.
+
+        For one reader at a time.
+        """
+        while not self._pending:
+            if self.error is not None:
+                raise self.error
+            if self.open == 0:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._pending = list(self._pending.values()), {}
+        return deltas

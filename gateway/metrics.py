@@ -1,0 +1,69 @@
+"""What the gateway counts, in Prometheus' terms; each replica has a registry of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from alignedserve.errors import AlignedServeError
+from alignedserve.request import FinishReason
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.calls import Answer
+
+_TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_TOTAL_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class GatewayMetrics:
+    """`instance` labels every series, so that several replicas' can be shown in one scrape."""
+
+    def __init__(self, instance: str) -> None:
+        self.registry = CollectorRegistry()
+        self._instance = instance
+        self.stale_events = self._counter("stale_events", "token events that came too late: ended or older epochs")
+        self.resubmissions = self._counter("resubmissions", "requests that were submitted again after a loss")
+        self.prompt_tokens = self._counter("prompt_tokens", "tokens of submitted prompts")
+        self.output_tokens = self._counter("output_tokens", "tokens received from workers")
+        self.open_requests = Gauge(
+            "alignedserve_gateway_open_requests", "requests held now", ["instance"], registry=self.registry
+        ).labels(instance)
+        self._outcomes = Counter(
+            "alignedserve_gateway_requests",
+            "requests ended, by finish reason or error code",
+            ["instance", "outcome"],
+            registry=self.registry,
+        )
+        self._ttft = self._histogram("ttft_seconds", "arrival to first token", _TTFT_S)
+        self._itl = self._histogram("itl_seconds", "between two tokens of an answer", _ITL_S)
+        self._total = self._histogram("request_seconds", "arrival to last token", _TOTAL_S)
+
+    def _counter(self, name: str, doc: str) -> Counter:
+        counter = Counter(f"alignedserve_gateway_{name}", doc, ["instance"], registry=self.registry)
+        return counter.labels(self._instance)
+
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+        full_name = f"alignedserve_gateway_{name}"
+        histogram = Histogram(full_name, doc, ["instance"], buckets=buckets, registry=self.registry)
+        return histogram.labels(self._instance)
+
+    def on_tokens(self, answer: Answer, count: int, now_s: float) -> None:
+        """`count` new tokens of an answer came; its own `last_token_s` is still that of the ones before."""
+        self.output_tokens.inc(count)
+        if answer.last_token_s:
+            self._itl.observe((now_s - answer.last_token_s) / count)
+        else:
+            self._ttft.observe(now_s - answer.call.arrival_s)
+
+    def on_answer_end(self, answer: Answer, finish: FinishReason) -> None:
+        self._outcomes.labels(self._instance, finish.value).inc()
+        self._total.observe(time.monotonic() - answer.call.arrival_s)
+
+    def on_call_failed(self, error: AlignedServeError) -> None:
+        self._outcomes.labels(self._instance, error.code).inc()
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()

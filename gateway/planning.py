@@ -1,0 +1,205 @@
+"""From a checked request body to what is submitted: tokens, limits of the model and the cluster, sampling defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from alignedserve.errors import InvalidRequestError, UnavailableError
+from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
+from alignedserve.gateway.requests import ChatRequest, CompletionRequest, ReplyOptions, SamplingOptions
+from alignedserve.model import ModelInfo
+from alignedserve.request import SamplingParams
+from alignedserve.text import ChatTemplate, Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+_LONG_TEXT = 8192  # characters; a longer text is tokenised in a thread, so that nobody waits for it
+_INTEGERS = ("top_k",)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt and how its answers are chosen. `text` is None where the client sent token ids."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """A client's whole call: `n` answers to each prompt. Answer `p * n + k` is the k-th of prompt p.
+
+    `scored_only`: the client wants no tokens (max_tokens 0); what is generated for it is not delivered.
+    """
+
+    id: str
+    prompts: tuple[PromptPlan, ...]
+    reply: ReplyOptions
+    n: int = 1
+    timeout_s: float | None = None
+    scored_only: bool = False
+    internal_id: str = ""
+
+    @property
+    def answers(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """The model that this gateway serves. `info` comes from the first worker that has read it, `capacity_tokens` from
+    the scheduler: the longest prefix that the cluster can hold.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    info: ModelInfo | None = None
+    capacity_tokens: int | None = None
+    created: int = 0
+
+    def __post_init__(self) -> None:
+        self.created = self.created or int(time.time())
+
+    def require(self, name: str | None) -> ModelInfo:
+        """The model's shape. Raises ModelNotFoundError for another name, UnavailableError before it is known."""
+        if name is not None and name != self.name:
+            raise ModelNotFoundError(f"model {name!r} does not exist; this server has {self.name!r}", param="model")
+        if self.info is None:
+            raise UnavailableError(f"model {self.name!r} is still loading")
+        return self.info
+
+    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        assert self.tokenizer is not None
+        if len(text) <= _LONG_TEXT:
+            return self.tokenizer.encode(text, special_tokens=special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special_tokens=special_tokens)
+
+
+async def plan_completion(model: ServedModel, request: CompletionRequest, call_id: str = "") -> CallPlan:
+    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError."""
+    info = model.require(request.model)
+    _check_stops(model, request.sampling)
+    scored_only = request.sampling.max_tokens == 0
+    prompts = []
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
+            tokens: Sequence[int] = await model.encode(prompt, special_tokens=True)
+        else:
+            tokens = prompt
+        _check_tokens(tokens, info, "prompt")
+        limit = _max_tokens(model, info, len(tokens), request.sampling.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+        sampling = resolve_sampling(request.sampling, info, max(limit, 1))
+        if request.reply.echo and sampling.logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+        prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
+    return _call_plan("cmpl", call_id, tuple(prompts), request, scored_only)
+
+
+async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "") -> CallPlan:
+    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError."""
+    info = model.require(request.model)
+    if model.tokenizer is None:
+        raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
+    if model.template is None:
+        raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
+    _check_stops(model, request.sampling)
+    text = model.template.render(request.messages)
+    tokens = await model.encode(text, special_tokens=False)
+    _check_tokens(tokens, info, "messages")
+    limit = _max_tokens(model, info, len(tokens), request.sampling.max_tokens, None, "messages")
+    prompt = PromptPlan(tuple(tokens), resolve_sampling(request.sampling, info, limit), text)
+    return _call_plan("chatcmpl", call_id, (prompt,), request, False)
+
+
+def resolve_sampling(options: SamplingOptions, info: ModelInfo, max_tokens: int) -> SamplingParams:
+    """The client's options over the model's own defaults; a request without a seed gets a random one."""
+    for token in (*options.stop_token_ids, *(token for token, _ in options.logit_bias)):
+        if token >= info.vocab_size:
+            param = "stop_token_ids" if token in options.stop_token_ids else "logit_bias"
+            message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
+            raise InvalidRequestError(message, param=param)
+    values: dict[str, Any] = _generation_defaults(info.generation_defaults)
+    for field in fields(options):
+        if (value := getattr(options, field.name)) is not None:
+            values[field.name] = value
+    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for no limit
+    values["max_tokens"] = max_tokens
+    values["eos_token_ids"] = info.eos_token_ids
+    values.setdefault("seed", random.getrandbits(63))
+    return SamplingParams(**values)
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of a prompt's `number`-th answer: the client's own for the first, well mixed for the others."""
+    if number == 0:
+        return seed
+    mixed = (seed + number * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF  # splitmix64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _generation_defaults(defaults: Mapping[str, float]) -> dict[str, Any]:
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: int(defaults[name]) if name in _INTEGERS else defaults[name] for name in known if name in defaults}
+
+
+def _check_stops(model: ServedModel, sampling: SamplingOptions) -> None:
+    if sampling.stop and model.tokenizer is None:
+        raise InvalidRequestError("this model has no tokenizer: stop strings cannot be found", param="stop")
+
+
+def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
+    if not tokens:
+        raise InvalidRequestError(f"{param} must not be empty: it has no token", param=param)
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= info.vocab_size:
+        token = low if low < 0 else high
+        message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
+        raise InvalidRequestError(message, param=param)
+
+
+def _max_tokens(
+    model: ServedModel, info: ModelInfo, prompt: int, wanted: int | None, default: int | None, param: str
+) -> int:
+    """Tokens to generate: `wanted` if they fit, else the default (None: all that is left), cut to what is left."""
+    limit, holder = info.max_positions, f"the model's {info.max_positions} positions"
+    if model.capacity_tokens is not None and model.capacity_tokens < limit:
+        limit, holder = model.capacity_tokens, f"the {model.capacity_tokens} tokens that this cluster can hold"
+    left = limit - prompt
+    if left < (1 if wanted is None else wanted):
+        asked = f" and max_tokens is {wanted}" if wanted is not None else ", which leaves no room for an answer"
+        message = f"the request is longer than {holder}: the prompt has {prompt} tokens{asked}"
+        raise ContextLengthError(message, param=param if left < 1 or wanted is None else "max_tokens")
+    if wanted is not None:
+        return wanted
+    return left if default is None else min(default, left)
+
+
+def _call_plan(
+    kind: str,
+    call_id: str,
+    prompts: tuple[PromptPlan, ...],
+    request: CompletionRequest | ChatRequest,
+    scored_only: bool,
+) -> CallPlan:
+    unique = uuid.uuid4().hex
+    return CallPlan(
+        id=call_id or f"{kind}-{unique}",
+        prompts=prompts,
+        reply=request.reply,
+        n=request.n,
+        timeout_s=request.timeout_s,
+        scored_only=scored_only,
+        # A client may choose its id, and two clients the same one: what the cluster sees is unique all the same.
+        internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
+    )

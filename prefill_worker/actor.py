@@ -1,0 +1,263 @@
+"""The prefill instance's process: gRPC in, the compute thread behind, copies beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, ClassVar
+
+import grpc
+from alignedserve.control.convert import (
+    failure_to_proto,
+    keys_from_proto,
+    keys_to_proto,
+    spec_from_proto,
+)
+from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.control.tokens import TokenEmitter
+from alignedserve.prefill_worker.instance import PrefillInstance
+from alignedserve.prefill_worker.loop import Computed, PrefilledJob
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.events import BufferKind
+
+from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
+    """Role `prefill`. Commands come on the scheduler's stream; each paired decode instance has one of its own."""
+
+    role: ClassVar[str] = "prefill"
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self._instance = PrefillInstance(settings, self.config, self.process, self._post)
+        self._emitter = TokenEmitter(self.process, settings.token, self._gateway_lost)
+        self._scheduler: Outbox[pw.PrefillReport] | None = None
+        self._decoders: dict[str, Outbox[pw.BufferEvent]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    # ---- the role's hooks
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [(pw_grpc.add_PrefillWorkerServicer_to_server, self)]
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        await self._instance.load(self.report)
+        self.set_state("ready")
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        await self._instance.on_view(view)
+
+    async def on_close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await self._emitter.close()
+        await self._instance.close()
+
+    def describe(self) -> sv.Heartbeat:
+        instance = self._instance
+        beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
+        if instance.compute is None:
+            return beat
+        self.progress = instance.compute.passes
+        beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
+        counts = self._counts()
+        held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
+        beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}"
+        counters = {"prefill_pending_tokens": instance.compute.pending_tokens, "prefill_passes_total": self.progress}
+        beat.metrics = "\n".join(store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters))
+        return beat
+
+    def _counts(self) -> list[StoreCount]:
+        allocators = [self._instance.cache, *(buffer.allocator for buffer in self._instance.buffers.values())]
+        return [StoreCount(a.store_id, a.capacity, a.free_blocks, a.owned_blocks, a.cached_blocks) for a in allocators]
+
+    # ---- from the scheduler
+
+    async def Control(
+        self, request_iterator: AsyncIterator[pw.PrefillCommand], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pw.PrefillReport]:
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._reset()
+        outbox: Outbox[pw.PrefillReport] = Outbox()
+        self._scheduler = outbox
+        outbox.put(pw.PrefillReport(description=self._description()))
+        async for report in serve_stream(request_iterator, outbox, self._on_command):
+            yield report
+        if self._scheduler is outbox:
+            self._scheduler = None
+            self._reset()
+
+    def _reset(self) -> None:
+        """The scheduler is gone, and with it who knew these requests: their gateways submit them again."""
+        self._instance.reset()
+
+    def _on_command(self, command: pw.PrefillCommand) -> None:
+        kind = command.WhichOneof("body")
+        if kind == "prefill":
+            assert self._instance.compute is not None
+            self._instance.compute.submit([spec_from_proto(spec) for spec in command.prefill.requests])
+        elif kind == "prefetch":
+            self._spawn(self._prefetch(command.prefetch))
+        elif kind == "cancel":
+            self._cancel(keys_from_proto(command.cancel))
+        elif kind == "recall":
+            self._spawn(self._give_back(keys_from_proto(command.recall)))
+
+    def _cancel(self, keys: Sequence[RequestKey]) -> None:
+        offloader, compute = self._instance.offloader, self._instance.compute
+        assert offloader is not None and compute is not None
+        compute.cancel([key for key in keys if not offloader.cancel(key)])
+
+    async def _prefetch(self, command: pw.Prefetch) -> None:
+        prefetcher = self._instance.prefetcher
+        assert prefetcher is not None
+        returned = await prefetcher.prefetch(command, self._decoders.get(command.decode_id))
+        if returned:
+            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
+        self._report_description()
+
+    # ---- from decode instances
+
+    async def Buffers(
+        self, request_iterator: AsyncIterator[pw.BufferCommand], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pw.BufferEvent]:
+        hello = await anext(aiter(request_iterator))
+        decode_id = hello.hello.id
+        writer = f"{decode_id}/{hello.hello.incarnation}"
+        outbox: Outbox[pw.BufferEvent] = Outbox()
+        self._decoders[decode_id] = outbox
+        handles = {buffer.kind: buffer.store.handle().to_proto() for buffer in self._instance.buffers.values()}
+        stores = pw.BufferStores(
+            process=self.process, batch=handles[BufferKind.BATCH], requests=handles[BufferKind.REQUESTS]
+        )
+        outbox.put(pw.BufferEvent(stores=stores))
+
+        def on_command(command: pw.BufferCommand) -> None:
+            self._on_buffer_command(command, decode_id, writer, outbox)
+
+        try:
+            async for event in serve_stream(request_iterator, outbox, on_command):
+                yield event
+        finally:
+            if self._decoders.get(decode_id) is outbox:
+                del self._decoders[decode_id]
+            for buffer in self._instance.buffers.values():
+                buffer.drop_decode(decode_id, writer)
+            self._report_description()
+
+    def _on_buffer_command(
+        self, command: pw.BufferCommand, decode_id: str, writer: str, outbox: Outbox[pw.BufferEvent]
+    ) -> None:
+        requests_buffer = self._instance.buffers[BufferKind.REQUESTS]
+        kind = command.WhichOneof("body")
+        if kind == "consumed":
+            for key in keys_from_proto(command.consumed):
+                for buffer in self._instance.buffers.values():
+                    buffer.remove(key)
+            self._report_description()
+        elif kind == "evicted":
+            requests_buffer.adopt(command.evicted.request, decode_id, writer)
+            self._report_description()
+        elif kind == "give_back":
+            self._spawn(self._give_back(keys_from_proto(command.give_back)))
+        elif kind == "want_blocks":
+            granted = requests_buffer.top_up_lease(writer, command.want_blocks)
+            outbox.put(pw.BufferEvent(leased=pw.BufferLease(block_ids=granted)))
+            self._report_description()
+
+    async def _give_back(self, keys: Sequence[RequestKey]) -> None:
+        prefetcher = self._instance.prefetcher
+        assert prefetcher is not None
+        returned, lost = await prefetcher.give_back(keys)
+        if returned:
+            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
+        if lost:
+            self._report_failure(lost, TransferError("the KV could not be written back to the pool"), retry=True)
+        self._report_description()
+
+    # ---- from the compute thread
+
+    def _post(self, outcome: Computed) -> None:
+        self._loop.call_soon_threadsafe(self._on_computed, outcome)
+
+    def _on_computed(self, outcome: Computed) -> None:
+        self._emitter.emit(outcome.events)
+        if outcome.finished:
+            self._report(pw.PrefillReport(finished=keys_to_proto(outcome.finished)))
+        for key, error in outcome.failed:
+            self._report_failure([key], error, retry=False)
+        for job in outcome.prefilled:
+            self._spawn(self._offload(job))
+        self._report_description()
+
+    async def _offload(self, job: PrefilledJob) -> None:
+        instance = self._instance
+        assert instance.offloader is not None and instance.compute is not None
+        try:
+            stored, gone = await instance.offloader.offload(job)
+        except TransferError as error:
+            logger.warning("offload failed: %s", error, extra={"request_id": job.lead.request_id})
+            self._report_failure([spec.key for spec in job.members], error, retry=True)
+        else:
+            for request in stored:
+                self._report(pw.PrefillReport(prefilled=request))
+            if gone:
+                self._report(pw.PrefillReport(finished=keys_to_proto(gone)))
+        finally:
+            instance.compute.release(job.lead)
+
+    def _gateway_lost(self, address: str) -> None:
+        """Its requests are ended by the scheduler, which loses the same gateway."""
+
+    # ---- reports
+
+    def _report(self, report: pw.PrefillReport) -> None:
+        if self._scheduler is not None:
+            self._scheduler.put(report)
+
+    def _report_failure(self, keys: Iterable[RequestKey], error: AlignedServeError, *, retry: bool) -> None:
+        failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure_to_proto(error), retry=retry)
+        self._report(pw.PrefillReport(failed=failed))
+
+    def _report_description(self) -> None:
+        self._report(pw.PrefillReport(description=self._description()))
+
+    def _description(self) -> pw.PrefillDescription:
+        instance = self._instance
+        batch, requests = (instance.buffers[kind].allocator for kind in (BufferKind.BATCH, BufferKind.REQUESTS))
+        return pw.PrefillDescription(
+            process=self.process,
+            pending_tokens=instance.compute.pending_tokens if instance.compute else 0,
+            cache_blocks=instance.cache.capacity,
+            cache_free_blocks=instance.cache.free_blocks,
+            batch_buffer_blocks=batch.capacity,
+            batch_buffer_free_blocks=batch.available_blocks,
+            requests_buffer_blocks=requests.capacity,
+            requests_buffer_free_blocks=requests.available_blocks,
+        )
+
+    async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> pw.PrefillDescription:
+        return self._description()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("a background task failed", exc_info=error)

@@ -1,0 +1,95 @@
+"""The candidate batch buffer and the candidate requests buffer (paper, section 3.4): who lies where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alignedserve.control.convert import key_from_proto
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.block_store import HostBlockStore
+
+from alignedserve.request import RequestKey
+
+
+@dataclass(slots=True)
+class Buffered:
+    """A request in a buffer. `ready`: its copy has completed, it may be pulled."""
+
+    stored: pb.StoredRequest
+    decode_id: str
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request is to lie: the first `resident` blocks hold its KV already, shared with one of its group."""
+
+    block_ids: list[int]
+    resident: int
+
+
+class CandidateBuffer:
+    """One buffer: a store that paired decode instances attach, and the count of its blocks."""
+
+    def __init__(self, kind: BufferKind, store: HostBlockStore) -> None:
+        self.kind = kind
+        self.store = store
+        self.allocator = BlockAllocator(store.capacity_blocks, store.store_id)
+        self.requests: dict[RequestKey, Buffered] = {}
+
+    def place(self, stored: pb.StoredRequest, decode_id: str) -> Placement | None:
+        """Find room for a request that lies in the pool; None where there is none."""
+        key = key_from_proto(stored.spec.key)
+        shared = self._shared_with_group(stored)
+        fresh = self.allocator.allocate(len(stored.pool_block_ids) - len(shared), key)
+        if fresh is None:
+            return None
+        self.allocator.retain(shared, key)
+        here = pb.StoredRequest()
+        here.CopyFrom(stored)
+        here.store_id = self.store.store_id
+        here.block_ids[:] = [*shared, *fresh]
+        self.requests[key] = Buffered(here, decode_id)
+        return Placement(list(here.block_ids), len(shared))
+
+    def _shared_with_group(self, stored: pb.StoredRequest) -> list[int]:
+        """Blocks of the group's prompt that another of its requests has here already."""
+        if stored.spec.group_size < 2:
+            return []
+        full = len(stored.spec.prompt_token_ids) // self.store.geometry.block_size
+        for other in self.requests.values():
+            if not other.ready or other.stored.spec.group_id != stored.spec.group_id:
+                continue
+            theirs, ours = other.stored.pool_block_ids, stored.pool_block_ids
+            same = 0
+            while same < min(full, len(theirs), len(ours)) and theirs[same] == ours[same]:
+                same += 1
+            return list(other.stored.block_ids[:same])
+        return []
+
+    def adopt(self, stored: pb.StoredRequest, decode_id: str, writer: str) -> None:
+        """An evicted request's KV lies in blocks that were leased to `writer`."""
+        key = key_from_proto(stored.spec.key)
+        self.allocator.assign_leased(list(stored.block_ids), writer, key)
+        self.requests[key] = Buffered(stored, decode_id, ready=True)
+
+    def top_up_lease(self, writer: str, wanted: int) -> list[int]:
+        """Blocks newly leased to `writer` so that it holds up to `wanted` free ones."""
+        missing = min(wanted - len(self.allocator.leased_to(writer)), self.allocator.available_blocks)
+        return self.allocator.lease(missing, writer) if missing > 0 else []
+
+    def remove(self, key: RequestKey) -> Buffered | None:
+        """The request holds nothing here any more; None where it did not."""
+        buffered = self.requests.pop(key, None)
+        if buffered is not None:
+            self.allocator.release_all(key)
+        return buffered
+
+    def drop_decode(self, decode_id: str, writer: str) -> list[Buffered]:
+        """A decode instance is gone: everything that lay here for it, and its lease, are free again."""
+        gone = [key for key, buffered in self.requests.items() if buffered.decode_id == decode_id]
+        dropped = [buffered for key in gone if (buffered := self.remove(key)) is not None]
+        self.allocator.return_lease(self.allocator.leased_to(writer), writer)
+        return dropped

@@ -1,0 +1,126 @@
+"""What a prefill instance owns: model, cache, the two buffers, the channels between them and the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.engine import host
+from alignedserve.engine.runner import ModelRunner
+from alignedserve.kv_pool.attachment import PoolAttachment
+from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.prefill_worker.buffers import CandidateBuffer
+from alignedserve.prefill_worker.loop import Computed, PrefillLoop
+from alignedserve.prefill_worker.offload import Offloader
+from alignedserve.prefill_worker.prefetch import Prefetcher
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.links import connect
+from alignedserve.transfer.segments import SegmentClient
+
+from alignedserve.config import Config
+from alignedserve.geometry import KvGeometry
+from alignedserve.model import ModelInfo
+from alignedserve.sizing import StorePlan
+
+BUFFER_NAMES = {BufferKind.BATCH: "batch", BufferKind.REQUESTS: "requests"}
+
+
+class PrefillInstance:
+    """Built up by `load`; everything is there once it returns."""
+
+    def __init__(
+        self, settings: RoleSettings, config: Config, process: pb.ProcessKey, post: Callable[[Computed], None]
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._process = process
+        self._post = post
+        self._plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
+        self._view = sv.ClusterView()
+        self._pool: PoolAttachment | None = None
+        self._channels: list[Channel] = []
+        self.model: ModelInfo | None = None
+        self.cache = BlockAllocator(1, f"{settings.id}/cache")
+        self.buffers: dict[BufferKind, CandidateBuffer] = {}
+        self.compute: PrefillLoop | None = None
+        self.offloader: Offloader | None = None
+        self.prefetcher: Prefetcher | None = None
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        self._view = view
+        if view.store_plan and not self._plan.done():
+            self._plan.set_result(StorePlan.from_json(view.store_plan))
+        if self._pool is not None:
+            await self._pool.on_view(view)
+
+    async def load(self, report: Callable[[], None]) -> None:
+        """Load the model, make the stores, attach the pool. `report` is called when the model's shape is known."""
+        settings, config = self._settings, self._config
+        host.prepare_process(config)
+        self.model = await host.inspect(config, settings.device)
+        report()
+        loaded, tokenizer = await host.load(config, self.model, settings.device)
+        plan = await self._plan
+        geometry = self.model.geometry(plan.block_size)
+        segments = SegmentClient(settings.agent_socket, settings.token)
+        cache_store, tensor = host.cache_store(
+            f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id
+        )
+        self.cache = BlockAllocator(plan.prefill_cache, cache_store.store_id)
+        self.buffers = await asyncio.to_thread(self._make_buffers, segments, geometry, plan)
+        pool_store = await self._attach_pool(segments, geometry, plan)
+        from_pool = {kind: connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
+        to_pool = {kind: connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
+        offload = connect(cache_store, pool_store)
+        self._channels = [offload, *from_pool.values(), *to_pool.values()]
+        assert self._pool is not None
+        writer = self._pool.writer
+        self.offloader = Offloader(settings.id, writer, offload, pool_store.store_id)
+        self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, writer, plan.block_size)
+        runner = ModelRunner(loaded, tensor)
+        await asyncio.to_thread(runner.warm_up)
+        self.compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
+        self.compute.start()
+
+    def _make_buffers(
+        self, segments: SegmentClient, geometry: KvGeometry, plan: StorePlan
+    ) -> dict[BufferKind, CandidateBuffer]:
+        sizes = {BufferKind.BATCH: plan.batch_buffer, BufferKind.REQUESTS: plan.requests_buffer}
+        buffers = {}
+        for kind, blocks in sizes.items():
+            # A successor takes new memory: a predecessor that was stopped may still write to the old.
+            name = f"{self._settings.id}/{BUFFER_NAMES[kind]}-{self._process.incarnation}"
+            store = HostBlockStore.create(segments, name, geometry, blocks, node_id=self._settings.node_id)
+            buffers[kind] = CandidateBuffer(kind, store)
+        return buffers
+
+    async def _attach_pool(self, segments: SegmentClient, geometry: KvGeometry, plan: StorePlan) -> HostBlockStore:
+        standing = min(self._config.prefill.queue_tokens // plan.block_size, max(1, plan.pool // 16))
+        writer = PoolWriter(self._process, self._settings.token, standing)
+        self._pool = PoolAttachment(writer, segments, geometry)
+        await self._pool.on_view(self._view)
+        return await self._pool.attached()
+
+    def reset(self) -> None:
+        """Let go of every request."""
+        if self.compute is not None:
+            self.compute.cancel_all()
+        for buffer in self.buffers.values():
+            for key in list(buffer.requests):
+                buffer.remove(key)
+
+    async def close(self) -> None:
+        if self.compute is not None:
+            await asyncio.to_thread(self.compute.stop)
+        for channel in self._channels:
+            channel.close()
+        if self._pool is not None:
+            await self._pool.close()
+        for buffer in self.buffers.values():
+            buffer.store.close()

@@ -1,0 +1,278 @@
+"""The thread that computes prompts: chunks in, first tokens out. It never waits for another process."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from alignedserve.control.convert import failure_event, logprob_to_proto, token_event
+from alignedserve.engine.batch import LogitRows
+from alignedserve.engine.live import LiveRequest
+from alignedserve.engine.runner import ForwardItem, ModelRunner
+from alignedserve.engine.sampling import SampledToken, Sampler
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+
+from alignedserve.config import PrefillConfig
+from alignedserve.errors import AlignedServeError, CancelledError
+from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
+from alignedserve.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TokenEvents = list[tuple[str, gw.TokenEvent]]
+
+
+@dataclass(slots=True)
+class PromptJob:
+    """The requests of one group (n answers to one prompt), computed once. `lead` names the job."""
+
+    lead: RequestKey
+    members: list[LiveRequest]
+    tokens: list[int]
+    started: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many prompt log-probabilities a token the client asked for; None: none, or already delivered."""
+        first = self.members[0].spec
+        return None if first.output_token_ids else first.sampling.prompt_logprobs
+
+
+@dataclass(slots=True)
+class Computed:
+    """What one pass (or one command) led to; handled on the worker's event loop, in order.
+
+    `prefilled` jobs still hold their cache blocks, until `PrefillLoop.release`.
+    """
+
+    events: TokenEvents = field(default_factory=list)
+    finished: list[RequestKey] = field(default_factory=list)
+    prefilled: list[PrefilledJob] = field(default_factory=list)
+    failed: list[tuple[RequestKey, AlignedServeError]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PrefilledJob:
+    """A job whose prompt's KV lies in `block_ids` of the instance's own cache; `members` go on to decode."""
+
+    lead: RequestKey
+    members: list[RequestSpec]
+    kv_tokens: int
+    block_ids: list[int]
+
+
+class PrefillLoop:
+    """Chunked prefill, first come first served. `post` is called on the loop's own thread with each outcome."""
+
+    def __init__(
+        self,
+        prefill_id: str,
+        runner: ModelRunner,
+        allocator: BlockAllocator,
+        config: PrefillConfig,
+        tokenizer: Tokenizer | None,
+        post: Callable[[Computed], None],
+    ) -> None:
+        self._prefill_id = prefill_id
+        self._runner = runner
+        self._sampler = Sampler()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._post = post
+        self._chunks = ChunkScheduler(allocator, runner.block_size)
+        self._jobs: dict[RequestKey, PromptJob] = {}
+        self._lead_of: dict[RequestKey, RequestKey] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
+        self.passes = 0
+
+    # ---- called from the event loop
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout=10.0)
+
+    def submit(self, specs: Sequence[RequestSpec]) -> None:
+        """Queue the requests of one group; only the first needs its prompt, the others are given it."""
+        self._inbox.put(lambda: self._add(specs))
+
+    def cancel(self, keys: Sequence[RequestKey]) -> None:
+        self._inbox.put(lambda: self._cancel(keys))
+
+    def cancel_all(self) -> None:
+        self._inbox.put(lambda: self._cancel(list(self._lead_of)))
+
+    def release(self, lead: RequestKey) -> None:
+        """The job's KV lies elsewhere now: free its cache blocks."""
+        self._inbox.put(lambda: self._chunks.release(lead))
+
+    @property
+    def pending_tokens(self) -> int:
+        return self._chunks.pending_tokens
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            plan: list[Chunk] = []
+            if self._inbox.empty():
+                plan = self._chunks.plan(self._config.token_budget, self._config.max_requests)
+            if plan:
+                self._step(plan)
+                continue
+            message = self._inbox.get()
+            if message is None:
+                return
+            message()
+
+    def _add(self, specs: Sequence[RequestSpec]) -> None:
+        first = specs[0]
+        for spec in specs[1:]:
+            spec.prompt_token_ids = first.prompt_token_ids
+        lead = first.key
+        tokens = first.prompt_token_ids + first.output_token_ids
+        job = PromptJob(lead, [LiveRequest(spec, self._tokenizer) for spec in specs], tokens)
+        try:
+            self._chunks.add(lead, len(tokens))
+        except AlignedServeError as error:
+            outcome = Computed()
+            for member in job.members:
+                self._end(outcome, member, error)
+            self._post(outcome)
+            return
+        self._jobs[lead] = job
+        for spec in specs:
+            self._lead_of[spec.key] = lead
+
+    def _cancel(self, keys: Sequence[RequestKey]) -> None:
+        outcome = Computed()
+        for key in keys:
+            lead = self._lead_of.pop(key, None)
+            if lead is None:
+                continue
+            job = self._jobs[lead]
+            for member in [member for member in job.members if member.key == key]:
+                job.members.remove(member)
+                self._end(outcome, member, CancelledError(f"request {key.request_id} was cancelled"))
+            if not job.members:
+                self._drop(job)
+        self._post(outcome)
+
+    def _drop(self, job: PromptJob) -> None:
+        self._jobs.pop(job.lead, None)
+        if not self._chunks.cancel(job.lead):
+            self._chunks.release(job.lead)
+
+    def _end(self, outcome: Computed, member: LiveRequest, error: AlignedServeError) -> None:
+        """A request ends here with an error; a cancelled one's gateway expects no event."""
+        if isinstance(error, CancelledError):
+            outcome.finished.append(member.key)
+        else:
+            outcome.failed.append((member.key, error))
+            outcome.events.append((member.spec.gateway_address, failure_event(member.spec, error)))
+
+    def _step(self, plan: Sequence[Chunk]) -> None:
+        outcome = Computed()
+        now_ns = time.time_ns()
+        for chunk in plan:
+            job = self._jobs[chunk.key]
+            if not job.started:
+                job.started = True
+                for member in job.members:
+                    member.spec.stopwatch.enter(Stage.PREFILL, now_ns)
+        items = [self._item(chunk) for chunk in plan]
+        try:
+            logits = self._runner.forward(items)
+        except Exception as error:  # a pass that failed ends its own requests and no other's
+            logger.exception("a prefill pass of %d prompts failed", len(plan))
+            for chunk in plan:
+                self._fail(self._jobs[chunk.key], outcome, error)
+                self._chunks.done(chunk)
+        else:
+            self._take(plan, items, logits, outcome)
+        self.passes += 1
+        self._post(outcome)
+
+    def _take(
+        self, plan: Sequence[Chunk], items: Sequence[ForwardItem], logits: torch.Tensor, outcome: Computed
+    ) -> None:
+        """Give each chunk its rows of `logits`."""
+        row = 0
+        for chunk, item in zip(plan, items, strict=True):
+            rows = {"all": len(item.token_ids), "last": 1, "none": 0}[item.logits]
+            job, part = self._jobs[chunk.key], logits[row : row + rows]
+            row += rows
+            complete = self._chunks.done(chunk)
+            try:
+                if item.logits == "all":
+                    targets = job.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
+                    count = job.logprob_count or 0
+                    job.prompt_logprobs += self._sampler.prompt_logprobs(part[: len(targets)], targets, count)
+                if complete:
+                    self._complete(job, part[-1:], outcome)
+            except Exception as error:
+                logger.exception("prompt %s failed", chunk.key.request_id)
+                self._fail(job, outcome, error)
+
+    def _item(self, chunk: Chunk) -> ForwardItem:
+        job = self._jobs[chunk.key]
+        end = chunk.start + chunk.count
+        blocks = self._chunks.blocks_of(chunk.key)[: -(-end // self._runner.block_size)]
+        wanted: LogitRows = "all" if job.logprob_count is not None else "last" if chunk.last else "none"
+        return ForwardItem(job.tokens[chunk.start : end], chunk.start, blocks, wanted)
+
+    def _complete(self, job: PromptJob, logits: torch.Tensor, outcome: Computed) -> None:
+        """The prompt is done: choose each member's next token, and pass on those that have not ended with it."""
+        chosen = self._choose(job, logits)
+        now_ns = time.time_ns()
+        del self._jobs[job.lead]
+        going_on: list[RequestSpec] = []
+        for member in job.members:
+            del self._lead_of[member.key]
+            spec = member.spec
+            position = len(spec.output_token_ids)
+            sampled = chosen.get(member.key)
+            finish = FinishReason.LENGTH if sampled is None else member.push(sampled)
+            if finish is None:
+                spec.stopwatch.enter(Stage.POOL, now_ns)
+                going_on.append(spec)
+            else:
+                spec.stopwatch.close(now_ns)
+                outcome.finished.append(spec.key)
+            tokens = () if sampled is None else (sampled.token_id,)
+            logprobs = None if sampled is None else sampled.logprobs
+            event = token_event(spec, tokens, position=position, logprobs=logprobs, finish=finish)
+            event.prefill_id = self._prefill_id
+            event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
+            outcome.events.append((spec.gateway_address, event))
+        if not going_on:
+            self._chunks.release(job.lead)
+            return
+        blocks = self._chunks.blocks_of(job.lead)
+        outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks))
+
+    def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
+        """A token for each member that may still generate (`max_tokens` 0: the prompt alone was asked for)."""
+        members = [member for member in job.members if member.spec.remaining_tokens > 0]
+        if not members:
+            return {}
+        sampled = self._sampler.sample(logits.expand(len(members), -1), [member.row for member in members])
+        return {member.key: token for member, token in zip(members, sampled, strict=True)}
+
+    def _fail(self, job: PromptJob, outcome: Computed, error: Exception) -> None:
+        known = error if isinstance(error, AlignedServeError) else AlignedServeError(f"prefill failed: {error}")
+        for member in job.members:
+            self._lead_of.pop(member.key, None)
+            self._end(outcome, member, known)
+        self._drop(job)

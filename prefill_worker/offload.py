@@ -1,0 +1,73 @@
+"""Steps 1 and 2 of the paper: a computed prompt's KV goes from the instance's cache to the pool, and is committed."""
+
+from __future__ import annotations
+
+from alignedserve.control.convert import spec_to_proto
+from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.prefill_worker.loop import PrefilledJob
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.transfer.channel import Channel
+
+from alignedserve.errors import TransferError
+from alignedserve.request import RequestKey, RequestSpec
+
+
+class Offloader:
+    """Copies prompts out, one coroutine each. `cancelled` keys are let go of as soon as their copy allows."""
+
+    def __init__(self, prefill_id: str, pool: PoolWriter, to_pool: Channel, pool_id: str) -> None:
+        self._prefill_id = prefill_id
+        self._pool = pool
+        self._to_pool = to_pool
+        self._pool_id = pool_id
+        self._under_way: set[RequestKey] = set()
+        self._cancelled: set[RequestKey] = set()
+
+    def cancel(self, key: RequestKey) -> bool:
+        """True where the request is being offloaded: `offload` will leave it out."""
+        if key not in self._under_way:
+            return False
+        self._cancelled.add(key)
+        return True
+
+    async def offload(self, job: PrefilledJob) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
+        """Copy and commit; returns what is stored, and the keys that were cancelled meanwhile and hold nothing.
+
+        The members of a job share its blocks. Raises TransferError where the pool cannot take it.
+        """
+        keys = [spec.key for spec in job.members]
+        self._under_way.update(keys)
+        try:
+            blocks = await self._pool.take(len(job.block_ids))
+            try:
+                await self._to_pool.copy(job.block_ids, blocks)
+                await self._commit(keys, job.kv_tokens, blocks)
+            except TransferError:
+                self._pool.release(keys)
+                self._pool.give(blocks)
+                raise
+            gone = [key for key in keys if key in self._cancelled]
+            if gone:
+                self._pool.release(gone)
+            stored = [self._stored(job, spec, blocks) for spec in job.members if spec.key not in self._cancelled]
+            return stored, gone
+        finally:
+            self._under_way.difference_update(keys)
+            self._cancelled.difference_update(keys)
+
+    async def _commit(self, keys: list[RequestKey], kv_tokens: int, blocks: list[int]) -> None:
+        await self._pool.commit(keys[0], kv_tokens, blocks)
+        for key in keys[1:]:
+            await self._pool.commit(key, kv_tokens, blocks, share_with=keys[0])
+
+    def _stored(self, job: PrefilledJob, spec: RequestSpec, blocks: list[int]) -> pb.StoredRequest:
+        return pb.StoredRequest(
+            spec=spec_to_proto(spec),
+            store_id=self._pool_id,
+            kv_tokens=job.kv_tokens,
+            block_ids=blocks,
+            pool_id=self._pool_id,
+            pool_tokens=job.kv_tokens,
+            pool_block_ids=blocks,
+            prefill_id=self._prefill_id,
+        )

@@ -1,0 +1,136 @@
+"""Step 4 of the paper: candidates come from the pool into this instance's buffers, ahead of their decode instance.
+
+Also the way back: what a decode instance gives up is written to the pool where the pool lacks it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from alignedserve.control.convert import enter_stage, key_from_proto
+from alignedserve.control.link import Outbox
+from alignedserve.kv_pool.writeback import write_back
+from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.prefill_worker.buffers import Buffered, CandidateBuffer, Placement
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.completion import Completion
+
+from alignedserve.errors import TransferError
+from alignedserve.request import RequestKey, Stage
+
+logger = logging.getLogger(__name__)
+
+BufferOutbox = Outbox[pw.BufferEvent]
+
+
+class Prefetcher:
+    """Fills and empties the two buffers. Used from the worker's event loop."""
+
+    def __init__(
+        self,
+        buffers: dict[BufferKind, CandidateBuffer],
+        from_pool: dict[BufferKind, Channel],
+        to_pool: dict[BufferKind, Channel],
+        pool: PoolWriter,
+        block_size: int,
+    ) -> None:
+        self.buffers = buffers
+        self._from_pool = from_pool
+        self._to_pool = to_pool
+        self._pool = pool
+        self._block_size = block_size
+
+    def find(self, key: RequestKey) -> tuple[CandidateBuffer, Buffered] | None:
+        for buffer in self.buffers.values():
+            if buffered := buffer.requests.get(key):
+                return buffer, buffered
+        return None
+
+    async def prefetch(self, command: pw.Prefetch, outbox: BufferOutbox | None) -> list[pb.StoredRequest]:
+        """Copy the command's requests and announce each once it is here.
+
+        Returns those that found no room, or no decode instance to be announced to: they still lie in the pool.
+        """
+        buffer = self.buffers[BufferKind(command.buffer)]
+        returned: list[pb.StoredRequest] = []
+        started: list[tuple[pb.StoredRequest, Completion]] = []
+        for stored in command.requests:
+            placement = buffer.place(stored, command.decode_id) if outbox is not None else None
+            if placement is None:
+                returned.append(stored)
+                continue
+            enter_stage(stored.spec.timings, Stage.PREFETCH, time.time_ns())
+            key = key_from_proto(stored.spec.key)
+            buffer.requests[key].stored.spec.timings.CopyFrom(stored.spec.timings)
+            started.append((stored, self._start(buffer, stored, placement)))
+        for stored, completion in started:
+            if not await self._announce(buffer, stored, completion, command, outbox):
+                returned.append(stored)
+        if outbox is not None and buffer.kind is BufferKind.BATCH:
+            outbox.put(pw.BufferEvent(batch_complete=pw.BatchComplete(batch_id=command.batch_id)))
+        return returned
+
+    def _start(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:
+        try:
+            return self._from_pool[buffer.kind].copy(
+                list(stored.pool_block_ids)[placement.resident :], placement.block_ids[placement.resident :]
+            )
+        except TransferError as error:
+            failed = Completion("prefetch")
+            failed.finish(error)
+            return failed
+
+    async def _announce(
+        self,
+        buffer: CandidateBuffer,
+        stored: pb.StoredRequest,
+        completion: Completion,
+        command: pw.Prefetch,
+        outbox: BufferOutbox | None,
+    ) -> bool:
+        key = key_from_proto(stored.spec.key)
+        try:
+            await completion
+        except TransferError as error:
+            logger.warning("prefetch failed: %s", error, extra={"request_id": key.request_id})
+            buffer.remove(key)
+            return False
+        buffered = buffer.requests.get(key)
+        if buffered is None:
+            return True  # dropped with its decode instance meanwhile
+        buffered.ready = True
+        if outbox is not None:
+            announced = pw.Announcement(buffer=command.buffer, batch_id=command.batch_id, requests=[buffered.stored])
+            outbox.put(pw.BufferEvent(announced=announced))
+        return True
+
+    async def give_back(self, keys: Sequence[RequestKey]) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
+        """Return requests to the pool. Those that could not be written there are the second list: lost."""
+        returned: list[pb.StoredRequest] = []
+        lost: list[RequestKey] = []
+        for key in keys:
+            found = self.find(key)
+            if found is None:
+                continue
+            buffer, buffered = found
+            enter_stage(buffered.stored.spec.timings, Stage.POOL, time.time_ns())
+            try:
+                returned.append(
+                    await write_back(
+                        self._pool,
+                        self._to_pool[buffer.kind],
+                        buffered.stored,
+                        list(buffered.stored.block_ids),
+                        self._block_size,
+                    )
+                )
+            except TransferError as error:
+                logger.warning("write-back failed: %s", error, extra={"request_id": key.request_id})
+                lost.append(key)
+            buffer.remove(key)
+        return returned, lost

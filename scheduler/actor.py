@@ -1,0 +1,318 @@
+"""The global scheduler's process: feeds the core from gRPC, and carries its actions out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import grpc
+from alignedserve.control.convert import (
+    enter_stage,
+    failure_from_proto,
+    failure_to_proto,
+    key_from_proto,
+    key_to_proto,
+    keys_from_proto,
+    keys_to_proto,
+)
+from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.metrics import counter_lines
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler import actions as act
+from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.links import WorkerLinks
+
+from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.request import RequestKey, Stage
+from alignedserve.sizing import StorePlan
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
+    """Role `scheduler`. Decides nothing itself: every event goes to the core, every action comes from it."""
+
+    role: ClassVar[str] = "scheduler"
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self._core: SchedulerCore | None = None
+        self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
+        self._gateways: dict[str, Outbox[sc.SchedulerMessage]] = {}
+        self._specs: dict[RequestKey, pb.RequestSpec] = {}  # until prefilled; a group's prompt is in its first only
+        self._stored: dict[RequestKey, pb.StoredRequest] = {}
+        self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        self._capacity = 0
+        self._ticker: asyncio.Task[None] | None = None
+
+    # ---- the role's hooks
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [(sc_grpc.add_SchedulerServicer_to_server, self)]
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        if self._core is None and view.store_plan:
+            self._core = SchedulerCore(self.config, StorePlan.from_json(view.store_plan).block_size)
+            self.set_state("ready")
+        if self._core is None:
+            return
+        pairs: dict[str, list[str]] = {}
+        for pair in view.pairs:
+            pairs.setdefault(pair.decode_id, []).append(pair.prefill_id)
+        frozen = tuple((decode_id, tuple(prefill_ids)) for decode_id, prefill_ids in sorted(pairs.items()))
+        if frozen != self._pairs:
+            self._pairs = frozen
+            self._feed(ev.PairsChanged(frozen))
+        await self._links.on_view(view)
+
+    async def on_close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self._links.close()
+
+    def describe(self) -> sv.Heartbeat:
+        if self._core is None:
+            return sv.Heartbeat()
+        counts = self._core.describe()
+        self.progress = self._core.events_handled
+        holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+        gauges = {f"requests_{name}": float(count) for name, count in counts.items()}
+        return sv.Heartbeat(holds=holds or "no request", metrics="\n".join(counter_lines(self.settings.id, gauges)))
+
+    # ---- gateways
+
+    async def Link(
+        self, request_iterator: AsyncIterator[sc.GatewayMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[sc.SchedulerMessage]:
+        hello = await anext(aiter(request_iterator))
+        gateway_id = hello.hello.process.id
+        outbox: Outbox[sc.SchedulerMessage] = Outbox()
+        self._gateways[gateway_id] = outbox
+        if self._capacity:
+            outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
+        try:
+            async for message in serve_stream(request_iterator, outbox, self._on_gateway_message):
+                yield message
+        finally:
+            if self._gateways.get(gateway_id) is outbox:
+                del self._gateways[gateway_id]
+                self._feed(ev.GatewayLost(gateway_id))
+
+    def _on_gateway_message(self, message: sc.GatewayMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "submit":
+            self._submit(message.submit.requests)
+        elif kind == "cancel":
+            self._feed(ev.CancelRequested(tuple(keys_from_proto(message.cancel))))
+
+    def _submit(self, specs: Sequence[pb.RequestSpec]) -> None:
+        keys = [key_from_proto(spec.key) for spec in specs]
+        if self._core is None:
+            error = UnavailableError("the cluster is starting: its model is not loaded yet")
+            self._tell(specs[0].gateway_id, rejected=_rejection(keys, error))
+            return
+        prompt = len(specs[0].prompt_token_ids)
+        for key, spec in zip(keys, specs, strict=True):
+            self._specs[key] = spec
+        self._feed(
+            ev.Submitted(
+                tuple(
+                    ev.RequestMeta(
+                        key=key,
+                        prefix_tokens=prompt + len(spec.output_token_ids),
+                        max_total_tokens=prompt + spec.sampling.max_tokens,
+                        group_id=spec.group_id,
+                        gateway_id=spec.gateway_id,
+                    )
+                    for key, spec in zip(keys, specs, strict=True)
+                )
+            )
+        )
+
+    def _tell(self, gateway_id: str, **body: Any) -> None:
+        outbox = self._gateways.get(gateway_id)
+        if outbox is not None:
+            outbox.put(sc.SchedulerMessage(**body))
+
+    # ---- reports
+
+    def _on_report(self, role: str, instance_id: str, report: Any) -> None:
+        kind = report.WhichOneof("body")
+        if kind == "description":
+            self._on_description(role, instance_id, report.description)
+        elif kind == "prefilled":
+            self._on_prefilled(report.prefilled)
+        elif kind == "finished":
+            self._feed(ev.Finished(tuple(keys_from_proto(report.finished))))
+        elif kind == "joined":
+            self._feed(ev.Joined(instance_id, tuple(keys_from_proto(report.joined))))
+        elif kind == "returned":
+            for stored in report.returned.requests:
+                self._on_returned(stored)
+        elif kind == "failed":
+            self._on_failed(report.failed)
+
+    def _on_description(self, role: str, instance_id: str, message: Any) -> None:
+        known = self._core is not None and self._core.knows(role, instance_id)
+        if not known:
+            self._feed(ev.InstanceJoined(role, instance_id))
+        if role == "prefill":
+            self._feed(
+                ev.PrefillReported(
+                    instance_id,
+                    message.pending_tokens,
+                    message.cache_blocks,
+                    message.batch_buffer_blocks,
+                    message.batch_buffer_free_blocks,
+                    message.requests_buffer_blocks,
+                    message.requests_buffer_free_blocks,
+                )
+            )
+        elif role == "decode":
+            self._feed(
+                ev.DecodeReported(
+                    instance_id,
+                    message.cache_blocks,
+                    message.cache_free_blocks,
+                    message.running,
+                    message.shortest_tokens,
+                    message.longest_tokens,
+                    message.batch_id,
+                    message.switching,
+                    message.batch_buffer_requests,
+                    message.requests_buffer_requests,
+                )
+            )
+        else:
+            self._feed(ev.PoolReported(instance_id, message.capacity_blocks, message.free_blocks))
+        self._publish_capacity()
+
+    def _publish_capacity(self) -> None:
+        assert self._core is not None
+        capacity = self._core.max_request_tokens()
+        if capacity and capacity != self._capacity:
+            self._capacity = capacity
+            for gateway_id in self._gateways:
+                self._tell(gateway_id, capacity=sc.Capacity(max_request_tokens=capacity))
+
+    def _on_prefilled(self, stored: pb.StoredRequest) -> None:
+        key = key_from_proto(stored.spec.key)
+        self._specs.pop(key, None)
+        siblings = (other for other in self._stored.values() if other.spec.group_id == stored.spec.group_id)
+        shared = stored.spec.group_size > 1 and any(siblings)
+        self._stored[key] = stored
+        blocks = len(stored.pool_block_ids)
+        self._feed(ev.Prefilled(key, stored.kv_tokens, blocks, 0 if shared else blocks))
+
+    def _on_returned(self, stored: pb.StoredRequest) -> None:
+        key = key_from_proto(stored.spec.key)
+        enter_stage(stored.spec.timings, Stage.POOL, time.time_ns())
+        self._stored[key] = stored
+        self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids)))
+
+    def _on_failed(self, failed: pw.RequestFailures) -> None:
+        keys = tuple(key_from_proto(key) for key in failed.keys)
+        if failed.retry:
+            self._feed(ev.Lost(keys, failure_from_proto(failed.failure).message))
+        else:
+            self._feed(ev.Finished(keys))
+
+    def _on_lost(self, role: str, instance_id: str) -> None:
+        self._feed(ev.InstanceLost(role, instance_id))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.scheduler.tick_s)
+            if self._core is not None and self._core.needs_ticks:
+                self._feed(ev.Tick())
+
+    # ---- actions
+
+    def _feed(self, event: ev.Event) -> None:
+        if self._core is None:
+            return
+        for action in self._core.handle(event, time.monotonic()):
+            try:
+                self._carry_out(action)
+            except Exception:  # one action that fails must not keep the others from being carried out
+                logger.exception("cannot carry out %s", type(action).__name__)
+
+    def _carry_out(self, action: act.Action) -> None:
+        match action:
+            case act.StartPrefill():
+                group = pw.PrefillGroup(requests=[self._specs[key] for key in action.keys])
+                self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefill=group))
+            case act.Prefetch():
+                self._prefetch(action)
+            case act.Recall() | act.MarkUrgent():
+                keys = keys_to_proto(action.keys)
+                recall = isinstance(action, act.Recall)
+                command = dw.DecodeCommand(recall=keys) if recall else dw.DecodeCommand(urgent=keys)
+                self._links.send("decode", action.decode_id, command)
+            case act.ReleasePool():
+                self._release_pool(action.keys)
+            case act.CancelAt():
+                kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
+                self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))
+            case act.Reject() | act.ReportLost():
+                self._tell_gateways(action)
+            case act.Forget():
+                for key in action.keys:
+                    self._specs.pop(key, None)
+                    self._stored.pop(key, None)
+
+    def _prefetch(self, action: act.Prefetch) -> None:
+        requests = [self._stored[key] for key in action.keys]
+        buffer = pw.Buffer.Name(int(action.buffer))
+        if action.prefill_id is None:
+            now_ns = time.time_ns()
+            for stored in requests:
+                enter_stage(stored.spec.timings, Stage.PREFETCH, now_ns)
+            candidates = pw.Announcement(buffer=buffer, batch_id=action.batch_id, requests=requests)
+            self._links.send("decode", action.decode_id, dw.DecodeCommand(candidates=candidates))
+            return
+        prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
+        self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefetch=prefetch))
+
+    def _release_pool(self, keys: Iterable[RequestKey]) -> None:
+        pool_id = self._links.first("kv_pool")
+        if pool_id is not None:
+            self._links.send("kv_pool", pool_id, kp.PoolCommand(release=keys_to_proto(keys)))
+
+    def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
+        for gateway_id, keys in self._by_gateway(action.keys):
+            if isinstance(action, act.Reject):
+                self._tell(gateway_id, rejected=_rejection(keys, action.error))
+            else:
+                self._tell(gateway_id, lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=action.reason))
+
+    def _by_gateway(self, keys: Iterable[RequestKey]) -> Iterable[tuple[str, list[RequestKey]]]:
+        groups: dict[str, list[RequestKey]] = {}
+        for key in keys:
+            stored = self._stored.get(key)
+            spec = stored.spec if stored is not None else self._specs.get(key)
+            if spec is not None:
+                groups.setdefault(spec.gateway_id, []).append(key)
+        return groups.items()
+
+    async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:
+        return sc.SchedulerDescription(**(self._core.describe() if self._core is not None else {}))
+
+
+def _rejection(keys: Iterable[RequestKey], error: AlignedServeError) -> sc.Rejection:
+    return sc.Rejection(keys=[key_to_proto(key) for key in keys], failure=failure_to_proto(error))

@@ -1,0 +1,255 @@
+"""Who holds which block of one store: free, owned or cached, counted by holders.
+
+    free ──allocate──► owned ──last release──► free
+    free ──lease──► free, set aside for a writer ──assign_leased──► owned
+                          └──quarantine(writer)──► owned, by nobody ──end_quarantine──► free
+
+`capacity = free + owned + cached` at every moment (architecture.md, section 8). A block under a lease is free until a
+holder is put in it; one under a lost writer's lease is owned, because that writer may still write to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable, Sequence
+
+from alignedserve.errors import AccountingError, StaleError
+
+Holder = Hashable
+Writer = Hashable
+
+
+class BlockState(enum.Enum):
+    FREE = "free"
+    OWNED = "owned"
+    CACHED = "cached"
+
+
+class BlockAllocator:
+    """Hands out the blocks `0 .. capacity - 1` of the store `store_id`. One process, one thread, O(1) a block.
+
+    A holder holds a block once; a block may have several holders. Every misuse (releasing what is not held, holding
+    twice, assigning what was not leased) raises AccountingError and changes nothing.
+    """
+
+    def __init__(self, capacity: int, store_id: str) -> None:
+        if capacity < 0:
+            raise ValueError("capacity must be at least 0")
+        self.capacity = capacity
+        self.store_id = store_id
+        self._free: list[int] = list(range(capacity - 1, -1, -1))  # a stack: the lowest number is on top
+        self._held: dict[Holder, dict[int, None]] = {}  # in the order in which they were taken
+        self._sole: list[Holder | None] = [None] * capacity
+        self._shared: dict[int, dict[Holder, None]] = {}  # only blocks with two holders or more
+        self._leases: dict[Writer, dict[int, None]] = {}
+        self._quarantine: dict[Writer, dict[int, None]] = {}
+        self._leased = 0
+        self._quarantined = 0
+        self._owned = 0  # has a holder
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without a holder, leased ones among them."""
+        return len(self._free) + self._leased
+
+    @property
+    def available_blocks(self) -> int:
+        """What `allocate` and `lease` can hand out now: free and not leased."""
+        return len(self._free)
+
+    @property
+    def leased_blocks(self) -> int:
+        return self._leased
+
+    @property
+    def owned_blocks(self) -> int:
+        """Blocks with a holder, and blocks in quarantine."""
+        return self._owned + self._quarantined
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that only a cached prefix holds. There is no prefix cache yet, so there are none."""
+        return self.capacity - self.free_blocks - self.owned_blocks
+
+    def allocate(self, count: int, holder: Holder) -> list[int] | None:
+        """`count` free blocks for `holder`, or None (and nothing changes) where fewer are available."""
+        if count > len(self._free):
+            return None
+        if count <= 0:
+            return []
+        block_ids = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        self._give(block_ids, holder)
+        return block_ids
+
+    def retain(self, block_ids: Iterable[int], holder: Holder) -> None:
+        """Make `holder` one more holder of owned blocks."""
+        block_ids = list(block_ids)
+        held = self._held.get(holder, {})
+        for block in block_ids:
+            if self._sole[block] is None and block not in self._shared:
+                raise AccountingError(f"{self.store_id}: block {block} is free and cannot be shared", block=block)
+            if block in held:
+                raise AccountingError(f"{self.store_id}: {holder} already holds block {block}", block=block)
+        if not block_ids:
+            return
+        held = self._held.setdefault(holder, {})
+        for block in block_ids:
+            sole = self._sole[block]
+            if sole is not None:
+                self._shared[block] = {sole: None}
+                self._sole[block] = None
+            self._shared[block][holder] = None
+            held[block] = None
+
+    def release(self, block_ids: Iterable[int], holder: Holder) -> None:
+        """`holder` holds these no more; those that nobody else holds are free."""
+        block_ids = list(block_ids)
+        if not block_ids:
+            return
+        held = self._held.get(holder)
+        if held is None or any(block not in held for block in block_ids):
+            raise AccountingError(f"{self.store_id}: {holder} does not hold all of {block_ids[:8]}")
+        for block in block_ids:
+            del held[block]
+            self._drop(block, holder)
+        if not held:
+            del self._held[holder]
+
+    def release_all(self, holder: Holder) -> int:
+        """`holder` holds nothing any more. Blocks that it held; 0 for one that held nothing."""
+        held = self._held.pop(holder, None)
+        if held is None:
+            return 0
+        for block in reversed(held):  # so that they are handed out again in their order
+            self._drop(block, holder)
+        return len(held)
+
+    def holders(self, block: int) -> tuple[Holder, ...]:
+        sole = self._sole[block]
+        return (sole,) if sole is not None else tuple(self._shared.get(block, ()))
+
+    def holder_count(self, block: int) -> int:
+        return 1 if self._sole[block] is not None else len(self._shared.get(block, ()))
+
+    def blocks_of(self, holder: Holder) -> list[int]:
+        """In the order in which they were taken."""
+        return list(self._held.get(holder, ()))
+
+    def lease(self, count: int, writer: Writer) -> list[int]:
+        """Set aside up to `count` blocks for `writer`: fewer where fewer are available, none in quarantine."""
+        if writer in self._quarantine:
+            return []
+        count = min(count, len(self._free))
+        if count <= 0:
+            return []
+        block_ids = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        self._leases.setdefault(writer, {}).update(dict.fromkeys(block_ids))
+        self._leased += count
+        return block_ids
+
+    def leased_to(self, writer: Writer) -> list[int]:
+        return list(self._leases.get(writer, ()))
+
+    def assign_leased(self, block_ids: Sequence[int], writer: Writer, holder: Holder) -> None:
+        """`holder` owns these, which `writer` had under its lease. Raises StaleError for a writer in quarantine."""
+        self._take_leased(block_ids, writer)
+        self._give(block_ids, holder)
+
+    def return_lease(self, block_ids: Sequence[int], writer: Writer) -> None:
+        """`writer` does not need these. Raises StaleError for a writer in quarantine."""
+        self._take_leased(block_ids, writer)
+        self._free.extend(reversed(block_ids))
+
+    def quarantine(self, writer: Writer) -> int:
+        """Count the blocks leased to a lost writer as owned until `end_quarantine`. How many; idempotent."""
+        if writer not in self._quarantine:
+            leased = self._leases.pop(writer, {})
+            self._quarantine[writer] = leased
+            self._leased -= len(leased)
+            self._quarantined += len(leased)
+        return len(self._quarantine[writer])
+
+    def end_quarantine(self, writer: Writer) -> int:
+        """The lost writer is known to be dead: free its blocks. How many; 0 where it is not in quarantine."""
+        blocks = self._quarantine.pop(writer, {})
+        self._free.extend(blocks)
+        self._quarantined -= len(blocks)
+        return len(blocks)
+
+    def state(self, block: int) -> BlockState:
+        if self.holder_count(block) or any(block in blocks for blocks in self._quarantine.values()):
+            return BlockState.OWNED
+        return BlockState.FREE
+
+    def check_integrity(self) -> None:
+        """Recount everything, O(capacity). Raises AccountingError where it does not add up."""
+        places: dict[int, str] = {}
+
+        def place(blocks: Iterable[int], where: str) -> None:
+            for block in blocks:
+                if block in places:
+                    raise AccountingError(f"{self.store_id}: block {block} is both {places[block]} and {where}")
+                places[block] = where
+
+        place(self._free, "free")
+        for writer, blocks in self._leases.items():
+            place(blocks, f"leased to {writer}")
+        for writer, blocks in self._quarantine.items():
+            place(blocks, f"in quarantine for {writer}")
+        place((block for block, holder in enumerate(self._sole) if holder is not None), "owned")
+        place(self._shared, "shared")
+        if len(places) != self.capacity:
+            raise AccountingError(f"{self.store_id}: {self.capacity - len(places)} blocks are lost")
+        self._check_counters()
+
+    def _check_counters(self) -> None:
+        pairs = {(holder, block) for holder, blocks in self._held.items() for block in blocks}
+        found = {(holder, block) for block, holder in enumerate(self._sole) if holder is not None}
+        found |= {(holder, block) for block, holders in self._shared.items() for holder in holders}
+        counters = {
+            "holders": pairs == found,
+            "shared": all(len(holders) > 1 for holders in self._shared.values()),
+            "empty holders": all(self._held.values()),
+            "owned": self._owned == len({block for _, block in found}),
+            "leased": self._leased == sum(map(len, self._leases.values())),
+            "quarantined": self._quarantined == sum(map(len, self._quarantine.values())),
+            "cached": self.cached_blocks == 0,
+        }
+        wrong = [name for name, right in counters.items() if not right]
+        if wrong:
+            raise AccountingError(f"{self.store_id}: counters do not match a recount: {', '.join(wrong)}")
+
+    def _give(self, block_ids: Sequence[int], holder: Holder) -> None:
+        if not block_ids:
+            return
+        held = self._held.setdefault(holder, {})
+        for block in block_ids:
+            held[block] = None
+            self._sole[block] = holder
+        self._owned += len(block_ids)
+
+    def _drop(self, block: int, holder: Holder) -> None:
+        if self._sole[block] is not None:
+            self._sole[block] = None
+            self._free.append(block)
+            self._owned -= 1
+            return
+        holders = self._shared[block]
+        del holders[holder]
+        if len(holders) == 1:
+            del self._shared[block]
+            self._sole[block] = next(iter(holders))
+
+    def _take_leased(self, block_ids: Sequence[int], writer: Writer) -> None:
+        if writer in self._quarantine:
+            raise StaleError(f"{self.store_id}: the lease of {writer} has ended: it was declared lost")
+        leased = self._leases.get(writer, {})
+        if len(set(block_ids)) != len(block_ids) or any(block not in leased for block in block_ids):
+            raise AccountingError(f"{self.store_id}: {list(block_ids)[:8]} are not all leased to {writer}")
+        for block in block_ids:
+            del leased[block]
+        if not leased:
+            self._leases.pop(writer, None)
+        self._leased -= len(block_ids)

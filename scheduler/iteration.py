@@ -1,0 +1,384 @@
+"""Algorithm 2, batch-level scheduling (paper, section 3.4), at every iteration boundary of one decode instance.
+
+    there is room      case 1: join from the candidate requests buffer
+                       case 2: it is empty: join from the candidate batch buffer, which begins a batch switch
+    there is too little case 3: evict the longest request, in a switch the longest of the old batch
+
+It runs in the decode worker and decides alone: no I/O, no clock, no call to another process.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from alignedserve.config import DecodeConfig
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.candidates import CandidateBuffers
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
+from alignedserve.scheduler.room import Room, measure_room, measure_shortfall
+from alignedserve.scheduler.running_batch import Member, Phase, RunningBatch
+
+MOST_MISFITS = 8  # candidates that do not fit and are passed over in one plan, for smaller ones behind them
+PAST_BATCHES = 8  # how many earlier batches are remembered: their late candidates do not begin a switch back
+
+
+class CancelOutcome(enum.Enum):
+    """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
+
+    NOT_HERE = "not_here"
+    WAITING = "waiting"  # was a candidate, and is no more
+    RUNNING = "running"  # its blocks are free now
+    COPYING = "copying"  # its blocks are free when the copy in flight has ended
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStatus:
+    """`running` counts requests whose copy in is in flight too; lengths are KV tokens, 0 where nothing runs."""
+
+    running: int
+    shortest_tokens: int
+    longest_tokens: int
+    batch_id: int
+    switching: bool
+    batch_buffer_requests: int
+    requests_buffer_requests: int
+    iterations: int
+    switch_iterations: int
+    evictions: int
+
+
+class IterationScheduler:
+    """Decides who joins, who is evicted and who runs. Called from one thread.
+
+    The worker's loop: `plan`, start its copies, run its iteration, `advance`; `copied_in` and `copied_out` as copies
+    complete. Copies never delay an iteration: a joining request runs after its copy, an evicted one's blocks stay
+    owned until its copy. Every request's `max_total_tokens` must fit in the cache (others are given back at once).
+    `starvation_after_s`: a candidate that has waited here for so long goes first even where nobody marked it urgent.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        allocator: BlockAllocator,
+        block_size: int,
+        *,
+        starvation_after_s: float = math.inf,
+    ) -> None:
+        self._config = config
+        self._batch = RunningBatch(allocator, block_size)
+        self._allocator = allocator
+        self._starvation_after_s = starvation_after_s
+        self._waiting = CandidateBuffers()
+        self._since_s: dict[RequestKey, float] = {}  # candidates that were not found overdue here: offered, or evicted
+        self._giving_back: dict[RequestKey, None] = {}
+        self._lease_blocks = 0
+        self._batch_id = 0
+        self._past_batches: deque[int] = deque(maxlen=PAST_BATCHES)
+        self._sweep = False  # the requests buffer may hold what does not match the batch
+        self._switching = False
+        self._iterations = self._switch_iterations = self._evictions = 0
+
+    # what the worker tells
+
+    def offer(self, candidate: Candidate, now_s: float) -> None:
+        """The candidate waits, complete, in its buffer. Idempotent; ignored for one that has joined."""
+        key = candidate.key
+        if self._batch.get(key) is not None or key in self._giving_back:
+            return
+        if self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1)) > self._allocator.capacity:
+            self._giving_back[key] = None
+            return
+        self._waiting.add(candidate)
+        self._since_s.setdefault(key, now_s)
+        self._sweep |= candidate.buffer is BufferKind.REQUESTS and candidate.batch_id != self._batch_id
+
+    def withdraw(self, key: RequestKey) -> bool:
+        """The candidate is gone at its source. False where it is no candidate (unknown, or it has joined)."""
+        self._since_s.pop(key, None)
+        given_back = key in self._giving_back
+        self._giving_back.pop(key, None)
+        return self._waiting.remove(key) is not None or given_back
+
+    def recall(self, keys: Iterable[RequestKey]) -> None:
+        """Give back those that have not joined, with the next plan."""
+        for key in keys:
+            if self._waiting.remove(key) is not None:
+                self._since_s.pop(key, None)
+                self._giving_back[key] = None
+
+    def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
+        """These are overdue: they join first; in the batch buffer one stops late joins and begins the switch."""
+        for key in keys:
+            if self._batch.get(key) is None and key not in self._giving_back:
+                self._waiting.mark_overdue(key)
+
+    def cancel(self, key: RequestKey) -> CancelOutcome:
+        member = self._batch.get(key)
+        if member is None:
+            return CancelOutcome.WAITING if self.withdraw(key) else CancelOutcome.NOT_HERE
+        if member.phase is Phase.RUNNING:
+            self._batch.remove(member)
+            return CancelOutcome.RUNNING
+        member.cancelled = True
+        return CancelOutcome.COPYING
+
+    def set_requests_buffer_lease(self, blocks: int) -> None:
+        """Free leased blocks of the candidate requests buffer now, without those of evictions already planned."""
+        self._lease_blocks = blocks
+
+    def copied_in(self, key: RequestKey) -> bool:
+        """The copy into the cache has completed. False where the request was cancelled meanwhile (and is gone)."""
+        member = self._copying(key, Phase.ENTERING)
+        if member.cancelled:
+            self._batch.remove(member)
+            return False
+        self._batch.move(member, Phase.RUNNING)
+        return True
+
+    def copied_out(self, key: RequestKey) -> bool:
+        """The eviction's copy has completed; a request in the requests buffer is a candidate again, without an offer.
+
+        False where it was cancelled meanwhile: the caller frees the copy.
+        """
+        member = self._copying(key, Phase.LEAVING)
+        self._batch.remove(member)
+        if member.cancelled:
+            return False
+        if not member.to_pool:
+            self._waiting.add(
+                replace(
+                    member.candidate,
+                    kv_tokens=member.kv_tokens,
+                    buffer=BufferKind.REQUESTS,
+                    batch_id=member.batch_id,
+                    overdue=False,
+                )
+            )
+            self._since_s[key] = member.left_s
+            self._sweep |= member.batch_id != self._batch_id
+        return True
+
+    def copy_failed(self, key: RequestKey) -> None:
+        """A copy in: the request is gone here, its blocks are free. A copy out: its KV is still here, so it runs on."""
+        member = self._batch.get(key)
+        if member is None or member.phase is Phase.RUNNING:
+            raise AccountingError(f"{key} is not being copied", request_id=key.request_id)
+        if member.phase is Phase.ENTERING or member.cancelled:
+            self._batch.remove(member)
+        else:
+            self._batch.move(member, Phase.RUNNING)
+
+    def advance(self, tokens: Iterable[tuple[RequestKey, bool]]) -> None:
+        """After an iteration: each request that ran has grown by a token; True: it has finished and is gone.
+
+        Requests that were cancelled during the iteration are ignored.
+        """
+        running = self._batch.running
+        ran = False
+        for key, finished in tokens:
+            member = running.get(key)
+            ran = True
+            if member is None:
+                continue
+            if finished:
+                self._batch.remove(member)
+            else:
+                member.kv_tokens += 1
+                member.iterations += 1
+        if ran:
+            self._iterations += 1
+            self._switch_iterations += self._switching
+
+    # what the worker does next
+
+    def plan(self, now_s: float) -> IterationPlan:
+        """The next iteration, and the copies to start beside it."""
+        self._mark_overdue(now_s)
+        evictions = self._relieve(now_s)
+        run, stalled = self._cover_next_tokens()
+        joins = self._join(now_s, evictions)
+        if evictions:  # those evicted to make room for an overdue candidate do not run
+            run = [item for item in run if item.key in self._batch.running]
+        self._give_back_strangers()
+        self._switching = any(member.batch_id != self._batch_id for member in self._batch.present())
+        give_back = GiveBack(tuple(self._giving_back))
+        self._giving_back.clear()
+        return IterationPlan(
+            tuple(joins), tuple(evictions), give_back, tuple(run), stalled, self._switching, self._batch_id
+        )
+
+    def status(self) -> IterationStatus:
+        lengths = [member.kv_tokens for member in self._batch.present()]
+        return IterationStatus(
+            running=len(lengths),
+            shortest_tokens=min(lengths, default=0),
+            longest_tokens=max(lengths, default=0),
+            batch_id=self._batch_id,
+            switching=self._switching,
+            batch_buffer_requests=self._waiting.count(BufferKind.BATCH),
+            requests_buffer_requests=self._waiting.count(BufferKind.REQUESTS),
+            iterations=self._iterations,
+            switch_iterations=self._switch_iterations,
+            evictions=self._evictions,
+        )
+
+    def holds_nothing(self) -> bool:
+        return not (len(self._waiting) or self._giving_back or self._batch.size or self._batch.leaving)
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where candidates, members and blocks do not match."""
+        if not self._since_s.keys() <= set(self._waiting):
+            raise AccountingError("waiting times are kept for others than candidates")
+        both = [key for key in self._waiting if self._batch.get(key) is not None or key in self._giving_back]
+        if both:
+            raise AccountingError(f"{both[0]} is a candidate and more than that")
+        self._batch.check_integrity()
+
+    # how it decides
+
+    def _mark_overdue(self, now_s: float) -> None:
+        late = list(takewhile(lambda key: now_s - self._since_s[key] >= self._starvation_after_s, self._since_s))
+        for key in late:
+            del self._since_s[key]
+            self._waiting.mark_overdue(key)
+
+    def _relieve(self, now_s: float) -> list[Evict]:
+        """Case 3: evict the longest until the free blocks, those on their way out included, reach the watermark.
+
+        Of equals the one that joined last goes. One always stays: alone it has room, by the check in `offer`.
+        """
+        evictions: list[Evict] = []
+        while len(self._batch.running) > 1:
+            crowded = len(self._batch.running) > self._config.max_running  # after a copy out that failed
+            if not crowded and measure_shortfall(self._batch, self._config.watermark_blocks) <= 0:
+                break
+            evictions.append(self._evict(max(reversed(self._batch.running.values()), key=self._claim), now_s))
+        return evictions
+
+    def _claim(self, member: Member) -> tuple[bool, int]:
+        """The greatest is evicted first: the longest, of the old batch as long as that has members."""
+        return member.batch_id != self._batch_id, member.kv_tokens
+
+    def _evict(self, member: Member, now_s: float) -> Evict:
+        blocks = self._batch.blocks_for(member.kv_tokens)
+        switching = any(other.batch_id != self._batch_id for other in self._batch.present())
+        member.to_pool = switching or blocks > self._lease_blocks
+        if not member.to_pool:
+            self._lease_blocks -= blocks
+        member.left_s = now_s
+        self._batch.move(member, Phase.LEAVING)
+        self._evictions += 1
+        return Evict(member.key, tuple(member.block_ids[:blocks]), member.kv_tokens, member.to_pool)
+
+    def _cover_next_tokens(self) -> tuple[list[RunItem], int]:
+        """The requests that run, and how many must sit out for want of a block."""
+        run = []
+        stalled = 0
+        size = self._batch.block_size
+        for key, member in self._batch.running.items():
+            if len(member.block_ids) * size > member.kv_tokens or self._batch.cover_next_token(member):
+                run.append(RunItem(key, member.kv_tokens, member.block_ids))
+            else:
+                stalled += 1
+        return run, stalled
+
+    def _join(self, now_s: float, evictions: list[Evict]) -> list[Join]:
+        """Cases 1 and 2: overdue candidates, then the requests buffer, then, where that is empty, the batch buffer."""
+        joins: list[Join] = []
+        waiting = self._waiting
+        if not len(waiting):
+            return joins
+        room = measure_room(self._batch, self._config)
+        urgent = waiting.has_overdue(BufferKind.BATCH)
+        for kind in BufferKind.REQUESTS, BufferKind.BATCH:
+            blocked = self._take(waiting.overdue(kind), room, joins)
+            if blocked is not None:
+                self._make_room(blocked, room, evictions, now_s)
+                return joins
+        if not urgent:
+            self._take(waiting.normal(BufferKind.REQUESTS), room, joins)
+        if urgent or not waiting.count(BufferKind.REQUESTS):
+            self._take(waiting.normal(BufferKind.BATCH), room, joins)
+        return joins
+
+    def _take(self, candidates: Iterable[Candidate], room: Room, joins: list[Join]) -> Candidate | None:
+        """Let candidates join while there is room. The overdue one that found none, if one did: it stops the others."""
+        taken: list[Candidate] = []
+        blocked = None
+        misfits = 0
+        for candidate in candidates:
+            resident = self._batch.resident_blocks(candidate)
+            if resident is None:  # its group's prompt is on its way in: wait for it and share it
+                continue
+            if not room.take(candidate, len(resident)):
+                misfits += 1
+                if candidate.overdue:
+                    blocked = candidate
+                if candidate.overdue or misfits >= MOST_MISFITS or room.slots <= 0:
+                    break
+                continue
+            self._enter_batch(candidate)
+            joins.append(self._batch.join(candidate, self._batch_id, resident))
+            taken.append(candidate)
+        for candidate in taken:
+            self._waiting.remove(candidate.key)
+            self._since_s.pop(candidate.key, None)
+        return blocked
+
+    def _enter_batch(self, candidate: Candidate) -> None:
+        """A candidate of a batch that was never the running one makes it that, and the others old: a batch switch."""
+        if candidate.batch_id == self._batch_id:
+            return
+        idle = not self._batch.size
+        if idle or (candidate.buffer is BufferKind.BATCH and candidate.batch_id not in self._past_batches):
+            self._past_batches.append(self._batch_id)
+            self._batch_id = candidate.batch_id
+            self._sweep = True
+
+    def _make_room(self, candidate: Candidate, room: Room, evictions: list[Evict], now_s: float) -> None:
+        """Evict for an overdue candidate, if that makes enough room.
+
+        Spared: those that were overdue themselves when they joined, and those that have only just joined.
+        """
+        self._enter_batch(candidate)
+        victims = [
+            member
+            for member in reversed(self._batch.running.values())
+            if not member.candidate.overdue and member.iterations >= self._config.join_iterations
+        ]
+        victims.sort(key=self._claim, reverse=True)
+        count = room.victims_needed(candidate, self._batch, victims)
+        for member in victims[:count]:
+            evictions.append(self._evict(member, now_s))
+
+    def _give_back_strangers(self) -> None:
+        """The requests buffer passes to the new batch: candidates that neither belong to it nor match it go back."""
+        if not self._sweep or not self._batch.size:
+            return
+        self._sweep = False
+        lengths = [m.kv_tokens for m in self._batch.present() if m.batch_id == self._batch_id]
+        lengths += [c.kv_tokens for c in self._waiting.in_order(BufferKind.BATCH) if c.batch_id == self._batch_id]
+        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        for candidate in list(self._waiting.normal(BufferKind.REQUESTS)):
+            if candidate.batch_id == self._batch_id:
+                continue
+            if shortest <= candidate.kv_tokens <= longest:
+                self._waiting.add(replace(candidate, batch_id=self._batch_id))
+            else:
+                self._waiting.remove(candidate.key)
+                self._since_s.pop(candidate.key, None)
+                self._giving_back[candidate.key] = None
+
+    def _copying(self, key: RequestKey, phase: Phase) -> Member:
+        member = self._batch.get(key)
+        if member is None or member.phase is not phase:
+            raise AccountingError(f"{key} is not being copied, or the other way", request_id=key.request_id)
+        return member

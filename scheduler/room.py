@@ -1,0 +1,128 @@
+"""How much room a decode cache has: for growth (when to evict) and for one request more (when to join).
+
+Two marks (systems.md, AlignedServe). The watermark is what has to stay free: one block for each request that can still
+grow, since aligned lengths cross block boundaries together, or a configured number. A join wants the watermark intact
+after `join_iterations` iterations of the whole batch: what has just joined does not cause an eviction right away, and
+what was evicted does not come straight back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from alignedserve.config import DecodeConfig
+from alignedserve.scheduler.plan import Candidate
+from alignedserve.scheduler.running_batch import Member, RunningBatch
+
+
+def measure_shortfall(batch: RunningBatch, watermark_blocks: int) -> int:
+    """Blocks that are missing for the next iteration plus the watermark, once every copy out has completed."""
+    available = batch.allocator.available_blocks
+    if available >= batch.size + max(batch.size, watermark_blocks):  # each needs at most one now and one later
+        return 0
+    size = batch.block_size
+    needed = growing = 0
+    for member in batch.present():
+        held = len(member.block_ids)
+        if member.kv_tokens >= held * size:
+            needed += 1
+            held += 1
+        growing += held * size < member.max_total_tokens
+    return needed + (watermark_blocks or growing) - available - batch.leaving_blocks()
+
+
+@dataclass(slots=True)
+class Room:
+    """What is left for joins in one plan. `empty`: nothing runs, so the first that fits at all may join."""
+
+    block_size: int
+    join_iterations: int
+    watermark_blocks: int  # 0: one for each request that can still grow
+    available: int
+    slots: int
+    empty: bool
+    growth: int = 0  # blocks that the batch asks for within `join_iterations`
+    growing: int = 0  # requests that can still grow after those
+
+    def take(self, candidate: Candidate, resident_blocks: int) -> bool:
+        """Account for the candidate as joined. False, and nothing changes, where there is no room for it."""
+        if self.slots <= 0 or self._missing(candidate, resident_blocks) > 0:
+            return False
+        need = self._blocks_for(candidate.kv_tokens + 1)
+        self.available -= need - resident_blocks
+        self._grow(candidate.kv_tokens, need, candidate.max_total_tokens, 1)
+        self.slots -= 1
+        self.empty = False
+        return True
+
+    def victims_needed(self, candidate: Candidate, batch: RunningBatch, victims: Sequence[Member]) -> int:
+        """How many of `victims`, from the front, make room for the candidate; 0 where all of them would not."""
+        missing_slots = 1 - self.slots - len(batch.leaving)
+        freed = batch.leaving_blocks()
+        for count in range(len(victims) + 1):
+            if count:
+                member = victims[count - 1]
+                freed += batch.own_blocks(member)
+                missing_slots -= 1
+                self._grow(member.kv_tokens, len(member.block_ids), member.max_total_tokens, -1)
+            self.empty = count == batch.size
+            if missing_slots <= 0 and self._missing(candidate, 0) <= freed:
+                return count
+        return 0
+
+    def add_members(self, members: Iterable[Member]) -> None:
+        """`_growth_of` each, written out: this runs for the whole batch in every plan with candidates."""
+        size, iterations = self.block_size, self.join_iterations
+        growth = growing = 0
+        for member in members:
+            most = member.max_total_tokens
+            covered = len(member.block_ids) * size
+            tokens = member.kv_tokens + iterations
+            if tokens > most:
+                tokens = most
+            if tokens > covered:
+                blocks = -((covered - tokens) // size)
+                growth += blocks
+                covered += blocks * size
+            if covered < most:
+                growing += 1
+        self.growth += growth
+        self.growing += growing
+
+    def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
+        """Blocks that are missing for the candidate to join; 0 or less where none are."""
+        need = self._blocks_for(candidate.kv_tokens + 1)
+        if self.empty:
+            return need - resident_blocks - self.available
+        soon, after = self._growth_of(candidate.kv_tokens, need, candidate.max_total_tokens)
+        watermark = self.watermark_blocks or self.growing + after
+        return need - resident_blocks + self.growth + soon + watermark - self.available
+
+    def _grow(self, kv_tokens: int, held_blocks: int, max_total_tokens: int, sign: int) -> None:
+        soon, after = self._growth_of(kv_tokens, held_blocks, max_total_tokens)
+        self.growth += sign * soon
+        self.growing += sign * after
+
+    def _growth_of(self, kv_tokens: int, held_blocks: int, max_total_tokens: int) -> tuple[int, int]:
+        """Blocks asked for within `join_iterations`, and 1 where the request can still grow after those."""
+        tokens = min(kv_tokens + self.join_iterations, max_total_tokens)
+        blocks = max(self._blocks_for(tokens), held_blocks)
+        return blocks - held_blocks, int(blocks * self.block_size < max_total_tokens)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+def measure_room(batch: RunningBatch, config: DecodeConfig) -> Room:
+    """The room for joins now. O(running requests)."""
+    room = Room(
+        block_size=batch.block_size,
+        join_iterations=config.join_iterations,
+        watermark_blocks=config.watermark_blocks,
+        available=batch.allocator.available_blocks,
+        slots=config.max_running - batch.size,
+        empty=not batch.size,
+    )
+    room.add_members(batch.present())
+    return room

@@ -1,0 +1,163 @@
+"""The requests that hold blocks of a decode cache, and the blocks that they hold.
+
+    entering ──copy completed──► running ──evicted──► leaving ──copy completed──► (gone)
+        └──copy failed──► (gone)    └──finished, cancelled──► (gone)   └──copy failed──► running
+
+Full blocks of a prompt that several answers share are counted once: a joining request takes over those that a member
+of its group already holds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.plan import Candidate, Join
+
+
+class Phase(enum.IntEnum):
+    ENTERING = 0  # its KV is being copied in
+    RUNNING = 1
+    LEAVING = 2  # its KV is being copied out
+
+
+@dataclass(slots=True)
+class Member:
+    """A request that holds blocks. `kv_tokens` have been computed; `block_ids` cover at least one token more."""
+
+    key: RequestKey
+    max_total_tokens: int
+    candidate: Candidate
+    batch_id: int  # the candidate batch that it belongs to
+    kv_tokens: int
+    block_ids: list[int]
+    phase: Phase
+    iterations: int = 0  # since it joined
+    left_s: float = 0.0  # when it was evicted
+    to_pool: bool = False  # leaving for the pool, not for the requests buffer
+    cancelled: bool = False  # its blocks are freed when the copy in flight has ended
+
+
+class RunningBatch:
+    """Members by phase, their blocks, and what they will need. Takes blocks from `allocator`, under their keys."""
+
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self.allocator = allocator
+        self.block_size = block_size
+        self.entering: dict[RequestKey, Member] = {}
+        self.running: dict[RequestKey, Member] = {}
+        self.leaving: dict[RequestKey, Member] = {}
+        self._by_phase = (self.entering, self.running, self.leaving)
+        self._groups: dict[str, dict[RequestKey, Member]] = {}
+
+    @property
+    def size(self) -> int:
+        """Requests that run or are about to."""
+        return len(self.running) + len(self.entering)
+
+    def present(self) -> Iterator[Member]:
+        """Members that run or are about to, oldest first."""
+        return chain(self.running.values(), self.entering.values())
+
+    def get(self, key: RequestKey) -> Member | None:
+        return self.running.get(key) or self.entering.get(key) or self.leaving.get(key)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def resident_blocks(self, candidate: Candidate) -> list[int] | None:
+        """Leading blocks of the candidate's prompt that are in the cache already; None: they are being copied in."""
+        group = self._groups.get(candidate.group_id)
+        if not group:
+            return []
+        for member in group.values():
+            if member.phase is not Phase.ENTERING:
+                shared_tokens = min(candidate.shared_tokens, member.candidate.shared_tokens, candidate.kv_tokens)
+                return member.block_ids[: shared_tokens // self.block_size]
+        return None
+
+    def join(self, candidate: Candidate, batch_id: int, resident: list[int]) -> Join:
+        """Give the candidate blocks for its KV and one token more. The caller has made sure that they are available."""
+        key = candidate.key
+        own = self.allocator.allocate(self.blocks_for(candidate.kv_tokens + 1) - len(resident), key)
+        if own is None:
+            raise AccountingError(f"no room for {key} to join", request_id=key.request_id)
+        self.allocator.retain(resident, key)
+        block_ids = resident + own
+        kv_tokens = candidate.kv_tokens
+        member = Member(key, candidate.max_total_tokens, candidate, batch_id, kv_tokens, block_ids, Phase.ENTERING)
+        self.entering[key] = member
+        if candidate.group_id:
+            self._groups.setdefault(candidate.group_id, {})[key] = member
+        copied = self.blocks_for(kv_tokens)
+        return Join(key, tuple(block_ids[:copied]), min(len(resident), copied))
+
+    def cover_next_token(self, member: Member) -> bool:
+        """Make sure that the member has a block for its next token; False where none is available."""
+        if len(member.block_ids) * self.block_size > member.kv_tokens:
+            return True
+        block_ids = self.allocator.allocate(1, member.key)
+        if block_ids is None:
+            return False
+        member.block_ids += block_ids
+        return True
+
+    def move(self, member: Member, phase: Phase) -> None:
+        del self._by_phase[member.phase][member.key]
+        member.phase = phase
+        self._by_phase[phase][member.key] = member
+
+    def remove(self, member: Member) -> None:
+        """The member ends here; its blocks are free but for those that its group shares."""
+        key = member.key
+        del self._by_phase[member.phase][key]
+        self.allocator.release_all(key)
+        group = self._groups.get(member.candidate.group_id)
+        if group is not None:
+            del group[key]
+            if not group:
+                del self._groups[member.candidate.group_id]
+
+    def own_blocks(self, member: Member) -> int:
+        """Blocks that are free once the member has gone."""
+        group = self._groups.get(member.candidate.group_id)
+        if group is None or len(group) == 1:
+            return len(member.block_ids)
+        return sum(1 for block in member.block_ids if self.allocator.holder_count(block) == 1)
+
+    def leaving_blocks(self) -> int:
+        """Blocks that are free once every copy out has completed: a block is counted once, and not while it is kept."""
+        if not self.leaving:
+            return 0
+        if all(self._is_alone(member) for member in self.leaving.values()):
+            return sum(len(member.block_ids) for member in self.leaving.values())
+        count = self.allocator.holder_count
+        leaving: dict[int, int] = {}
+        for member in self.leaving.values():
+            for block in member.block_ids:
+                leaving[block] = leaving.get(block, 0) + 1
+        return sum(1 for block, holders in leaving.items() if holders == count(block))
+
+    def _is_alone(self, member: Member) -> bool:
+        return len(self._groups.get(member.candidate.group_id, ())) <= 1
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where members and blocks do not match."""
+        for phase, in_phase in zip(Phase, self._by_phase, strict=True):
+            for key, member in in_phase.items():
+                if member.phase is not phase or member.key != key:
+                    raise AccountingError(f"{key} is {member.phase.name} among those {phase.name}")
+                if sorted(self.allocator.blocks_of(key)) != sorted(member.block_ids):
+                    raise AccountingError(f"{key}: its blocks are not those that it holds", request_id=key.request_id)
+                if len(member.block_ids) < self.blocks_for(member.kv_tokens):
+                    raise AccountingError(f"{key}: {len(member.block_ids)} blocks for {member.kv_tokens} tokens")
+        grouped = {key for group in self._groups.values() for key in group}
+        members = [member for phase in self._by_phase for member in phase.values()]
+        if grouped != {member.key for member in members if member.candidate.group_id} or not all(self._groups.values()):
+            raise AccountingError("groups do not match the members")
+        self.allocator.check_integrity()

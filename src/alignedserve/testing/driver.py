@@ -1,0 +1,166 @@
+"""Drives a cluster's scheduler and workers without HTTP: submits requests, and collects the tokens that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from alignedserve.control.convert import failure_from_proto, keys_to_proto, spec_to_proto, timings_from_proto
+from alignedserve.control.link import DuplexLink
+from alignedserve.control.role import new_incarnation
+from alignedserve.control.rpc import RpcServer, open_channel
+from alignedserve.errors import AlignedServeError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.request import RequestKey, RequestSpec, SamplingParams, Stage, Stopwatch, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request. `error` where it ended with one."""
+
+    key: RequestKey
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+    error: AlignedServeError | None = None
+    stopwatch: Stopwatch | None = None
+    prefill_id: str = ""
+    decode_id: str = ""
+    times_s: list[float] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Driver(gw_grpc.TokenSinkServicer):
+    """A gateway for tests and benchmarks: owns requests, but delivers to the caller instead of over HTTP."""
+
+    def __init__(self, scheduler_address: str, token: str) -> None:
+        self._token = token
+        self._process = pb.ProcessKey(role="gateway", id="driver", incarnation=new_incarnation())
+        self._server = RpcServer(token)
+        self._server.add(gw_grpc.add_TokenSinkServicer_to_server, self)
+        self._channel = open_channel(scheduler_address, token)
+        self._link: DuplexLink[sc.GatewayMessage, sc.SchedulerMessage] = DuplexLink(
+            sc_grpc.SchedulerStub(self._channel).Link, self._on_message, self._hello
+        )
+        self._ids = itertools.count()
+        self._address = ""
+        self.answers: dict[str, Answer] = {}
+        self.max_request_tokens = 0
+
+    async def __aenter__(self) -> Self:
+        self._address = await self._server.start()
+        self._link.start()
+        while not self._link.up:
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._link.close()
+        await self._channel.close()
+        await self._server.stop()
+
+    def _hello(self) -> list[sc.GatewayMessage]:
+        return [sc.GatewayMessage(hello=sc.GatewayHello(process=self._process, address=self._address))]
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, n: int = 1) -> list[Answer]:
+        """Submit one prompt with `n` answers; seeds are `sampling.seed + i`."""
+        group = f"g{next(self._ids)}"
+        now_ns = time.time_ns()
+        answers, specs = [], []
+        for index in range(n):
+            key = RequestKey(f"{group}:{index}")
+            spec = RequestSpec(
+                key=key,
+                prompt_token_ids=list(prompt) if index == 0 else [],
+                sampling=sampling.with_seed(sampling.seed + index),
+                gateway_id=self._process.id,
+                gateway_address=self._address,
+                group_id=group,
+                group_size=n,
+                arrival_ns=now_ns,
+                stopwatch=Stopwatch(Stage.QUEUE, now_ns),
+            )
+            specs.append(spec_to_proto(spec))
+            answers.append(Answer(key))
+            self.answers[key.request_id] = answers[-1]
+        self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=specs)))
+        return answers
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        self._link.send(sc.GatewayMessage(cancel=keys_to_proto(answer.key for answer in answers)))
+
+    async def wait(self, answers: Sequence[Answer], timeout_s: float = 120.0) -> None:
+        """Returns when all have ended. Raises TimeoutError naming those that have not."""
+        try:
+            await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in answers)), timeout_s)
+        except TimeoutError:
+            late = [f"{a.key.request_id} ({len(a.tokens)} tokens)" for a in answers if not a.done.is_set()]
+            raise TimeoutError(f"{len(late)} requests did not end within {timeout_s:g} s: {late[:8]}") from None
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, timeout_s: float = 120.0
+    ) -> list[Answer]:
+        """One answer a prompt, all submitted at once."""
+        answers = [self.submit(prompt, sampling)[0] for prompt in prompts]
+        await self.wait(answers, timeout_s)
+        return answers
+
+    async def Push(  # noqa: N802
+        self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.Empty:
+        async for batch in request_iterator:
+            now_s = time.monotonic()
+            for event in batch.events:
+                self._on_event(event, now_s)
+        return pb.Empty()
+
+    def _on_event(self, event: gw.TokenEvent, now_s: float) -> None:
+        answer = self.answers[event.key.request_id]
+        if event.position != len(answer.tokens):
+            raise AssertionError(f"{answer.key}: position {event.position} after {len(answer.tokens)} tokens")
+        answer.tokens.extend(event.token_ids)
+        answer.times_s.extend([now_s] * len(event.token_ids))
+        answer.logprobs.extend(_logprobs(entry) for entry in event.logprobs)
+        answer.prompt_logprobs.extend(_logprobs(entry) for entry in event.prompt_logprobs)
+        answer.prefill_id = event.prefill_id or answer.prefill_id
+        answer.decode_id = event.decode_id or answer.decode_id
+        if event.finish_reason:
+            answer.finish_reason = event.finish_reason
+            answer.stopwatch = timings_from_proto(event.timings)
+            if event.HasField("failure"):
+                answer.error = failure_from_proto(event.failure)
+            answer.done.set()
+
+    def _on_message(self, message: sc.SchedulerMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "capacity":
+            self.max_request_tokens = message.capacity.max_request_tokens
+        elif kind == "rejected":
+            self._end(message.rejected.keys, failure_from_proto(message.rejected.failure))
+        elif kind == "lost":
+            self._end(message.lost.keys, AlignedServeError(f"lost: {message.lost.reason}"))
+
+    def _end(self, keys: Sequence[pb.RequestKey], error: AlignedServeError) -> None:
+        for key in keys:
+            answer = self.answers[key.request_id]
+            answer.error = error
+            answer.finish_reason = "error"
+            answer.done.set()
+
+
+def _logprobs(entry: gw.TokenLogprob) -> TokenLogprobs:
+    return TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))

@@ -1,0 +1,12 @@
+"""Text of a model: its tokenizer, tokens back to text one at a time, stop strings, and its chat template.
+
+Gateway and workers share it, so that a stop string is found at the same token by both. Nothing here imports torch or
+transformers; `tokenizers` and `jinja2` are imported when first needed.
+"""
+
+from alignedserve.text.chat_template import ChatTemplate
+from alignedserve.text.detokenizer import IncrementalDetokenizer
+from alignedserve.text.stops import StopChecker, StoppableText, StopMatcher
+from alignedserve.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "IncrementalDetokenizer", "StopChecker", "StopMatcher", "StoppableText", "Tokenizer"]

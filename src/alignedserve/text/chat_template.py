@@ -1,0 +1,117 @@
+"""A model's chat template: Jinja in a sandbox, with what Hugging Face templates expect to find there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from alignedserve.errors import ConfigError, InvalidRequestError, ModelError
+
+_DEFAULT_NAME = "default"
+
+
+class ChatTemplate:
+    """Turns a conversation into the prompt text that the model was trained on.
+
+    `special_tokens` ("bos_token", …) are variables of the template. Raises ModelError where it does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "the chat template") -> None:
+        self._variables = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        self._template = _compile(source, origin)
+
+    @classmethod
+    def from_folder(
+        cls, folder: str | Path, special_tokens: Mapping[str, str], override_file: str = ""
+    ) -> ChatTemplate | None:
+        """The template of `--chat-template FILE`, else the folder's own; None where it has none."""
+        if override_file:
+            try:
+                source: str | None = Path(override_file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"chat template {override_file} cannot be read: {error}") from error
+            origin = override_file
+        else:
+            source, origin = _own_source(Path(folder))
+        return None if source is None else cls(source, special_tokens, origin)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt, up to where the assistant's turn begins.
+
+        Each message has "role" and "content" (a string). Raises InvalidRequestError where the template refuses them
+        (roles that must alternate, for example).
+        """
+        from jinja2 import TemplateError
+
+        turns = [dict(message) for message in messages]
+        if not self._knows_developer:  # OpenAI's newer word for the system's turn
+            for turn in turns:
+                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+        try:
+            return self._template.render(messages=turns, add_generation_prompt=True, **self._variables)
+        except TemplateError as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            # Raised by the template's own expressions: with these messages it cannot go on.
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InvalidRequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
+
+
+def _own_source(folder: Path) -> tuple[str | None, str]:
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8"), str(jinja)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file():
+            try:
+                value = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+            except (OSError, ValueError, AttributeError) as error:
+                raise ModelError(f"{file} cannot be read: {error}") from error
+            if isinstance(value, list):  # several, by name
+                named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+                value = named.get(_DEFAULT_NAME) or next(iter(named.values()), None)
+            if isinstance(value, str):
+                return value, str(file)
+    return None, ""
+
+
+def _compile(source: str, origin: str) -> Any:
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's tokens for training; here its body is simply rendered."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return datetime.now().strftime(pattern)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ModelError(f"{origin} is not a valid chat template: {error}") from error

@@ -1,0 +1,77 @@
+"""Tokens to text, one token at a time, at a constant cost a token."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from alignedserve.text.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 6
+_HOLD_TOKENS = 4  # an incomplete character is at most three bytes long, and a token has at least one
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class IncrementalDetokenizer:
+    """Text of an answer as its tokens come. Special tokens give none; an incomplete character is held back.
+
+    `context_ids` is the prompt (its last tokens are enough): whether an answer's first word keeps its leading space
+    depends on there being something before it. The pushed texts, joined, and `finish` are the whole text.
+    """
+
+    __slots__ = ("_bytes", "_prefix", "_rules", "_strip", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._rules = tokenizer.piece_rules
+        self._bytes = _Utf8("replace")
+        context = [token for token in context_ids[-CONTEXT_TOKENS:] if token not in tokenizer.special_ids]
+        self._strip = self._rules.strip_left if self._rules is not None and not context else 0
+        # Without rules: the tokens of the last text given out, and those after them that gave none yet.
+        self._prefix: list[int] = context
+        self._window: list[int] = []
+        if self._rules is not None:
+            for token in context:
+                self._bytes.decode(tokenizer.piece(token))
+
+    def push(self, token: int) -> str:
+        """Text that this token completes; "" where it is special or ends inside a character."""
+        if token in self._tokenizer.special_ids:
+            return ""
+        if self._rules is None:
+            return self._push_window(token)
+        text = self._bytes.decode(self._tokenizer.piece(token))
+        return self._stripped(text) if self._strip and text else text
+
+    def push_all(self, tokens: Iterable[int]) -> str:
+        return "".join(map(self.push, tokens))
+
+    def finish(self) -> str:
+        """What was held back: the answer ended inside a character, which is replaced by U+FFFD."""
+        if self._rules is None:
+            text = self._window_text()
+            self._prefix, self._window = self._window, []
+            return text
+        return self._bytes.decode(b"", final=True)
+
+    def _stripped(self, text: str) -> str:
+        spaces = min(self._strip, len(text) - len(text.lstrip(" ")))
+        self._strip = 0
+        return text[spaces:]
+
+    def _push_window(self, token: int) -> str:
+        """Decode the last text's tokens with and without the new ones: decoders look at what is beside a token."""
+        self._window.append(token)
+        text = self._window_text()
+        if not text or (text.endswith("�") and len(self._window) < _HOLD_TOKENS):
+            if len(self._window) >= 4 * _HOLD_TOKENS:  # tokens without text must not pile up
+                self._prefix, self._window = self._window[-CONTEXT_TOKENS:], []
+            return ""
+        self._prefix, self._window = self._window, []
+        return text
+
+    def _window_text(self) -> str:
+        before = self._tokenizer.decode(self._prefix)
+        return self._tokenizer.decode(self._prefix + self._window)[len(before) :]

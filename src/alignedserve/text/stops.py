@@ -1,0 +1,121 @@
+"""Stop strings: found in text that arrives in pieces, at the same token wherever they are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from alignedserve.text.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from alignedserve.text.tokenizer import Tokenizer
+
+
+class StopMatcher:
+    """Text goes in, text that may be shown comes out; what could be the start of a stop string is held back.
+
+    The match that is complete first wins, whatever pieces the text came in. Nothing is released after a match.
+    """
+
+    __slots__ = ("_first", "_held", "_hold", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.matched: str | None = None
+        self._stops = tuple(stops)
+        self._first = frozenset(stop[0] for stop in stops)
+        self._hold = max(map(len, stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that no stop string can claim any more."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        best: tuple[int, int, str] | None = None  # end, begin: earliest end, then longest
+        for stop in self._stops:
+            begin = text.find(stop)
+            if begin >= 0 and (best is None or (begin + len(stop), begin) < best[:2]):
+                best = (begin + len(stop), begin, stop)
+        if best is not None:
+            self.matched, self._held = best[2], ""
+            return text[: best[1]]
+        cut = self._possible_begin(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def finish(self) -> str:
+        """The text that was held back: no stop string came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_begin(self, text: str) -> int:
+        """Where a stop string may have begun that has not ended yet; the text's length if nowhere."""
+        for begin in range(max(0, len(text) - self._hold), len(text)):
+            if text[begin] in self._first:
+                tail = text[begin:]
+                if any(stop.startswith(tail) for stop in self._stops):
+                    return begin
+        return len(text)
+
+
+class StoppableText:
+    """The text of an answer, token by token, up to its stop string.
+
+    The first `min_tokens` tokens never complete a stop string.
+    """
+
+    __slots__ = ("_detokenizer", "_matcher", "_skip")
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), context_ids: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids)
+        self._matcher = StopMatcher(stops) if stops else None
+        self._skip = min_tokens
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher is not None and self._matcher.matched is not None
+
+    def push(self, token: int) -> str:
+        """Text that may be shown now."""
+        text = self._detokenizer.push(token)
+        if self._matcher is None:
+            return text
+        if self._skip > 0:
+            self._skip -= 1
+            return text
+        return self._matcher.push(text) if text else ""
+
+    def finish(self) -> str:
+        """The answer is over: the rest of its text."""
+        text = self._detokenizer.finish()
+        if self._matcher is None:
+            return text
+        return self._matcher.push(text) + self._matcher.finish()
+
+
+class StopChecker:
+    """A worker's side: says at which token an answer's stop string is complete.
+
+    `already_generated_ids` are the answer's tokens so far (of an earlier epoch), `context_ids` the prompt.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        already_generated_ids: Iterable[int] = (),
+        context_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._text = StoppableText(tokenizer, stops, context_ids, min_tokens)
+        for token in already_generated_ids:
+            self._text.push(token)
+
+    def push(self, token_id: int) -> bool:
+        """True once a stop string is complete."""
+        self._text.push(token_id)
+        return self._text.stopped

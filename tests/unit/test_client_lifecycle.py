@@ -1,0 +1,256 @@
+"""How calls of `alignedserve.client` end: time limits, cancellation, servers that go away, clients that close."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from alignedserve.client import (
+    AlignedServeError,
+    AsyncClient,
+    CancelledError,
+    Client,
+    DeadlineError,
+    UnavailableError,
+)
+from alignedserve.errors import ConfigError
+from alignedserve.testing.inference import ScriptedInference, ask_async, ask_sync, start_server
+
+BOTH = pytest.mark.parametrize("ask", [ask_sync, ask_async], ids=["sync", "async"])
+
+
+@pytest.fixture
+def service() -> ScriptedInference:
+    return ScriptedInference()
+
+
+@pytest.fixture
+def address(service: ScriptedInference) -> Iterator[str]:
+    server, address = start_server(service)
+    yield address
+    server.stop(0).wait()
+
+
+def run_async(address: str, behaviour: Callable[[AsyncClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with AsyncClient(address) as client:
+            await behaviour(client)
+
+    asyncio.run(run())
+
+
+@BOTH
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_a_time_limit_ends_the_request_on_both_sides(
+    ask: Callable[..., Any], method: str, service: ScriptedInference, address: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"0\.3 s"):
+        ask(address, {"timeout_s": 60}, method, "hold", timeout_s=0.3)
+    assert 0.25 < time.monotonic() - began < 5
+    assert service.released.wait(5)
+    assert service.requests[0].timeout_s == pytest.approx(0.3)
+
+
+@BOTH
+def test_no_server_is_unavailable_at_once(ask: Callable[..., Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        ask("127.0.0.1:1", {}, "models")
+    assert caught.value.details["address"] == "127.0.0.1:1"
+    assert time.monotonic() - began < 5
+
+
+@BOTH
+def test_a_proxy_in_the_environment_is_not_used_for_this_machine(
+    ask: Callable[..., Any], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert ask(address, {}, "generate", "go").text == " a b"
+
+
+def test_an_address_with_a_scheme_is_refused() -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            kind("http://127.0.0.1:8000")
+
+
+def test_a_failure_in_the_middle_of_a_stream_follows_what_came_before(address: str) -> None:
+    with Client(address) as client:
+        stream = client.stream("break")
+        assert next(stream).text == " a"
+        with pytest.raises(AlignedServeError, match="the actor died") as caught:
+            next(stream)
+    assert caught.value.details["request_id"] == "made-up"
+
+
+def test_leaving_a_stream_cancels_it_at_the_server(service: ScriptedInference, address: str) -> None:
+    def break_out(client: Client) -> None:
+        for _ in client.stream("hold"):
+            break
+
+    def leave_block(client: Client) -> None:
+        with client.stream("hold") as stream:
+            next(stream)
+
+    with Client(address) as client:
+        for leave in (break_out, leave_block):
+            service.reset()
+            leave(client)
+            assert service.released.wait(5), leave
+
+
+def test_leaving_an_async_stream_cancels_it_at_the_server(service: ScriptedInference, address: str) -> None:
+    async def break_out(client: AsyncClient) -> None:
+        async for _ in client.stream("hold"):
+            break
+
+    async def leave_block(client: AsyncClient) -> None:
+        async with client.stream("hold") as stream:
+            await anext(stream)
+
+    async def behaviour(client: AsyncClient) -> None:
+        for leave in (break_out, leave_block):
+            service.reset()
+            await leave(client)
+            assert await asyncio.to_thread(service.released.wait, 5), leave
+
+    gc.disable()  # dropping the stream is enough
+    try:
+        run_async(address, behaviour)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_cancelling_a_task_cancels_its_request(method: str, service: ScriptedInference, address: str) -> None:
+    async def wait_for(client: AsyncClient) -> None:
+        answer = getattr(client, method)("hold")
+        if method == "generate":
+            await answer
+        else:
+            _ = [chunk async for chunk in answer]
+
+    async def behaviour(client: AsyncClient) -> None:
+        task = asyncio.create_task(wait_for(client))
+        assert await asyncio.to_thread(service.held.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(service.released.wait, 5)
+
+    run_async(address, behaviour)
+
+
+def test_cancel_by_id_ends_the_request_for_its_caller(address: str) -> None:
+    with Client(address) as client:
+        stream = client.stream("hold")
+        assert next(stream).text == " a"
+        assert stream.request_id == "made-up"
+        assert client.cancel("made-up") is True
+        with pytest.raises(CancelledError, match="by request"):
+            next(stream)
+
+
+def test_closing_a_stream_or_client_ends_its_reader(service: ScriptedInference, address: str) -> None:
+    client = Client(address)
+    closed = client.stream("go")
+    closed.close()
+    with pytest.raises(CancelledError):
+        list(closed)
+    threading.Timer(0.2, client.close).start()
+    with pytest.raises(CancelledError):
+        list(client.stream("hold"))
+    with pytest.raises(RuntimeError, match="closed"):
+        client.models()
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_closing_an_async_client_ends_calls_with_a_typed_error(
+    method: str, service: ScriptedInference, address: str
+) -> None:
+    async def behaviour(client: AsyncClient) -> None:
+        stream = client.stream("hold")
+        assert (await anext(stream)).text == " a"
+        waiting = asyncio.ensure_future(anext(stream) if method == "stream" else client.generate("hold"))
+        await asyncio.sleep(0.2)
+        await client.close()
+        with pytest.raises(CancelledError):  # and not asyncio's: nobody cancelled the task
+            await waiting
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.models()
+
+    run_async(address, behaviour)
+
+
+def test_a_finished_stream_stays_finished(address: str) -> None:
+    async def behaviour(client: AsyncClient) -> None:
+        stream = client.stream("go")
+        assert len([chunk async for chunk in stream]) == 2
+        assert [chunk async for chunk in stream] == []
+        await stream.close()
+
+    run_async(address, behaviour)
+    with Client(address) as client:
+        stream = client.stream("go")
+        assert len(list(stream)) == 2
+        assert list(stream) == []
+        stream.close()
+
+
+def test_an_async_client_stays_with_its_event_loop(address: str) -> None:
+    client = AsyncClient(address)
+    assert asyncio.run(client.models())
+    with pytest.raises(RuntimeError, match="event loop of its first call"):
+        asyncio.run(client.models())
+
+
+def test_a_server_that_comes_back_is_found_soon(service: ScriptedInference) -> None:
+    server, address = start_server(service)
+    with Client(address) as client:
+        assert client.models()
+        server.stop(0).wait()
+        for _ in range(20):
+            with pytest.raises(UnavailableError):
+                client.models()
+            time.sleep(0.05)
+        server, _ = start_server(service, int(address.rsplit(":", 1)[1]))
+        back = time.monotonic()
+        while time.monotonic() - back < 4:
+            try:
+                assert client.models()
+                break
+            except UnavailableError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("the client did not come back within 4 s")
+    server.stop(0).wait()
+
+
+def test_both_clients_have_the_same_documented_methods() -> None:
+    public = {name for name in vars(Client) if not name.startswith("_")}
+    assert public == {name for name in vars(AsyncClient) if not name.startswith("_")}
+    for name in public | {"__init__"}:
+        ours, theirs = (inspect.signature(vars(kind)[name]).parameters for kind in (Client, AsyncClient))
+        assert list(ours.values()) == list(theirs.values()), name
+    for kind in (Client, AsyncClient):
+        assert [name for name in public if "Example:" not in (vars(kind)[name].__doc__ or "")] == []
+
+
+def test_importing_the_client_pulls_in_nothing_heavy() -> None:
+    probe = "import alignedserve.client, sys; print({name.partition('.')[0] for name in sys.modules})"
+    began = time.monotonic()
+    modules = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    assert time.monotonic() - began < 5
+    assert "'grpc'" in modules
+    for heavy in ("ray", "torch", "transformers", "tokenizers", "numpy", "pydantic", "yaml"):
+        assert f"'{heavy}'" not in modules

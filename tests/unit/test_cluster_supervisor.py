@@ -1,0 +1,158 @@
+"""The supervisor with roles that only join, as real processes, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.runtime_dir import runtime_dir
+from alignedserve.control.role import RoleHost
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+
+from alignedserve.config import ClusterConfig, Config, SupervisorConfig
+from alignedserve.errors import AlignedServeError, ModelError
+
+QUICK = SupervisorConfig(heartbeat_s=0.1, fence_after_s=1.0, start_timeout_s=20.0, max_start_failures=2)
+
+
+def make_cluster(cluster: ClusterConfig | None = None, **environment: str) -> LocalCluster:
+    config = Config(cluster=cluster or ClusterConfig(device="cpu"), supervisor=QUICK)
+    return LocalCluster(config, environment=environment, module="alignedserve.testing.fake_roles")
+
+
+async def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind() -> None:
+    async with make_cluster(ClusterConfig(device="cpu", prefill=2)) as cluster:
+        await cluster.wait_ready(30)
+        status = await cluster.status()
+        pids = [peer.pid for peer in status.peers]
+        roles = sorted(peer.process.id for peer in status.peers)
+        view = cluster.view()
+        folder = Path(cluster.agent_socket).parent
+        assert folder.is_dir()
+    expected = ["decode-0", "kv_pool-0", "node_agent-0", "prefill-0", "prefill-1", "scheduler-0", "supervisor-0"]
+    assert roles == expected
+    assert status.state == "ready" and not status.missing and not status.degraded
+    assert 'fake_up{instance="decode-0"} 1' in status.metrics
+    assert view.store_plan and view.model_info
+    assert [(pair.decode_id, pair.prefill_id) for pair in view.pairs] == [
+        ("decode-0", "prefill-0"),
+        ("decode-0", "prefill-1"),
+    ]
+    assert not [pid for pid in pids if pid != os.getpid() and is_alive(pid)]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_role_that_dies_or_hangs_is_replaced_in_a_new_incarnation(number: signal.Signals) -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        before = cluster.peer("decode-0")
+        plan = cluster.view().store_plan
+        cluster.kill("decode-0", number)
+        after = await cluster.wait_restarted("decode-0", before.process.incarnation, 15)
+        assert after.pid != before.pid and not is_alive(before.pid)
+        assert cluster.view().store_plan == plan
+        await cluster.wait_ready(5)
+
+
+async def test_a_dead_node_agent_is_replaced_and_does_not_hold_up_the_others() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        agent, pool = cluster.peer("node_agent-0"), cluster.peer("kv_pool-0")
+        cluster.kill("node_agent-0")
+        cluster.kill("kv_pool-0")
+        await cluster.wait_restarted("node_agent-0", agent.process.incarnation, 15)
+        await cluster.wait_restarted("kv_pool-0", pool.process.incarnation, 15)
+
+
+async def test_an_older_incarnation_and_a_stranger_are_refused() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        refusals: list[str] = []
+        for key in (
+            pb.ProcessKey(role="decode", id="decode-0", incarnation=7),
+            pb.ProcessKey(role="decode", id="decode-9", incarnation=time.time_ns()),
+            pb.ProcessKey(role="prefill", id="decode-0", incarnation=time.time_ns()),
+        ):
+            host = RoleHost(
+                key, "", cluster.supervisor.address, cluster.token, sv.Heartbeat, lambda view: None, refusals.append
+            )
+            seen = len(refusals)
+            host.start()
+            await eventually(lambda seen=seen: len(refusals) > seen)  # type: ignore[misc]
+            await host.close()
+        assert "newer incarnation" in refusals[0]
+        await cluster.wait_ready(5)
+
+
+async def test_a_gateway_may_join_and_leaves_the_view_when_it_is_gone() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        key = pb.ProcessKey(role="gateway", id="gateway-x", incarnation=time.time_ns())
+        views: list[sv.ClusterView] = []
+        host = RoleHost(
+            key, "127.0.0.1:1", cluster.supervisor.address, cluster.token, sv.Heartbeat, views.append, lambda r: None
+        )
+        host.start()
+        await eventually(lambda: any(peer.process == key for peer in cluster.view().peers))
+        await eventually(lambda: bool(views))
+        await host.close()
+        await eventually(lambda: not any(peer.process == key for peer in cluster.view().peers), 3)
+
+
+async def test_a_model_that_cannot_be_loaded_fails_the_cluster_at_once_with_its_reason() -> None:
+    async with make_cluster(FAKE_PREFILL="fail=model_error") as cluster:
+        with pytest.raises(ModelError, match="prefill-0 was told to fail"):
+            await cluster.wait_ready(20)
+        assert (await cluster.status()).state == "failed"
+
+
+async def test_a_role_that_keeps_dying_before_it_is_ready_fails_the_cluster() -> None:
+    async with make_cluster(FAKE_KV_POOL="exit=0.1") as cluster:
+        with pytest.raises(AlignedServeError, match="kv_pool-0 failed to start 2 times"):
+            await cluster.wait_ready(20)
+
+
+async def test_a_supervisors_successor_goes_on_with_the_processes_it_finds() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        pids, version = cluster.pids, cluster.view().version
+        plan = cluster.view().store_plan
+        await cluster.restart_supervisor()
+        await cluster.wait_ready(10)
+        assert cluster.pids == pids
+        assert cluster.view().version > version
+        assert cluster.view().store_plan == plan
+
+
+async def test_only_calls_with_the_clusters_token_are_answered() -> None:
+    import grpc
+    from alignedserve.control.rpc import open_channel
+    from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
+    async with make_cluster() as cluster:
+        channel = open_channel(cluster.supervisor.address, "wrong")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await sv_grpc.SupervisorStub(channel).GetStatus(pb.Empty(), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await channel.close()
+
+
+def test_the_runtime_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_dir().stat().st_mode & 0o777 == 0o700

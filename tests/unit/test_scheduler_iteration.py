@@ -1,0 +1,564 @@
+"""Algorithm 2 on the decode worker: who joins, who is evicted, who runs; copies in flight; never stuck."""
+
+import random
+
+import pytest
+
+from alignedserve.config import DecodeConfig
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.plan import Candidate
+
+BATCH, REQUESTS = BufferKind.BATCH, BufferKind.REQUESTS
+
+
+def key(name):
+    return RequestKey(str(name))
+
+
+class Worker:
+    """A decode worker without an engine: carries out plans; copies complete when told, at once by default."""
+
+    def __init__(self, capacity, block_size=4, instant=True, lease=1000, starvation_after_s=float("inf"), **config):
+        self.allocator = BlockAllocator(capacity, "decode-0")
+        config.setdefault("join_iterations", 2)
+        self.config = DecodeConfig(**config)
+        self.scheduler = IterationScheduler(
+            self.config, self.allocator, block_size, starvation_after_s=starvation_after_s
+        )
+        self.scheduler.set_requests_buffer_lease(lease)
+        self.block_size = block_size
+        self.instant = instant
+        self.now_s = 0.0
+        self.kv_tokens = {}
+
+    def offer(self, name, kv_tokens, most=None, buffer=BATCH, batch_id=1, group="", shared=0, overdue=False):
+        self.scheduler.offer(
+            Candidate(key(name), kv_tokens, most or kv_tokens + 8, group, shared, buffer, batch_id, overdue), self.now_s
+        )
+
+    def plan(self):
+        plan = self.scheduler.plan(self.now_s)
+        if self.instant:
+            self.finish_copies(plan)
+        self.scheduler.check_integrity()
+        return plan
+
+    def finish_copies(self, plan):
+        for join in plan.joins:
+            self.scheduler.copied_in(join.key)
+        for evict in plan.evictions:
+            self.scheduler.copied_out(evict.key)
+
+    def run(self, plan, finished=()):
+        self.scheduler.advance([(item.key, item.key.request_id in finished) for item in plan.run])
+        self.scheduler.check_integrity()
+        self.now_s += 1
+
+    def step(self, finished=()):
+        plan = self.plan()
+        self.run(plan, finished)
+        return plan
+
+
+def names(items):
+    return [item.key.request_id for item in items]
+
+
+def test_a_candidate_joins_an_idle_instance_and_runs_after_its_copy():
+    worker = Worker(10, instant=False)
+    worker.offer("a", 7)
+    plan = worker.plan()
+    assert names(plan.joins) == ["a"] and plan.joins[0].block_ids == (0, 1) and plan.run == ()
+    assert worker.plan().run == ()
+    assert worker.scheduler.copied_in(key("a"))
+    (item,) = worker.plan().run
+    assert (item.key, item.kv_tokens, list(item.block_ids)) == (key("a"), 7, [0, 1])
+
+
+def test_a_join_lists_blocks_for_its_kv_and_has_one_for_its_next_token():
+    worker = Worker(10)
+    worker.offer("a", 8)
+    assert len(worker.plan().joins[0].block_ids) == 2
+    assert len(worker.plan().run[0].block_ids) == 3
+
+
+def test_a_request_grows_by_a_token_and_its_blocks_are_freed_when_it_finishes():
+    worker = Worker(10)
+    worker.offer("a", 7, most=10)
+    worker.step()
+    assert worker.step().run[0].kv_tokens == 7
+    plan = worker.plan()
+    assert plan.run[0].kv_tokens == 8 and len(plan.run[0].block_ids) == 3
+    worker.run(plan, finished="a")
+    assert worker.scheduler.holds_nothing() and worker.allocator.owned_blocks == 0
+
+
+def test_case_1_the_requests_buffer_goes_before_the_batch_buffer():
+    worker = Worker(20, max_running=2)
+    worker.offer("a", 4, batch_id=1)
+    worker.step()
+    worker.offer("b", 4, batch_id=2)
+    worker.offer("c", 4, buffer=REQUESTS, batch_id=1)
+    plan = worker.plan()
+    assert names(plan.joins) == ["c"] and not plan.switching
+
+
+def test_case_2_the_batch_buffer_begins_a_switch_that_ends_with_the_old_batch():
+    worker = Worker(20, max_running=2)
+    worker.offer("a", 4, batch_id=1)
+    worker.step()
+    worker.offer("b", 4, batch_id=2)
+    plan = worker.step()
+    assert names(plan.joins) == ["b"] and plan.switching and plan.batch_id == 2
+    assert worker.scheduler.status().switching
+    worker.step(finished="a")
+    plan = worker.step()
+    assert not plan.switching and names(plan.run) == ["b"]
+    status = worker.scheduler.status()
+    assert (status.iterations, status.switch_iterations, status.batch_id) == (3, 2, 2)
+
+
+def test_the_rest_of_the_running_batch_joins_without_a_switch():
+    worker = Worker(40, max_running=2)
+    for name in "abc":
+        worker.offer(name, 4, batch_id=1)
+    worker.step()
+    assert worker.scheduler.status().batch_buffer_requests == 1
+    worker.step(finished="a")
+    plan = worker.plan()
+    assert names(plan.joins) == ["c"] and not plan.switching
+
+
+def test_case_3_the_longest_is_evicted_to_the_requests_buffer_before_room_runs_out():
+    worker = Worker(8)
+    for name, tokens in ("a", 6), ("b", 7), ("c", 5):
+        worker.offer(name, tokens, most=30)
+    evicted = []
+    for _ in range(8):
+        plan = worker.step()
+        assert plan.stalled == 0
+        evicted += plan.evictions
+    assert names(evicted)[0] == "b" and not evicted[0].to_pool
+    assert worker.scheduler.status().requests_buffer_requests >= 1
+    assert evicted[0].kv_tokens <= len(evicted[0].block_ids) * 4
+
+
+def test_an_evicted_request_comes_back_only_with_room_for_some_iterations():
+    worker = Worker(10, join_iterations=6)
+    for name in "ab":
+        worker.offer(name, 10, most=24)
+    events = []
+    for _ in range(40):
+        finished = [n for n in "ab" if worker.kv_tokens.get(n, 0) >= 23]
+        plan = worker.plan()
+        for item in plan.run:
+            worker.kv_tokens[item.key.request_id] = item.kv_tokens + 1
+        worker.run(plan, finished)
+        events += [("in", n) for n in names(plan.joins)] + [("out", n) for n in names(plan.evictions)]
+    assert events == [("in", "a"), ("in", "b"), ("out", "b"), ("in", "b")]
+    assert worker.scheduler.holds_nothing()
+
+
+def test_in_a_switch_the_longest_of_the_old_batch_goes_to_the_pool():
+    worker = Worker(10)
+    worker.offer("a", 4, most=40, batch_id=1)
+    worker.offer("b", 5, most=40, batch_id=1)
+    worker.step()
+    worker.offer("c", 7, most=40, batch_id=2)
+    evictions = []
+    for _ in range(12):
+        evictions += worker.step().evictions
+    assert names(evictions)[:2] == ["b", "a"]
+    assert evictions[0].to_pool and evictions[1].to_pool
+    assert names(worker.plan().run) == ["c"]
+
+
+@pytest.mark.parametrize("lease", [0, 1])
+def test_without_room_in_the_requests_buffer_an_eviction_goes_to_the_pool(lease):
+    worker = Worker(6, lease=lease)
+    for name in "ab":
+        worker.offer(name, 6, most=20)
+    evictions = []
+    for _ in range(6):
+        evictions += worker.step().evictions
+    assert evictions[0].to_pool
+    assert worker.scheduler.status().requests_buffer_requests == 0
+
+
+def test_blocks_of_an_evicted_request_stay_owned_until_its_copy_has_completed():
+    worker = Worker(6, instant=False)
+    for name in "ab":
+        worker.offer(name, 6, most=20)
+    for join in worker.plan().joins:
+        worker.scheduler.copied_in(join.key)
+    evictions = ()
+    while not evictions:
+        plan = worker.plan()
+        evictions = plan.evictions
+        worker.run(plan)
+    owned = worker.allocator.owned_blocks
+    assert names(worker.plan().run) == ["a"]
+    worker.scheduler.copied_out(evictions[0].key)
+    assert worker.allocator.owned_blocks == owned - len(evictions[0].block_ids)
+
+
+def test_a_request_that_fills_the_cache_alone_runs_to_its_end():
+    worker = Worker(5)
+    worker.offer("a", 3, most=20)
+    worker.offer("b", 3, most=20)
+    for _ in range(60):
+        plan = worker.plan()
+        for item in plan.run:
+            worker.kv_tokens[item.key.request_id] = item.kv_tokens + 1
+        worker.run(plan, [name for name, tokens in worker.kv_tokens.items() if tokens == 20])
+    assert worker.kv_tokens == {"a": 20, "b": 20} and worker.scheduler.holds_nothing()
+
+
+def test_a_request_larger_than_the_cache_is_given_back():
+    worker = Worker(5)
+    worker.offer("a", 3, most=21)
+    assert worker.plan().give_back.keys == (key("a"),)
+    assert worker.scheduler.holds_nothing()
+
+
+def test_a_request_without_a_block_sits_the_iteration_out():
+    worker = Worker(6, instant=False, watermark_blocks=1, join_iterations=1)
+    for name in "ab":
+        worker.offer(name, 6, most=20)
+    for join in worker.plan().joins:
+        worker.scheduler.copied_in(join.key)
+    evicted = []
+    plan = worker.plan()
+    while not plan.stalled:
+        evicted += names(plan.evictions)
+        worker.run(plan)
+        plan = worker.plan()
+    assert evicted == ["b"] and plan.run == () and plan.stalled == 1  # b's copy out takes its time
+    worker.scheduler.copied_out(key("b"))
+    assert names(worker.plan().run) == ["a"]
+
+
+def test_cancelling_says_where_the_request_was_and_frees_its_blocks():
+    worker = Worker(20, instant=False, max_running=2)
+    for name in "abc":
+        worker.offer(name, 4)
+    worker.plan()
+    worker.scheduler.copied_in(key("a"))
+    assert worker.scheduler.cancel(key("x")) is CancelOutcome.NOT_HERE
+    assert worker.scheduler.cancel(key("a")) is CancelOutcome.RUNNING
+    assert worker.scheduler.cancel(key("b")) is CancelOutcome.COPYING
+    assert worker.scheduler.cancel(key("c")) is CancelOutcome.WAITING
+    assert worker.allocator.owned_blocks == 2
+    assert worker.scheduler.copied_in(key("b")) is False
+    assert worker.allocator.owned_blocks == 0 and worker.scheduler.holds_nothing()
+
+
+def test_a_request_cancelled_while_it_leaves_does_not_become_a_candidate():
+    worker = Worker(6, instant=False)
+    for name in "ab":
+        worker.offer(name, 6, most=20)
+    for join in worker.plan().joins:
+        worker.scheduler.copied_in(join.key)
+    evictions = ()
+    while not evictions:
+        plan = worker.plan()
+        evictions = plan.evictions
+        worker.run(plan)
+    assert worker.scheduler.cancel(evictions[0].key) is CancelOutcome.COPYING
+    assert worker.scheduler.copied_out(evictions[0].key) is False
+    assert worker.scheduler.cancel(evictions[0].key) is CancelOutcome.NOT_HERE
+
+
+def test_a_token_of_a_request_cancelled_during_the_iteration_is_ignored():
+    worker = Worker(20)
+    worker.offer("a", 4)
+    worker.step()
+    plan = worker.plan()
+    worker.scheduler.cancel(key("a"))
+    worker.run(plan)
+    assert worker.scheduler.holds_nothing()
+
+
+def test_a_failed_copy_in_frees_the_blocks_and_a_failed_copy_out_lets_it_run_on():
+    worker = Worker(6, instant=False)
+    worker.offer("z", 4)
+    worker.plan()
+    worker.scheduler.copy_failed(key("z"))
+    assert worker.scheduler.holds_nothing() and worker.allocator.owned_blocks == 0
+    for name in "ab":
+        worker.offer(name, 6, most=20)
+    for join in worker.plan().joins:
+        worker.scheduler.copied_in(join.key)
+    evictions = ()
+    while not evictions:
+        plan = worker.plan()
+        evictions = plan.evictions
+        worker.run(plan)
+    worker.scheduler.copy_failed(evictions[0].key)
+    with pytest.raises(AccountingError):
+        worker.scheduler.copied_out(evictions[0].key)
+    assert worker.scheduler.status().running == 2
+
+
+def test_withdrawn_and_recalled_candidates_do_not_join():
+    worker = Worker(20)
+    for name in "abc":
+        worker.offer(name, 4)
+    assert worker.scheduler.withdraw(key("a")) is True
+    assert worker.scheduler.withdraw(key("a")) is False
+    worker.scheduler.recall([key("b"), key("nobody")])
+    plan = worker.plan()
+    assert names(plan.joins) == ["c"] and plan.give_back.keys == (key("b"),)
+    assert worker.scheduler.withdraw(key("c")) is False
+    worker.scheduler.recall([key("c")])
+    assert worker.plan().give_back.keys == ()
+
+
+def test_an_urgent_candidate_stops_late_joins_and_begins_the_switch():
+    worker = Worker(20, max_running=2)
+    worker.offer("a", 4, batch_id=1)
+    worker.step()
+    worker.offer("late", 40, buffer=REQUESTS, batch_id=1)
+    worker.offer("b", 4, batch_id=2)
+    worker.scheduler.mark_urgent([key("b")])
+    plan = worker.plan()
+    assert names(plan.joins) == ["b"] and plan.switching
+    assert plan.give_back.keys == (key("late"),)
+
+
+def test_a_mark_that_overtakes_the_announcement_still_counts():
+    worker = Worker(20, max_running=1)
+    worker.scheduler.mark_urgent([key("b")])
+    worker.offer("a", 4)
+    worker.offer("b", 4)
+    assert names(worker.plan().joins) == ["b"]
+
+
+def test_for_an_urgent_candidate_the_longest_of_the_old_batch_are_evicted_at_once():
+    worker = Worker(10, join_iterations=1)
+    for name, tokens in ("a", 8), ("b", 9):
+        worker.offer(name, tokens, most=40, batch_id=1)
+    worker.step()
+    worker.step()
+    worker.offer("c", 8, most=40, batch_id=2)
+    assert worker.step().joins == ()
+    worker.scheduler.mark_urgent([key("c")])
+    plan = worker.step()
+    assert names(plan.evictions) == ["b"] and plan.evictions[0].to_pool
+    assert names(worker.plan().joins) == ["c"]
+
+
+def test_overdue_requests_that_run_are_not_evicted_for_other_overdue_ones():
+    worker = Worker(10, join_iterations=1)
+    for name in "ab":
+        worker.offer(name, 8, most=40, batch_id=1, overdue=True)
+    worker.step()
+    worker.step()
+    worker.offer("c", 8, most=40, batch_id=2, overdue=True)
+    assert worker.step().evictions == ()
+
+
+def test_a_candidate_that_waited_past_the_threshold_is_urgent_without_being_told():
+    worker = Worker(10, join_iterations=1, starvation_after_s=3.0)
+    for name in "ab":
+        worker.offer(name, 8, most=40, batch_id=1)
+    worker.step()
+    worker.offer("c", 8, most=40, batch_id=2)
+    joined = []
+    for _ in range(6):
+        joined += names(worker.step().joins)
+    assert joined == ["c"]
+
+
+def test_when_the_switch_begins_candidates_that_do_not_match_the_new_batch_go_back():
+    worker = Worker(60, max_running=4)
+    worker.offer("a", 4, batch_id=1)
+    worker.step()
+    for name, tokens in ("new1", 20), ("new2", 30):
+        worker.offer(name, tokens, batch_id=2)
+    worker.step()
+    worker.offer("stranger", 8, buffer=REQUESTS, batch_id=1)
+    worker.offer("match", 24, buffer=REQUESTS, batch_id=1)
+    worker.offer("x", 20, batch_id=2)  # keeps the batch full
+    plan = worker.plan()
+    assert "stranger" in names(plan.joins) or key("stranger") in plan.give_back.keys
+    assert key("match") not in plan.give_back.keys
+
+
+def test_answers_to_one_prompt_share_its_full_blocks_once_the_first_has_been_copied():
+    worker = Worker(20, instant=False)
+    for name in "abc":
+        worker.offer(name, 9, group="g", shared=9)
+    plan = worker.plan()
+    assert names(plan.joins) == ["a"] and plan.joins[0].resident_blocks == 0
+    assert worker.plan().joins == ()
+    worker.scheduler.copied_in(key("a"))
+    plan = worker.plan()
+    assert names(plan.joins) == ["b", "c"]
+    assert [join.resident_blocks for join in plan.joins] == [2, 2]
+    assert plan.joins[0].block_ids[:2] == plan.joins[1].block_ids[:2]
+    assert worker.allocator.owned_blocks == 3 + 1 + 1
+    worker.scheduler.cancel(key("a"))
+    assert worker.allocator.owned_blocks == 4
+
+
+def test_max_running_bounds_the_batch():
+    worker = Worker(100, max_running=3)
+    for name in range(10):
+        worker.offer(name, 4)
+    assert len(worker.plan().joins) == 3
+
+
+def test_a_small_candidate_passes_one_that_does_not_fit_unless_that_is_overdue():
+    for overdue, joined in (False, ["small"]), (True, []):
+        worker = Worker(10)
+        worker.offer("a", 16, most=20)
+        worker.step()
+        worker.offer("large", 30, overdue=overdue)
+        worker.offer("small", 4, most=5)
+        assert names(worker.plan().joins) == joined
+
+
+def test_two_plans_without_an_iteration_between_them_change_nothing():
+    worker = Worker(20)
+    worker.offer("a", 8)
+    worker.step()
+    first = worker.plan()
+    owned = worker.allocator.owned_blocks
+    assert worker.plan() == first and worker.allocator.owned_blocks == owned
+
+
+class World:
+    """Random offers, cancels, recalls, copies and evictions around one IterationScheduler; counts every token."""
+
+    def __init__(self, seed):
+        self.rng = rng = random.Random(seed)
+        self.block_size = rng.choice([1, 4, 16])
+        self.capacity = rng.randint(3, 40)
+        self.allocator = BlockAllocator(self.capacity, "decode-0")
+        config = DecodeConfig(
+            max_running=rng.choice([1, 3, 256]),
+            watermark_blocks=rng.choice([0, 0, 1, 5]),
+            join_iterations=rng.choice([1, 4, 8]),
+        )
+        self.scheduler = IterationScheduler(
+            config, self.allocator, self.block_size, starvation_after_s=rng.choice([5.0, 50.0, float("inf")])
+        )
+        self.lease = self.lease_most = rng.choice([0, 4, 1000])
+        self.copies_in, self.copies_out = [], []
+        self.target, self.length, self.ended, self.pool, self.alive = {}, {}, {}, {}, set()
+        self.count = self.batch_id = 0
+        self.now_s = 0.0
+
+    def arrive(self):
+        tokens = self.capacity * self.block_size
+        prompt = self.rng.randint(1, max(1, tokens // self.rng.choice([1, 2, 4]) - 1))
+        group = f"g{self.count}" if self.rng.random() < 0.3 else ""
+        for _ in range(self.rng.randint(2, 4) if group else 1):
+            name = key(self.count)
+            self.count += 1
+            self.target[name] = min(tokens, prompt + self.rng.randint(1, 20))
+            self.length[name] = prompt
+            self.alive.add(name)
+            self.pool[name] = (group, prompt)
+
+    def prefetch(self):
+        if self.rng.random() < 0.2:
+            self.batch_id += 1
+        buffer = self.rng.choice([BATCH, REQUESTS])
+        for name in self.rng.sample(list(self.pool), min(len(self.pool), self.rng.randint(1, 6))):
+            group, shared = self.group[name] = self.pool.pop(name)
+            self.scheduler.offer(
+                Candidate(name, self.length[name], self.target[name], group, shared, buffer, self.batch_id), self.now_s
+            )
+
+    def interfere(self):
+        if not self.alive:
+            return
+        name = self.rng.choice(sorted(self.alive))
+        match self.rng.randint(0, 3):
+            case 0:
+                outcome = self.scheduler.cancel(name)
+                assert (outcome is CancelOutcome.NOT_HERE) == (name in self.pool)
+                self.pool.pop(name, None)
+                self.alive.discard(name)
+            case 1:
+                self.scheduler.recall([name])
+            case 2:
+                self.scheduler.mark_urgent([name])
+            case 3:
+                if self.scheduler.withdraw(name):
+                    self.pool[name] = self.group[name]
+
+    def step(self, busy):
+        self.now_s += 1
+        if busy and self.rng.random() < 0.3:
+            self.arrive()
+        if self.pool and self.rng.random() < 0.5:
+            self.prefetch()
+        if busy and self.rng.random() < 0.1:
+            self.interfere()
+        for copies in self.copies_in, self.copies_out:
+            while copies and self.rng.random() < 0.5:
+                self.complete(copies)
+        plan = self.scheduler.plan(self.now_s)
+        self.carry_out(plan)
+        self.scheduler.check_integrity()
+        if not self.scheduler.holds_nothing():
+            assert plan.run or self.copies_in or self.copies_out or plan.give_back.keys, "stuck"
+
+    def complete(self, copies):
+        event = copies.pop(self.rng.randrange(len(copies)))
+        if self.rng.random() < 0.05:
+            self.scheduler.copy_failed(event.key)
+            if copies is self.copies_in and event.key in self.alive:
+                self.pool[event.key] = self.group[event.key]
+        elif copies is self.copies_in:
+            assert self.scheduler.copied_in(event.key) == (event.key in self.alive)
+        else:
+            assert self.scheduler.copied_out(event.key) == (event.key in self.alive)
+            if event.to_pool and event.key in self.alive:
+                self.pool[event.key] = self.group[event.key]
+        self.scheduler.set_requests_buffer_lease(self.lease_most)
+
+    def carry_out(self, plan):
+        self.copies_in += plan.joins
+        self.copies_out += plan.evictions
+        for join in plan.joins:
+            assert len(join.block_ids) == -(-self.length[join.key] // self.block_size)
+        for evict in plan.evictions:
+            assert evict.kv_tokens == self.length[evict.key]
+        for name in plan.give_back.keys:
+            self.pool[name] = self.group[name]
+        busy = {copy.key for copy in self.copies_in + self.copies_out}
+        tokens = []
+        for item in plan.run:
+            assert item.key not in busy and item.kv_tokens == self.length[item.key]
+            assert len(item.block_ids) * self.block_size > item.kv_tokens
+            self.length[item.key] += 1
+            finished = self.length[item.key] >= self.target[item.key]
+            tokens.append((item.key, finished))
+            if finished:
+                self.alive.discard(item.key)
+                self.ended[item.key] = self.length[item.key]
+        self.scheduler.advance(tokens)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_use_never_gets_stuck_and_every_request_ends_with_all_its_tokens(seed):
+    world = World(seed)
+    world.group = {}
+    for _ in range(400):
+        world.step(busy=True)
+    for _ in range(20000):
+        if not world.alive and world.scheduler.holds_nothing():
+            break
+        world.step(busy=False)
+    assert not world.alive and world.scheduler.holds_nothing()
+    assert all(world.target[name] == tokens for name, tokens in world.ended.items())
+    assert world.allocator.owned_blocks == 0
+    world.allocator.check_integrity()

@@ -1,0 +1,219 @@
+"""Block stores: arrays of equal KV blocks in one memory. Here the host's; `transfer.device` has those on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.errors import TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.transfer.handles import HOST, StoreHandle, slice_block_bytes
+from alignedserve.transfer.segment import Segment
+from alignedserve.transfer.segments import SegmentClient
+
+ALIGNMENT_BYTES = 4096
+ByteArray = npt.NDArray[np.uint8]
+
+
+class BlockStore(ABC):
+    """`capacity_blocks` blocks of one geometry, or of a slice of it, numbered from 0, each contiguous.
+
+    A store knows nothing of who holds which block: that is the allocator's business. Layout of a block:
+    `[layer][kv_head][k|v][token][head_dim]`, of the layers and heads of `slice` alone.
+    """
+
+    @property
+    @abstractmethod
+    def store_id(self) -> str:
+        """Names the store in its cluster: "kv_pool-0", "prefill-0/batch"."""
+
+    @property
+    @abstractmethod
+    def geometry(self) -> KvGeometry:
+        """Of the whole model: what two stores must agree on."""
+
+    @property
+    @abstractmethod
+    def slice(self) -> StoreSlice:
+        """The layers and heads that this store holds."""
+
+    @property
+    @abstractmethod
+    def capacity_blocks(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """Where the memory is: "cpu", or a device such as "cuda:0"."""
+
+    @abstractmethod
+    def handle(self) -> StoreHandle:
+        """What another process needs to attach this store."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory up here; idempotent. Views that are alive, and copies under way, keep it mapped."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this store: of its slice."""
+        return slice_block_bytes(self.geometry, self.slice)
+
+
+class HostBlockStore(BlockStore):
+    """A store in host memory: over a segment that other processes attach, or in memory of this process alone."""
+
+    def __init__(self, handle: StoreHandle, memory: memoryview, segment: Segment | None = None) -> None:
+        """`memory`: the bytes from block 0 on. Use `over`, `private`, `create` or `attach_store` instead.
+
+        Raises TransferError where it is too small for the handle's blocks.
+        """
+        needed = handle.capacity_blocks * handle.block_bytes
+        if handle.capacity_blocks <= 0 or memory.nbytes < needed:
+            raise TransferError(
+                f"store {handle.store_id}: {handle.capacity_blocks} blocks of {handle.block_bytes} bytes do not fit in "
+                f"{memory.nbytes} bytes",
+                store_id=handle.store_id,
+            )
+        self._handle = handle
+        self._segment = segment
+        self._memory = memory[:needed]
+        self._blocks = np.frombuffer(self._memory, np.uint8).reshape(handle.capacity_blocks, handle.block_bytes)
+
+    @classmethod
+    def private(
+        cls,
+        store_id: str,
+        geometry: KvGeometry,
+        capacity_blocks: int,
+        *,
+        part: StoreSlice | None = None,
+        node_id: str = "",
+    ) -> HostBlockStore:
+        """In anonymous memory of this process, zeroed; no other can attach it. Raises TransferError where it fails."""
+        whole = part or StoreSlice.whole(geometry)
+        handle = StoreHandle(store_id, HOST, geometry, whole, capacity_blocks, node_id)
+        try:
+            area = mmap.mmap(-1, capacity_blocks * handle.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"store {store_id} of {capacity_blocks} blocks: no memory: {error}") from error
+        with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
+            area.madvise(mmap.MADV_HUGEPAGE)
+        return cls(handle, memoryview(area))
+
+    @classmethod
+    def over(cls, segment: Segment, handle: StoreHandle) -> HostBlockStore:
+        """Over a mapped segment, which the store takes over and closes. Raises TransferError where it is too small."""
+        try:
+            if handle.offset_bytes % ALIGNMENT_BYTES:
+                raise TransferError(f"store {handle.store_id}: offset {handle.offset_bytes} is not in whole pages")
+            return cls(handle, segment.memory()[handle.offset_bytes :], segment)
+        except TransferError:
+            segment.close()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        client: SegmentClient,
+        store_id: str,
+        geometry: KvGeometry,
+        capacity_blocks: int,
+        *,
+        part: StoreSlice | None = None,
+        node_id: str = "",
+        front_bytes: int = 0,
+    ) -> HostBlockStore:
+        """In a new segment called `store_id` (or the one of a predecessor), `front_bytes` left in front of block 0.
+
+        Raises what `SegmentClient.create` raises: ResourceError where the memory is not there, TransferError where the
+        segment exists with another size.
+        """
+        handle = StoreHandle(
+            store_id,
+            HOST,
+            geometry,
+            part or StoreSlice.whole(geometry),
+            capacity_blocks,
+            node_id,
+            client.socket_path,
+            segment=store_id,
+            offset_bytes=aligned(front_bytes),
+        )
+        return cls.over(client.create(store_id, segment_bytes(handle)), handle)
+
+    @property
+    def store_id(self) -> str:
+        return self._handle.store_id
+
+    @property
+    def geometry(self) -> KvGeometry:
+        return self._handle.geometry
+
+    @property
+    def slice(self) -> StoreSlice:
+        return self._handle.slice
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self._handle.capacity_blocks
+
+    @property
+    def device(self) -> str:
+        return "cpu"
+
+    @property
+    def segment(self) -> Segment | None:
+        """The segment that the blocks lie in; None for private memory."""
+        return self._segment
+
+    @property
+    def blocks(self) -> ByteArray:
+        """Every block as bytes, uint8 `[capacity_blocks, block_bytes]`, writable, not a copy."""
+        return self._blocks
+
+    def front(self) -> memoryview:
+        """The bytes in front of block 0 (the pool's allocation table), writable; empty for private memory."""
+        return self._segment.memory()[: self._handle.offset_bytes] if self._segment else memoryview(b"")
+
+    def as_memory(self) -> memoryview:
+        """All blocks as one writable buffer of `capacity_blocks * block_bytes` bytes, for `torch.frombuffer`."""
+        return self._memory
+
+    def handle(self) -> StoreHandle:
+        return self._handle
+
+    def close(self) -> None:
+        self._blocks = np.empty((0, self.block_bytes), np.uint8)
+        self._memory = memoryview(b"")
+        if self._segment is not None:
+            self._segment.close()
+
+
+def attach_store(handle: StoreHandle, client: SegmentClient, *, geometry: KvGeometry) -> HostBlockStore:
+    """Map another process's host store. `geometry`: what this process holds itself.
+
+    Raises GeometryMismatchError, naming both, TransferError where the store is not attachable from here, and what
+    `SegmentClient.attach` raises.
+    """
+    geometry.require_same(handle.geometry)
+    if handle.kind != HOST or not handle.segment:
+        raise TransferError(
+            f"store {handle.store_id} ({handle.kind}, {handle.device}) is not in shared host memory: it has no segment",
+            store_id=handle.store_id,
+        )
+    return HostBlockStore.over(client.attach(handle.segment), handle)
+
+
+def aligned(count: int) -> int:
+    """`count` bytes, rounded up to whole pages."""
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def segment_bytes(handle: StoreHandle) -> int:
+    """Size of the segment that holds the store: what lies in front, and the blocks."""
+    return handle.offset_bytes + handle.capacity_blocks * handle.block_bytes

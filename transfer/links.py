@@ -1,0 +1,94 @@
+"""Which channel serves a pair of stores: decided when they attach, from where they are; never changed silently."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from alignedserve.errors import TransferError
+from alignedserve.transfer.block_store import BlockStore, HostBlockStore
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
+from alignedserve.transfer.host_channel import HostChannel
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = "shared-memory"
+PCIE = "pcie"
+CUDA_IPC = "cuda-ipc"
+CUDA_STAGED = "cuda-staged"
+
+PeerAccess = Callable[[str, str], bool]
+"""Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelChoice:
+    """`name` of the channel that serves a pair, and why: shown by `alignedserve doctor` and in the log."""
+
+    name: str
+    reason: str
+    slow: bool = False
+
+
+def choose_channel(
+    source: StoreHandle, destination: StoreHandle, *, allow_slow: bool = False, peer_access: PeerAccess | None = None
+) -> ChannelChoice:
+    """The channel for a pair of stores.
+
+    `allow_slow` lets two devices without peer access exchange blocks through host memory; `peer_access` asks the CUDA
+    driver unless given. Raises GeometryMismatchError for stores of different models, TransferError for a pair that no
+    channel serves.
+    """
+    source.geometry.require_same(destination.geometry)
+    pair = f"stores {source.store_id} and {destination.store_id}"
+    if source.node_id != destination.node_id:
+        raise TransferError(
+            f"{pair} are on different nodes ({source.node_id}, {destination.node_id}): this release copies KV within "
+            "one node only; place the instances and the KV pool of a cell on one node",
+            source=source.store_id,
+            destination=destination.store_id,
+        )
+    kinds = (source.kind, destination.kind)
+    if kinds == (HOST, HOST):
+        return ChannelChoice(SHARED_MEMORY, "both in host memory of this node")
+    if kinds in ((HOST, CUDA), (CUDA, HOST)):
+        device = source.device if source.kind == CUDA else destination.device
+        return ChannelChoice(PCIE, f"between host memory and {device} of this node")
+    if kinds == (CUDA, CUDA):
+        return _between_devices(pair, source.device, destination.device, allow_slow, peer_access or _peer_access)
+    raise TransferError(f"{pair} are of kinds {kinds[0]!r} and {kinds[1]!r}: no channel serves these")
+
+
+def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False) -> Channel:
+    """A channel between two stores that are open in this process. Raises what `choose_channel` raises."""
+    choice = choose_channel(source.handle(), destination.handle(), allow_slow=allow_slow)
+    log = logger.warning if choice.slow else logger.info
+    log("%s to %s: channel %s, %s", source.store_id, destination.store_id, choice.name, choice.reason)
+    if isinstance(source, HostBlockStore) and isinstance(destination, HostBlockStore):
+        return HostChannel(source, destination)
+    from alignedserve.transfer.device import DeviceChannel  # imports torch
+
+    return DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow)
+
+
+def _between_devices(
+    pair: str, source: str, destination: str, allow_slow: bool, peer_access: PeerAccess
+) -> ChannelChoice:
+    if source == destination:
+        return ChannelChoice(CUDA_IPC, f"both on {source}")
+    if peer_access(source, destination):
+        return ChannelChoice(CUDA_IPC, f"{source} and {destination} reach each other's memory")
+    if not allow_slow:
+        raise TransferError(
+            f"{pair}: {source} and {destination} do not reach each other's memory (no NVLink or peer-to-peer access); "
+            "set cluster.allow_slow_channel to copy through host memory"
+        )
+    return ChannelChoice(CUDA_STAGED, f"{source} and {destination} copy through host memory, as was allowed", slow=True)
+
+
+def _peer_access(source: str, destination: str) -> bool:
+    from alignedserve.transfer.device import peer_access  # imports torch
+
+    return peer_access(source, destination)

@@ -1,0 +1,125 @@
+"""What a copy moves: runs of adjacent blocks, and the cut that both stores hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from alignedserve.errors import TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.transfer.block_store import BlockStore
+from alignedserve.transfer.handles import slice_block_bytes
+
+IdArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` blocks that are adjacent in both stores: one large copy."""
+
+    source: int
+    destination: int
+    count: int
+
+
+def merge_runs(source_ids: IdArray, destination_ids: IdArray) -> list[Run]:
+    """The fewest runs that move block `source_ids[i]` to block `destination_ids[i]`, in order."""
+    return split_runs(source_ids, destination_ids, 1)[0]
+
+
+def split_runs(
+    source_ids: IdArray, destination_ids: IdArray, shortest: int
+) -> tuple[list[Run], tuple[IdArray, IdArray]]:
+    """The merged runs of at least `shortest` blocks; and the ids, on both sides, of all blocks in shorter ones."""
+    if not source_ids.size:
+        return [], (source_ids, destination_ids)
+    first = np.ones(source_ids.size, dtype=bool)
+    first[1:] = (np.diff(source_ids) != 1) | (np.diff(destination_ids) != 1)
+    starts = np.flatnonzero(first)
+    counts = np.diff(starts, append=source_ids.size)
+    long = counts >= shortest
+    begins = starts[long]
+    runs = [
+        Run(source, destination, count)
+        for source, destination, count in zip(
+            source_ids[begins].tolist(), destination_ids[begins].tolist(), counts[long].tolist(), strict=True
+        )
+    ]
+    rest = ~np.repeat(long, counts)
+    return runs, (source_ids[rest], destination_ids[rest])
+
+
+def check_ids(ids: Sequence[int], store: BlockStore, *, distinct: bool) -> IdArray:
+    """`ids` as an array. Raises TransferError where one is not a block of `store`, or (`distinct`) comes twice."""
+    array = np.asarray(ids, dtype=np.int64)
+    if array.ndim != 1:
+        raise TransferError(f"store {store.store_id}: block ids must be a flat sequence", store_id=store.store_id)
+    outside = (array < 0) | (array >= store.capacity_blocks)
+    if outside.any():
+        wrong = array[outside][:5].tolist()
+        raise TransferError(
+            f"store {store.store_id} has blocks 0 to {store.capacity_blocks - 1}, not {wrong}", store_id=store.store_id
+        )
+    if distinct and np.unique(array).size != array.size:
+        raise TransferError(f"store {store.store_id}: a block is written twice by one copy", store_id=store.store_id)
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a part of every block of one store lies.
+
+    As bytes of a block: rows of `width_bytes` every `stride_bytes`, the first at `begin_bytes`, `rows` of them.
+    """
+
+    begin_bytes: int
+    rows: int
+    stride_bytes: int
+    width_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.rows * self.width_bytes
+
+    def flat(self) -> Cut:
+        """The same, as one row, where the rows touch each other."""
+        if self.rows > 1 and self.width_bytes != self.stride_bytes:
+            raise ValueError("the rows of this cut do not touch each other")
+        return Cut(self.begin_bytes, 1, self.total_bytes, self.total_bytes)
+
+
+def common_part(source: BlockStore, destination: BlockStore) -> StoreSlice:
+    """The layers and heads that both stores hold.
+
+    Raises GeometryMismatchError, naming both, where they hold different models' blocks; TransferError where nothing is
+    in both.
+    """
+    source.geometry.require_same(destination.geometry)
+    part = source.slice.intersect(destination.slice)
+    if part is None:
+        raise TransferError(
+            f"stores {source.store_id} ({source.slice}) and {destination.store_id} ({destination.slice}) have no layer "
+            "and head in common",
+            source=source.store_id,
+            destination=destination.store_id,
+        )
+    return part
+
+
+def paired_cuts(source: BlockStore, destination: BlockStore, part: StoreSlice) -> tuple[Cut, Cut]:
+    """`part` of a block as it lies in either store; both cuts have the same rows, one if it is contiguous in both."""
+    geometry = source.geometry
+    cuts = [_cut(geometry, store.slice, part) for store in (source, destination)]
+    if all(cut.rows == 1 or cut.width_bytes == cut.stride_bytes for cut in cuts):
+        cuts = [cut.flat() for cut in cuts]
+    return cuts[0], cuts[1]
+
+
+def _cut(geometry: KvGeometry, held: StoreSlice, part: StoreSlice) -> Cut:
+    head_bytes = slice_block_bytes(geometry, StoreSlice(0, 1, 0, 1))
+    layer_bytes = held.shape[1] * head_bytes
+    begin = (part.layer_begin - held.layer_begin) * layer_bytes + (part.head_begin - held.head_begin) * head_bytes
+    return Cut(begin, part.shape[0], layer_bytes, part.shape[1] * head_bytes)

@@ -1,0 +1,82 @@
+"""One memory segment in this process: a descriptor, and its mapping."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+
+from alignedserve.errors import TransferError
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_descriptor(name: str, size_bytes: int) -> int:
+    """A new memfd of that size, zeroed when touched, sealed: no process can resize it under another. Raises OSError."""
+    descriptor = os.memfd_create(f"alignedserve:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def require_sealed(descriptor: int, name: str) -> None:
+    """Raises TransferError unless `descriptor` is anonymous memory whose size nobody can change."""
+    sealed = 0
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with contextlib.suppress(OSError):  # EINVAL: a plain file
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if sealed & SEALS != SEALS:
+        raise TransferError(f"segment {name}: the descriptor is not sealed anonymous memory", segment=name)
+
+
+class Segment:
+    """A mapped segment, shared with every process that attached it.
+
+    It holds the descriptor too, so that a restarted node agent can be given the segment back (`SegmentClient.adopt`).
+    """
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        """Takes `descriptor` over: it is closed by `close`, or here where mapping fails (OSError)."""
+        self.name = name
+        self.descriptor = descriptor
+        try:
+            self.size_bytes = os.fstat(descriptor).st_size
+            self._map = mmap.mmap(descriptor, self.size_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory serves small ones
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the segment that have been touched, by whomever, and take up memory."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    @property
+    def closed(self) -> bool:
+        return self.descriptor < 0
+
+    def memory(self) -> memoryview:
+        """The whole segment, writable. The mapping stays for as long as a view of it is alive."""
+        if self.closed:
+            raise TransferError(f"segment {self.name} is closed", segment=self.name)
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Give up the descriptor and the mapping; idempotent.
+
+        While views are alive (arrays, tensors, a copy under way) the memory stays mapped, and goes with the last one.
+        """
+        if self.closed:
+            return
+        os.close(self.descriptor)
+        self.descriptor = -1
+        with contextlib.suppress(BufferError):
+            self._map.close()
