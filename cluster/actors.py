@@ -11,15 +11,19 @@ import asyncio
 import ctypes
 import os
 import threading
+import time
+import traceback
 from typing import Any
 
 import ray
-
 from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.role_main import host_role
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
 
+from alignedserve.errors import AlignedServeError
+
 _M_ARENA_MAX = -8
+_ERROR_POLL_S = 0.25
 
 
 class RoleActor:
@@ -34,6 +38,7 @@ class RoleActor:
         if self._settings.device.startswith("cuda") and (assigned := ray.get_gpu_ids()):
             self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})
         self._role: RoleServer | None = None
+        self._error: AlignedServeError | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="role", daemon=True).start()
 
@@ -53,8 +58,13 @@ class RoleActor:
             self._loop.call_soon_threadsafe(self._role.set_supervisor, address)
 
     async def wait_ended(self) -> None:
-        """Never returns: that the process has ended, Ray tells the caller by an error."""
-        await asyncio.Event().wait()
+        """Never returns: that the process has ended, Ray tells the caller by an error.
+
+        Raises what the role ended with, shortly before the process ends.
+        """
+        while self._error is None:
+            await asyncio.sleep(_ERROR_POLL_S)
+        raise self._error
 
     def _run(self) -> None:
         status = 1
@@ -62,16 +72,19 @@ class RoleActor:
             asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(self._host())
             status = 0
-        except BaseException:
-            import traceback
-
+        except BaseException as error:
             traceback.print_exc()
+            self._error = AlignedServeError(f"{type(error).__name__}: {error}")
+            time.sleep(2 * _ERROR_POLL_S)
         finally:
             # Threads of the engine or of Ray must not hold up the end of a process whose role is over.
             os._exit(status)
 
+    def _new_role(self) -> RoleServer:
+        return new_role(self._settings)
+
     async def _host(self) -> None:
-        self._role = new_role(self._settings)
+        self._role = self._new_role()
         await host_role(self._role)
 
 

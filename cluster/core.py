@@ -225,7 +225,7 @@ class SupervisorCore:
     def status(self, cluster_id: str) -> sv.ClusterStatus:
         """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
         return sv.ClusterStatus(
-            peers=[member.peer(lost=lost, detailed=True) for member, lost in self.members()],
+            peers=[member.peer(lost=False, detailed=True) for member, lost in self.members() if not lost],
             model_info=self.model_info,
             cluster_id=cluster_id,
             state=self.state(),

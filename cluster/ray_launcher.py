@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from alignedserve.cluster.actors import ACTORS
+from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.plan import Node
-from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from alignedserve.config import Config
 from alignedserve.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ ALL_DEVICES_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
 class RayLauncher(Launcher):
     """`namespace` is the cluster's own within its Ray cluster. Blocking calls of Ray run in threads."""
 
-    def __init__(self, namespace: str, config: Config) -> None:
+    def __init__(self, namespace: str, config: Config, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:
+        self._classes = actors
         self._namespace = namespace
         self._config = config
         self._actors: dict[str, Any] = {}
@@ -117,7 +118,7 @@ class RayLauncher(Launcher):
         return 1 if gpus >= instances else int(1000 / -(-instances // gpus)) / 1000
 
     def _create(self, settings: RoleSettings, options: dict[str, Any]) -> Any:
-        return ray.remote(ACTORS[settings.role]).options(**options).remote(settings.to_dict())
+        return ray.remote(self._classes[settings.role]).options(**options).remote(settings.to_dict())
 
     async def _describe(self, role_id: str) -> Running | None:
         try:
@@ -133,10 +134,16 @@ class RayLauncher(Launcher):
         return Running(RoleSettings(**said["settings"]), said["store_plan"], said["model_info"])
 
     async def _watch(self, actor: Any, on_exit: Callable[[str], None]) -> None:
-        try:
-            await actor.wait_ended.remote()
-        except RayError as error:
-            on_exit(_brief(error))
+        reason = ""
+        while True:
+            try:
+                await actor.wait_ended.remote()
+            except RayTaskError as error:  # its role failed; the process ends a moment later
+                reason = reason or str(error.cause)
+                await asyncio.sleep(0.1)
+            except RayError as error:
+                on_exit(reason or _brief(error))
+                return
 
 
 def _brief(error: BaseException) -> str:

@@ -5,30 +5,60 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import stat
+import time
 from pathlib import Path
 
 from alignedserve.errors import ConfigError
 
 
 def runtime_dir() -> Path:
-    """`$XDG_RUNTIME_DIR/alignedserve`, or `/tmp/alignedserve-<uid>`; made, mode 0700.
+    """`$XDG_RUNTIME_DIR/alignedserve`, or `temp_dir()` where there is none; made, mode 0700.
 
-    Raises ConfigError where somebody else owns it or can read it: another user may have laid a trap in /tmp.
+    Raises ConfigError where somebody else owns it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(base) / "alignedserve" if base and os.access(base, os.W_OK) else _in_tmp()
-    folder.mkdir(mode=0o700, parents=False, exist_ok=True)
+    return _private(Path(base) / "alignedserve") if base and os.access(base, os.W_OK) else temp_dir()
+
+
+def temp_dir() -> Path:
+    """`/tmp/alignedserve-<uid>`, for what may take room on disk; the path is short, as those of sockets must be."""
+    return _private(Path("/tmp") / f"alignedserve-{os.geteuid()}")
+
+
+def _private(folder: Path) -> Path:
+    """Another user may have laid a trap in /tmp."""
+    folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise ConfigError(f"{folder} is not a folder of this user; set XDG_RUNTIME_DIR to one that is")
+        raise ConfigError(f"{folder} is not a folder of this user; remove it, or set XDG_RUNTIME_DIR to one that is")
     if stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
 
 
-def _in_tmp() -> Path:
-    return Path("/tmp") / f"alignedserve-{os.geteuid()}"
+def clean_stale() -> None:
+    """Remove folders of clusters whose agents have ended: their sockets answer nobody."""
+    for folder in runtime_dir().iterdir():
+        sock = folder / "agent.sock"
+        if folder.is_dir() and len(folder.name) == 8 and not _answers(sock) and _is_old(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.5)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _is_old(folder: Path) -> bool:
+    """A cluster that is just starting has a folder before it has an agent."""
+    return time.time() - folder.stat().st_mtime > 60.0
 
 
 def cluster_dir(cluster_id: str) -> Path:

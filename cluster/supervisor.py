@@ -69,6 +69,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: RpcServer | None = None
         self.launches = 0
+        self.ticked_at = time.monotonic()
 
     # ---- life
 
@@ -314,7 +315,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(min(0.25, self.config.supervisor.heartbeat_s / 2))
-            self._carry_out(self.core.tick(time.monotonic()))
+            self.ticked_at = time.monotonic()
+            self._carry_out(self.core.tick(self.ticked_at))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -23,6 +23,7 @@ from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.metrics import channel_lines
 
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.request import RequestKey
@@ -81,7 +82,8 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
             "decode_shortest_tokens": status.shortest_tokens,
             "decode_longest_tokens": status.longest_tokens,
         }
-        beat.metrics = "\n".join(store_lines(self.settings.id, [count]) + counter_lines(self.settings.id, values))
+        lines = store_lines(self.settings.id, [count]) + counter_lines(self.settings.id, values)
+        beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
         return beat
 
     # ---- from the scheduler
@@ -164,7 +166,7 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
         assert handover is not None and compute is not None
         try:
             stored = await handover.evict(order)
-        except TransferError as error:
+        except AlignedServeError as error:
             logger.warning("eviction failed: %s", error, extra={"request_id": order.key.request_id})
             compute.evicted(order, None)
         else:

@@ -66,6 +66,10 @@ class BufferLink:
         self._link.start()
 
     @property
+    def channels(self) -> list[Channel]:
+        return [*self.pulls.values(), *([self.evict_channel] if self.evict_channel else [])]
+
+    @property
     def leased_blocks(self) -> int:
         return len(self._leased)
 
@@ -145,7 +149,7 @@ class BufferLink:
             await self._link.close()
         if self._channel is not None:
             await self._channel.close()
-        for channel in (*self.pulls.values(), *([self.evict_channel] if self.evict_channel else [])):
+        for channel in self.channels:
             channel.close()
         for store in self._stores:
             store.close()

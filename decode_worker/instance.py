@@ -41,7 +41,7 @@ class DecodeInstance:
         self._plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
         self._view = sv.ClusterView()
         self._pool: PoolAttachment | None = None
-        self._channels: list[Channel] = []
+        self._pool_channels: list[Channel] = []
         self._cache_store: BlockStore | None = None
         self._linked: dict[str, pb.ProcessKey] = {}
         self.segments = SegmentClient(settings.agent_socket, settings.token)
@@ -76,7 +76,7 @@ class DecodeInstance:
         await self._pool.on_view(self._view)
         pool_store = await self._pool.attached()
         from_pool, to_pool = connect(pool_store, self._cache_store), connect(self._cache_store, pool_store)
-        self._channels = [from_pool, to_pool]
+        self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(from_pool, to_pool, writer, pool_store.store_id, plan.block_size)
         runner = ModelRunner(loaded, tensor)
         await asyncio.to_thread(runner.warm_up)
@@ -130,6 +130,12 @@ class DecodeInstance:
         link.open(address, self._settings.token)
         return link
 
+    @property
+    def channels(self) -> list[Channel]:
+        """Every channel that this instance copies over."""
+        links = self.handover.links.values() if self.handover is not None else ()
+        return [*self._pool_channels, *(channel for link in links for channel in link.channels)]
+
     def refresh_lease(self) -> None:
         if self.handover is not None and self.compute is not None:
             self.compute.set_lease(self.handover.leased_blocks())
@@ -140,7 +146,7 @@ class DecodeInstance:
         if self.handover is not None:
             for link in self.handover.links.values():
                 await link.close()
-        for channel in self._channels:
+        for channel in self._pool_channels:
             channel.close()
         if self._pool is not None:
             await self._pool.close()

@@ -117,10 +117,8 @@ def paged_attention(
         softcap=softcap,
     )
     forward.layers.append(layer)
-    backend = forward.backend
-    backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    output = backend.attend(layer, query[0].transpose(0, 1), options)
-    return output.unsqueeze(0), None
+    packed = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return forward.backend.attend(layer, *packed, options).unsqueeze(0), None
 
 
 def probing_attention(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect as python_inspect
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alignedserve.engine import attention
+from alignedserve.engine.cpu_linear import pack_linears
+from alignedserve.engine.probe import probe
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
 
@@ -34,9 +37,6 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
     Raises ModelError for weights that are missing, broken or of other shapes (nothing is ever left randomly
     initialised), UnsupportedModelError where paged attention does not give the model's own logits.
     """
-    from alignedserve.engine.probe import probe
-    from alignedserve.model import Path
-
     check_model_folder(Path(info.path))
     attention.register()
     target = torch.device(device)
@@ -44,6 +44,8 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
     parameters = python_inspect.signature(model.forward).parameters
     loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters)
     probe(loaded)
+    if target.type == "cpu":
+        pack_linears(model)
     return loaded
 
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import Any
 
 import grpc
-
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import RoleHost
@@ -23,6 +22,7 @@ from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
 from alignedserve.request import RequestKey, RequestSpec
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class TokenSink(gw_grpc.TokenSinkServicer):
         self._ledger = ledger
         self._incarnations: dict[tuple[str, str], int] = {}
 
-    async def Push(  # noqa: N802
+    async def Push(
         self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[gw.TokenBatch, pb.Empty]
     ) -> pb.Empty:
         sender: pb.ProcessKey | None = None
@@ -155,7 +155,7 @@ class TokenSink(gw_grpc.TokenSinkServicer):
 
 
 class Backend:
-    """Everything that this gateway has open in the cluster: its own gRPC server, its places at supervisor and scheduler.
+    """All that this gateway has open in the cluster: its own gRPC server, its places at supervisor and scheduler.
 
     `heartbeat` and `on_view` come from the server around it; `locate` finds a supervisor that was restarted.
     """

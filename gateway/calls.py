@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.planning import CallPlan, PromptPlan, derive_seed
+
+from alignedserve.errors import AlignedServeError
 from alignedserve.request import (
     FinishReason,
     RequestKey,
@@ -63,6 +64,27 @@ class Answer:
     def ended(self) -> bool:
         return self.state is AnswerState.ENDED
 
+    def next_epoch(self) -> None:
+        self.epoch += 1
+        self.silent_until_s = None
+        self.state = AnswerState.UNSENT
+
+    def note_instance(self, role: str, sender_id: str, prefill_id: str, decode_id: str) -> None:
+        """Who served it: what the event says, else who sent it."""
+        if role == "prefill":
+            self.prefill_id = prefill_id or sender_id
+        else:
+            self.prefill_id = prefill_id or self.prefill_id
+            self.decode_id = decode_id or sender_id
+
+    def finished_unsaid(self) -> FinishReason | None:
+        """How it ended, where all its tokens are there and only the word that it has ended was lost."""
+        sampling = self.sampling
+        ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *sampling.eos_token_ids)
+        if self.tokens and self.tokens[-1] in ends and len(self.tokens) > sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= sampling.max_tokens else None
+
     def spec(self, gateway_id: str, address: str, group_size: int, *, with_prompt: bool) -> RequestSpec:
         """What the cluster is told of it: in a later epoch it goes on after the tokens that were delivered."""
         sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
@@ -91,6 +113,12 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
+
+    def extend(self, later: Delta) -> None:
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finish = later.finish
 
 
 class Call:
@@ -125,11 +153,6 @@ class Call:
             request_id=f"{plan.internal_id}-{index}",
             group_id=f"{plan.internal_id}-g{index - number}",
         )
-
-    def groups(self) -> list[list[Answer]]:
-        """The answers to each prompt."""
-        n = self.plan.n
-        return [self.answers[begin : begin + n] for begin in range(0, len(self.answers), n)]
 
     def add(
         self,

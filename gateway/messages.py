@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError
 from alignedserve.gateway.fields import shown, wrong_type
+
+from alignedserve.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -23,7 +24,9 @@ def parse_messages(value: Any) -> tuple[tuple[dict[str, Any], ...], list[str]]:
     if not value:
         raise InvalidRequestError("messages must not be empty", param="messages")
     if len(value) > MAX_MESSAGES:
-        raise InvalidRequestError(f"messages may have {MAX_MESSAGES} entries at most, got {len(value)}", param="messages")
+        raise InvalidRequestError(
+            f"messages may have {MAX_MESSAGES} entries at most, got {len(value)}", param="messages"
+        )
     unread: dict[str, None] = {}
     messages = tuple(_message(message, f"messages[{number}]", unread) for number, message in enumerate(value))
     return messages, list(unread)
@@ -42,7 +45,9 @@ def _message(value: Any, where: str, unread: dict[str, None]) -> dict[str, Any]:
         raise InvalidRequestError(message, param=f"{where}.role")
     for name in _CALLS:
         if value.get(name):
-            raise UnsupportedFeatureError(f"{where}.{name} is not supported: there are no tool calls", param=f"{where}.{name}")
+            raise UnsupportedFeatureError(
+                f"{where}.{name} is not supported: there are no tool calls", param=f"{where}.{name}"
+            )
     message_fields: dict[str, Any] = {"role": role, "content": _content(value.get("content"), f"{where}.content")}
     for name in _KEPT:
         if (text := value.get(name)) is not None:
@@ -50,7 +55,9 @@ def _message(value: Any, where: str, unread: dict[str, None]) -> dict[str, Any]:
                 raise wrong_type(f"{where}.{name}", "a string", text)
             message_fields[name] = text
     known = ("role", "content", *_KEPT)
-    unread.update((f"messages.{name}", None) for name, entry in value.items() if name not in known and entry is not None)
+    unread.update(
+        (f"messages.{name}", None) for name, entry in value.items() if name not in known and entry is not None
+    )
     return message_fields
 
 

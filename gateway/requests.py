@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway import fields as f
 from alignedserve.gateway import refused
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
 from alignedserve.gateway.messages import parse_messages
+
+from alignedserve.errors import InvalidRequestError
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES
 
 MAX_STOPS = 16
@@ -23,11 +24,15 @@ TokenPrompt = tuple[int, ...]
 
 _SAMPLING = (
     f.number("temperature", "0 is greedy.", 0.0, 2.0),
-    f.number("top_p", "Draw from the most likely tokens that have this probability together.", 0.0, 1.0, above_low=True),
+    f.number(
+        "top_p", "Draw from the most likely tokens that have this probability together.", 0.0, 1.0, above_low=True
+    ),
     f.integer("top_k", "Draw from so many most likely tokens; 0 or -1: no limit.", -1, f.TOKEN_LIMIT),
     f.number("min_p", "Leave out tokens less likely than this share of the most likely one.", 0.0, 1.0),
     f.integer("seed", "Makes the answer repeatable.", *f.INT64),
-    f.number("repetition_penalty", "Above 1: tokens of prompt and answer become less likely.", 0.0, 100.0, above_low=True),
+    f.number(
+        "repetition_penalty", "Above 1: tokens of prompt and answer become less likely.", 0.0, 100.0, above_low=True
+    ),
     f.number("presence_penalty", "Taken once from the logit of each token in the answer.", -2.0, 2.0),
     f.number("frequency_penalty", "Taken from a token's logit each time the answer has it.", -2.0, 2.0),
     f.biases("logit_bias", "Token id to what is added to its logit.", MAX_LOGIT_BIASES, 100.0),

@@ -9,7 +9,7 @@ from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.channel import Channel
 
-from alignedserve.errors import TransferError
+from alignedserve.errors import AlignedServeError
 
 
 async def write_back(
@@ -25,7 +25,7 @@ async def write_back(
     if stored.pool_tokens < stored.kv_tokens or not stored.pool_block_ids:
         try:
             block_ids = await _write(pool, channel, stored, source_ids, stored.pool_block_ids[:kept])
-        except TransferError:
+        except AlignedServeError:
             if not kept:
                 raise
             block_ids = await _write(pool, channel, stored, source_ids, ())
@@ -48,7 +48,7 @@ async def _write(
         await channel.copy(list(source_ids[len(kept) :]), fresh)
         block_ids = [*kept, *fresh]
         await pool.commit(key_from_proto(stored.spec.key), stored.kv_tokens, block_ids)
-    except TransferError:
+    except AlignedServeError:
         pool.give(fresh)
         raise
     return block_ids

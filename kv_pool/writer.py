@@ -19,6 +19,7 @@ from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 
 from alignedserve.errors import TransferError
+from alignedserve.kv_pool.lease import StandingLease
 from alignedserve.request import RequestKey
 
 
@@ -28,10 +29,7 @@ class PoolWriter:
     def __init__(self, process: pb.ProcessKey, token: str, standing_blocks: int) -> None:
         self._process = process
         self._token = token
-        self._standing = standing_blocks
-        self._free: list[int] = []
-        self._taken: set[int] = set()  # neither committed nor given back; void once the stream breaks
-        self._outstanding = 0
+        self._lease = StandingLease(standing_blocks)
         self._waiters: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
         self._commits: dict[int, asyncio.Future[None]] = {}
         self._ids = itertools.count(1)
@@ -40,14 +38,14 @@ class PoolWriter:
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return self._lease.free_blocks
 
     async def connect(self, address: str) -> None:
-        """Attach to the pool process at `address`; leaves the one before it, whose leases are void."""
+        """Attach to the pool process at `address`; leaves the one before it."""
         await self.close()
         self._channel = open_channel(address, self._token)
         stub = kp_grpc.KvPoolStub(self._channel)
-        self._link = DuplexLink(stub.Write, self._on_reply, self._first, on_down=self._forget)
+        self._link = DuplexLink(stub.Write, self._on_reply, self._first, on_down=self._on_down)
         self._link.start()
 
     async def take(self, count: int) -> list[int]:
@@ -55,18 +53,17 @@ class PoolWriter:
 
         Raises TransferError where the pool goes away meanwhile.
         """
-        if not self._waiters and len(self._free) >= count:
-            return self._pop(count)
+        if not self._waiters and (taken := self._lease.take(count)) is not None:
+            self._ask()
+            return taken
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiters.append((count, future))
-        self._top_up()
+        self._ask()
         return await future
 
     def give(self, block_ids: Iterable[int]) -> None:
         """Put taken blocks back at hand; those that were committed, or whose lease is void, are left alone."""
-        back = [block for block in block_ids if block in self._taken]
-        self._taken.difference_update(back)
-        self._free.extend(back)
+        self._lease.give(block_ids)
         self._serve()
 
     async def commit(
@@ -74,8 +71,8 @@ class PoolWriter:
     ) -> None:
         """From now on the request holds exactly `block_ids`. Returns once the pool has said so.
 
-        Raises TransferError where the pool refuses (a base block is no longer held) or goes away: the taken ones
-        among `block_ids` are then still this writer's.
+        Raises TransferError where the pool refuses (a base block is no longer held) or goes away, StaleError where
+        another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
         """
         message_id = next(self._ids)
         commit = kp.Commit(key=key_to_proto(key), kv_tokens=kv_tokens, block_ids=block_ids)
@@ -87,7 +84,7 @@ class PoolWriter:
             del self._commits[message_id]
             raise TransferError(f"the KV pool cannot be reached to commit {key.request_id}")
         await future
-        self._taken.difference_update(block_ids)
+        self._lease.committed(block_ids)
 
     def release(self, keys: Iterable[RequestKey]) -> None:
         """These requests hold nothing more in the pool."""
@@ -103,15 +100,13 @@ class PoolWriter:
             self._channel = None
 
     def _first(self) -> Iterable[kp.PoolWriterMessage]:
-        self._outstanding = self._standing
         yield kp.PoolWriterMessage(hello=self._process)
-        yield kp.PoolWriterMessage(want_blocks=self._standing)
+        yield kp.PoolWriterMessage(want_blocks=self._lease.ask())
 
     def _on_reply(self, reply: kp.PoolWriterReply) -> None:
         kind = reply.WhichOneof("body")
         if kind == "granted":
-            self._outstanding -= len(reply.granted.ids)
-            self._free.extend(reply.granted.ids)
+            self._lease.granted(reply.granted.ids)
             self._serve()
             return
         future = self._commits.pop(reply.message_id, None)
@@ -122,11 +117,9 @@ class PoolWriter:
         else:
             future.set_result(None)
 
-    def _forget(self) -> None:
-        """The stream broke: leases are void, and commits under way are unknown."""
-        self._free.clear()
-        self._taken.clear()
-        self._outstanding = 0
+    def _on_down(self) -> None:
+        """The stream broke: leases are void here until they are granted again, and commits under way are unknown."""
+        self._lease.broke()
         lost = TransferError("the link to the KV pool broke")
         pending: list[asyncio.Future[Any]] = [*self._commits.values(), *(future for _, future in self._waiters)]
         self._commits.clear()
@@ -135,23 +128,21 @@ class PoolWriter:
             if not future.done():
                 future.set_exception(lost)
 
-    def _pop(self, count: int) -> list[int]:
-        taken, self._free = self._free[:count], self._free[count:]
-        self._taken.update(taken)
-        self._top_up()
-        return taken
-
     def _serve(self) -> None:
-        while self._waiters and len(self._free) >= self._waiters[0][0]:
-            count, future = self._waiters.popleft()
+        while self._waiters:
+            count, future = self._waiters[0]
             if not future.done():
-                future.set_result(self._pop(count))
-        self._top_up()
+                taken = self._lease.take(count)
+                if taken is None:
+                    break
+                future.set_result(taken)
+            self._waiters.popleft()
+        self._ask()
 
-    def _top_up(self) -> None:
-        """Ask for what waiters and the standing lease lack, once half of it is used."""
+    def _ask(self) -> None:
+        """Ask for what waiters and the standing lease lack."""
+        if self._link is None or not self._link.up:
+            return
         demand = sum(count for count, future in self._waiters if not future.done())
-        missing = self._standing + demand - len(self._free) - self._outstanding
-        wanted = missing > 0 and (demand > 0 or missing * 2 >= self._standing)
-        if wanted and self._link is not None and self._link.send(kp.PoolWriterMessage(want_blocks=missing)):
-            self._outstanding += missing
+        if wanted := self._lease.ask(demand):
+            self._link.send(kp.PoolWriterMessage(want_blocks=wanted))

@@ -25,6 +25,7 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.metrics import channel_lines
 
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.request import RequestKey
@@ -76,7 +77,8 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
         beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}"
         counters = {"prefill_pending_tokens": instance.compute.pending_tokens, "prefill_passes_total": self.progress}
-        beat.metrics = "\n".join(store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters))
+        lines = store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters)
+        beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
         return beat
 
     def _counts(self) -> list[StoreCount]:
@@ -208,7 +210,7 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
         assert instance.offloader is not None and instance.compute is not None
         try:
             stored, gone = await instance.offloader.offload(job)
-        except TransferError as error:
+        except AlignedServeError as error:
             logger.warning("offload failed: %s", error, extra={"request_id": job.lead.request_id})
             self._report_failure([spec.key for spec in job.members], error, retry=True)
         else:

@@ -44,7 +44,7 @@ class PrefillInstance:
         self._plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
         self._view = sv.ClusterView()
         self._pool: PoolAttachment | None = None
-        self._channels: list[Channel] = []
+        self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
@@ -78,7 +78,7 @@ class PrefillInstance:
         from_pool = {kind: connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
         to_pool = {kind: connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
         offload = connect(cache_store, pool_store)
-        self._channels = [offload, *from_pool.values(), *to_pool.values()]
+        self.channels = [offload, *from_pool.values(), *to_pool.values()]
         assert self._pool is not None
         writer = self._pool.writer
         self.offloader = Offloader(settings.id, writer, offload, pool_store.store_id)
@@ -118,7 +118,7 @@ class PrefillInstance:
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
-        for channel in self._channels:
+        for channel in self.channels:
             channel.close()
         if self._pool is not None:
             await self._pool.close()

@@ -8,7 +8,7 @@ from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.channel import Channel
 
-from alignedserve.errors import TransferError
+from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey, RequestSpec
 
 
@@ -33,7 +33,7 @@ class Offloader:
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
         """Copy and commit; returns what is stored, and the keys that were cancelled meanwhile and hold nothing.
 
-        The members of a job share its blocks. Raises TransferError where the pool cannot take it.
+        The members of a job share its blocks. Raises TransferError where the pool cannot take it, StaleError where a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
         self._under_way.update(keys)
@@ -42,7 +42,7 @@ class Offloader:
             try:
                 await self._to_pool.copy(job.block_ids, blocks)
                 await self._commit(keys, job.kv_tokens, blocks)
-            except TransferError:
+            except AlignedServeError:
                 self._pool.release(keys)
                 self._pool.give(blocks)
                 raise

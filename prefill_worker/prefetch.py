@@ -20,7 +20,7 @@ from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
 
-from alignedserve.errors import TransferError
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.request import RequestKey, Stage
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Prefetcher:
                         self._block_size,
                     )
                 )
-            except TransferError as error:
+            except AlignedServeError as error:
                 logger.warning("write-back failed: %s", error, extra={"request_id": key.request_id})
                 lost.append(key)
             buffer.remove(key)

@@ -1,4 +1,4 @@
-"""Device memory of one process, opened in another of the same node: what torch uses to share CUDA tensors. Imports torch.
+"""Device memory of one process, opened in another of its node: what torch shares CUDA tensors by. Imports torch.
 
 Not yet run on a GPU: the tests that do are marked `gpu`.
 """

@@ -23,10 +23,9 @@ class AttentionBackend(ABC):
     """Writes keys and values to a paged store, and attends over it.
 
     A backend belongs to one runner and one store, `cache`, of shape
-    `[num_blocks, layers, kv_heads, 2, block_size, head_dim]`, contiguous. One thread calls it. For each layer of a
-    forward pass `write` comes first, then `attend`; `begin` comes once, before the first layer.
-    A backend that lacks what `options` ask for raises UnsupportedModelError; it never ignores an option.
-    Offsets into the store exceed 32 bits.
+    `[num_blocks, layers, kv_heads, 2, block_size, head_dim]`, contiguous. One thread calls it: `begin` once for each
+    forward pass, then `attend` once for each layer. A backend that lacks what `options` ask for raises
+    UnsupportedModelError; it never ignores an option. Offsets into the store exceed 32 bits.
     """
 
     def __init__(self, cache: torch.Tensor) -> None:
@@ -34,15 +33,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def begin(self, batch: PackedBatch) -> None:
-        """Prepare what all layers of this forward pass share."""
+        """Prepare what all layers of the forward pass of `batch` share."""
 
     @abstractmethod
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the new tokens' `key` and `value`, `[tokens, kv_heads, head_dim]` each (any strides)."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Store the new tokens' `key` and `value`, then attend to each token's own request, up to itself.
 
-    @abstractmethod
-    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """Attention of `query` `[tokens, heads, head_dim]` over each token's own request, itself included.
-
-        Returns `[tokens, heads, head_dim]` in query's dtype. Softmax and its sums are computed in fp32.
+        `query` is `[tokens, heads, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`, in any strides and
+        in the store's dtype. Returns `[tokens, heads, head_dim]`. Softmax and its sums are computed in fp32.
         """

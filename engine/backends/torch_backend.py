@@ -1,4 +1,8 @@
-"""Paged attention in plain PyTorch: right on CPU and CUDA, and the truth that other backends are measured against."""
+"""Paged attention in plain PyTorch: right on CPU and CUDA, fast on a CPU, and the truth for other backends.
+
+Rows with one new token (decode) attend together, whatever their lengths; see `torch_decode`. Each prefill chunk
+attends on its own, through `scaled_dot_product_attention`; a chunk without a cached prefix never reads the store.
+"""
 
 from __future__ import annotations
 
@@ -6,91 +10,76 @@ import torch
 import torch.nn.functional as F
 
 from alignedserve.engine.backends.base import AttentionBackend, AttentionOptions
-from alignedserve.engine.batch import DecodeRows, PackedBatch, Span
+from alignedserve.engine.backends.torch_decode import DecodeAttention
+from alignedserve.engine.batch import PackedBatch, Span
 from alignedserve.errors import AlignedServeError
 
 
 class TorchBackend(AttentionBackend):
-    """Decode rows of a batch attend together, block by block; each prefill chunk attends on its own."""
+    """See the module and AttentionBackend."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         super().__init__(cache)
+        _, layers, kv_heads, _, block_size, head_dim = cache.shape
+        self._layers, self._kv_heads, self._block_size = layers, kv_heads, block_size
+        self._layer_rows = kv_heads * 2 * block_size  # rows of head_dim elements that one layer of a block has
+        self._token_rows = cache.view(-1, head_dim)  # one row for each (block, layer, head, k|v, token)
+        self._head_rows = cache.view(-1, block_size * head_dim)  # one row for each (block, layer, head, k|v)
+        self._decode = DecodeAttention(cache)
         self._batch: PackedBatch | None = None
+        self._key_slots = torch.empty(0, dtype=torch.int64)
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
 
     def begin(self, batch: PackedBatch) -> None:
+        heads = torch.arange(self._kv_heads, device=batch.slot_block.device)
+        first = batch.slot_block[:, None] * (self._layers * self._layer_rows) + batch.slot_offset[:, None]
+        self._key_slots = (first + heads * (2 * self._block_size)).flatten()
+        self._masks.clear()
+        self._decode.begin(batch.decode)
         self._batch = batch
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        batch = self._require_batch()
-        store = self.cache[:, layer]  # [blocks, kv_heads, 2, block_size, head_dim]
-        store[batch.slot_block, :, 0, batch.slot_offset] = key.to(store.dtype)
-        store[batch.slot_block, :, 1, batch.slot_offset] = value.to(store.dtype)
-
-    def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        batch = self._require_batch()
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for span in batch.spans:
-            output[span.begin : span.end] = self._attend_span(layer, query[span.begin : span.end], span, options)
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        batch = self._batch
+        if batch is None:
+            raise AlignedServeError("the attention backend was used before begin()")
+        self._write(layer, key, value)
+        if batch.decode is not None and batch.decode.rows is None:
+            return self._decode.attend(layer, query, options)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for index, span in enumerate(batch.spans):
+            rows = slice(span.begin, span.end)
+            if span.start:
+                past_key, past_value = self._gather(layer, span)
+            else:
+                past_key, past_value = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
+            mask = self._mask(index, span, options.sliding_window)
+            output[rows] = _attend_span(query[rows], past_key, past_value, mask, options)
         if batch.decode is not None:
-            rows = batch.decode.rows
-            if rows is None:
-                return self._attend_decode(layer, query, batch.decode, options)
-            output[rows] = self._attend_decode(layer, query[rows], batch.decode, options)
+            output[batch.decode.rows] = self._decode.attend(layer, query[batch.decode.rows], options)
         return output
 
-    def _require_batch(self) -> PackedBatch:
-        if self._batch is None:
-            raise AlignedServeError("attention backend was used before begin()")
-        return self._batch
+    def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        head_dim = key.shape[-1]
+        keys = self._token_rows[layer * self._layer_rows :]
+        keys.index_copy_(0, self._key_slots, key.reshape(-1, head_dim))
+        values = self._token_rows[layer * self._layer_rows + self._block_size :]
+        values.index_copy_(0, self._key_slots, value.reshape(-1, head_dim))
 
-    def _attend_span(self, layer: int, query: torch.Tensor, span: Span, options: AttentionOptions) -> torch.Tensor:
-        """One prefill chunk, `[query_tokens, heads, head_dim]`, over its cached prefix and itself."""
-        kv = self.cache[span.blocks, layer]  # [blocks, kv_heads, 2, block_size, head_dim]
-        kv = kv.permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, : span.kv_tokens]
-        key, value = kv[0].to(query.dtype), kv[1].to(query.dtype)
-        mask = _span_mask(span, options.sliding_window, query.device)
-        if options.softcap is not None:
-            return _attend_softcap(query, key, value, mask, options)
-        output = F.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            key.unsqueeze(0),
-            value.unsqueeze(0),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=options.scaling,
-            enable_gqa=query.shape[1] != key.shape[0],
-        )
-        return output[0].transpose(0, 1)
+    def _gather(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a span's tokens, `[kv_heads, kv_tokens, head_dim]` each."""
+        heads = torch.arange(self._kv_heads, device=span.blocks.device)[:, None] * 2
+        rows = (span.blocks * (self._layers * self._kv_heads * 2) + heads + layer * self._kv_heads * 2).flatten()
+        shape = (self._kv_heads, -1, self._token_rows.shape[1])
+        key = self._head_rows.index_select(0, rows).view(shape)[:, : span.kv_tokens]
+        value = self._head_rows.index_select(0, rows + 1).view(shape)[:, : span.kv_tokens]
+        return key, value
 
-    def _attend_decode(
-        self, layer: int, query: torch.Tensor, decode: DecodeRows, options: AttentionOptions
-    ) -> torch.Tensor:
-        """Rows of one token each, `[requests, heads, head_dim]`: scores per block, softmax per request."""
-        requests, heads, head_dim = query.shape
-        kv_heads, block_size = self.cache.shape[2], self.cache.shape[4]
-        kv = self.cache[decode.blocks, layer]  # [blocks, kv_heads, 2, block_size, head_dim]
-        grouped = query.view(requests, kv_heads, heads // kv_heads, head_dim).float()[decode.owner]
-        scores = torch.matmul(grouped * options.scaling, kv[:, :, 0].float().transpose(-1, -2))
-        if options.softcap is not None:
-            scores = torch.tanh(scores / options.softcap) * options.softcap
-        position = decode.first_token[:, None] + torch.arange(block_size, device=query.device)
-        length = decode.lengths[decode.owner][:, None]
-        visible = position < length
-        if options.sliding_window is not None:
-            visible &= position >= length - options.sliding_window
-        scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
-        groups = (requests, *scores.shape[1:3])
-        top = torch.full(groups, float("-inf"), device=query.device)
-        top.scatter_reduce_(0, _expand(decode.owner, scores.amax(-1)), scores.amax(-1), "amax")
-        weights = torch.exp(scores - top[decode.owner].unsqueeze(-1))
-        total = torch.zeros(groups, device=query.device).index_add_(0, decode.owner, weights.sum(-1))
-        partial = torch.matmul(weights, kv[:, :, 1].float())
-        output = torch.zeros((*groups, head_dim), device=query.device).index_add_(0, decode.owner, partial)
-        return (output / total.unsqueeze(-1)).flatten(1, 2).to(query.dtype)
-
-
-def _expand(index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return index.view(-1, *([1] * (like.dim() - 1))).expand_as(like)
+    def _mask(self, index: int, span: Span, window: int | None) -> torch.Tensor | None:
+        if (index, window) not in self._masks:
+            self._masks[index, window] = _span_mask(span, window, self.cache.device)
+        return self._masks[index, window]
 
 
 def _span_mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -105,6 +94,24 @@ def _span_mask(span: Span, window: int | None, device: torch.device) -> torch.Te
     return mask
 
 
+def _attend_span(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """One chunk `[tokens, heads, head_dim]` over `[kv_heads, kv_tokens, head_dim]`; returns the query's shape."""
+    if options.softcap is not None:
+        return _attend_softcap(query, key, value, mask, options)
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=options.scaling,
+        enable_gqa=query.shape[1] != key.shape[0],
+    )
+    return output[0].transpose(0, 1)
+
+
 def _attend_softcap(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
@@ -112,10 +119,10 @@ def _attend_softcap(
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)
-    scores = torch.matmul(grouped, key.unsqueeze(1).transpose(-1, -2)).float() * options.scaling
-    scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = torch.matmul(grouped.float(), key.float().unsqueeze(1).transpose(-1, -2)).mul_(options.scaling)
+    scores.div_(options.softcap).tanh_().mul_(options.softcap)
     if mask is None:
         mask = torch.ones(tokens, key.shape[1], dtype=torch.bool, device=query.device).tril_()
-    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1).to(query.dtype)
+    weights = torch.softmax(scores.masked_fill_(~mask, float("-inf")), dim=-1).to(query.dtype)
     output = torch.matmul(weights, value.unsqueeze(1))
     return output.reshape(heads, tokens, head_dim).transpose(0, 1)

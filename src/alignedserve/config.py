@@ -83,6 +83,7 @@ class SchedulerConfig:
     flush_after_s: float = _key(0.0, "an idle instance waits so long for a batch of N before it takes less", low=0.0)
     join_window: float = _key(0.25, "a length matches the running batch within this share of it", low=0.0)
     starvation_after_s: float = _key(5.0, "a request that waited so long goes before density", low=0.0)
+    max_queue: int = _key(65536, "most requests that wait for prefill; more are refused", low=1)
     tick_s: float = _key(0.1, "how often time alone makes the scheduler look again", low=0.001, high=60.0)
 
 

@@ -37,9 +37,7 @@ def causal_attention(
     if query.shape[2] <= LONGEST_SHORT_ROW:
         output = _grouped_attention(query * scaling, key, value)
     else:
-        output = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-        )
+        output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -51,6 +51,7 @@ ANY_QUESTIONS = (
     "Describe {name}.",
     "Tell me about {name}.",
     "Can you tell me what {name} is?",
+    "what does {name} do",
     "help({name})",
 )
 SYSTEM_PROMPTS = (
@@ -92,9 +93,7 @@ class Exchange:
     def render(self, system_prompt: str | None) -> str:
         """The exchange as the chat template writes it."""
         head = f"{SYSTEM}{system_prompt}{END_OF_TURN}" if system_prompt else ""
-        return (
-            f"{head}{USER}{self.question}{END_OF_TURN}{ASSISTANT}{self.answer}{END_OF_TURN}"
-        )
+        return f"{head}{USER}{self.question}{END_OF_TURN}{ASSISTANT}{self.answer}{END_OF_TURN}"
 
 
 def chat_samples(documents: Sequence[Document], rng: random.Random) -> Iterator[str]:

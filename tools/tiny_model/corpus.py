@@ -115,9 +115,7 @@ def _documents_of_source(module: str, source: bytes) -> Iterator[Document]:
     yield from _documents_of_body(module, (), tree.body)
 
 
-def _documents_of_body(
-    module: str, outer: tuple[str, ...], body: list[ast.stmt]
-) -> Iterator[Document]:
+def _documents_of_body(module: str, outer: tuple[str, ...], body: list[ast.stmt]) -> Iterator[Document]:
     """Classes and functions of a module's or class's body, methods included."""
     for node in body:
         if isinstance(node, ast.ClassDef):
@@ -163,9 +161,7 @@ def _is_extension(name: str) -> bool:
     return spec.origin == "built-in" or spec.origin.endswith(suffixes)
 
 
-def _documents_of_namespace(
-    module: str, outer: tuple[str, ...], holder: ModuleType | type
-) -> Iterator[Document]:
+def _documents_of_namespace(module: str, outer: tuple[str, ...], holder: ModuleType | type) -> Iterator[Document]:
     for attribute, value in sorted(vars(holder).items()):
         is_class = inspect.isclass(value)
         if attribute.startswith("__") or not (is_class or inspect.isroutine(value)):

@@ -26,9 +26,9 @@ class RowShape:
 
 
 ROW_SHAPES = (
-    RowShape(rows=16, row_tokens=256, share=0.40),
-    RowShape(rows=8, row_tokens=512, share=0.48),
-    RowShape(rows=2, row_tokens=2048, share=0.10),
+    RowShape(rows=16, row_tokens=256, share=0.55),
+    RowShape(rows=8, row_tokens=512, share=0.35),
+    RowShape(rows=2, row_tokens=2048, share=0.08),
     RowShape(rows=1, row_tokens=8192, share=0.02),
 )
 
@@ -46,7 +46,7 @@ class TokenSource:
     def __post_init__(self) -> None:
         texts = [document.as_plain_text() for document in self.documents]
         self._plain = self._encode(texts)
-        self._separator = self.tokenizer.token_to_id(END_OF_TEXT)
+        self._separator = self._encode([END_OF_TEXT])[0][0]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]

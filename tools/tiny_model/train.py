@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tools.tiny_model import attention
@@ -62,6 +63,7 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
         max_position_embeddings=POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-5,
+        initializer_range=0.04,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(END_OF_TEXT),
@@ -88,26 +90,39 @@ def loss_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, rows: Tensor) -> float:
     """Mean loss over ids `[rows, row_tokens]`."""
-    model.eval()
-    losses = [loss_of(model, part).item() * len(part) for part in rows.split(8)]
-    model.train()
+    model.train(False)
+    losses = [loss_of(model, part).item() * len(part) for part in torch.split(rows, 8)]
+    model.train(True)
     return sum(losses) / len(rows)
 
 
-def make_optimizer(model: LlamaForCausalLM, rate: float) -> torch.optim.AdamW:
-    """AdamW; vectors (the norms' weights) are not decayed."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-9, fused=True)
+def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms' weights."""
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+        (matrices if is_matrix else others).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [muon, adamw]
 
 
-def train(model: LlamaForCausalLM, source: TokenSource, options: Options) -> int:
-    """Train until the time budget is spent; returns the steps taken."""
-    optimizer = make_optimizer(model, options.peak_rate)
+def take_step(model: LlamaForCausalLM, optimizers: Sequence[Optimizer], ids: Tensor) -> float:
+    """One update on ids `[rows, row_tokens]`; returns the loss before it."""
+    loss = loss_of(model, ids)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def train(model: LlamaForCausalLM, source: TokenSource, options: Options) -> None:
+    """Train until the time budget is spent."""
+    optimizers = make_optimizers(model, options.peak_rate)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     start = last_save = time.monotonic()
     budget_s, save_every_s = options.minutes * 60, options.save_every_minutes * 60
     recent, tokens = 0.0, 0
@@ -115,25 +130,20 @@ def train(model: LlamaForCausalLM, source: TokenSource, options: Options) -> int
         elapsed_s = time.monotonic() - start
         if elapsed_s >= budget_s:
             break
-        for group in optimizer.param_groups:
+        for group in groups:
             group["lr"] = learning_rate(elapsed_s / budget_s, options.peak_rate)
-        loss = loss_of(model, ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        recent += take_step(model, optimizers, ids)
         tokens += ids.numel()
-        recent += loss.item()
         if step % REPORT_EVERY_STEPS == 0:
             mean = recent / REPORT_EVERY_STEPS
             rate = tokens / elapsed_s
-            print(f"{elapsed_s:7.0f} s  step {step}  loss {mean:.3f}  {rate:.0f} tokens/s", flush=True)
+            line = f"{elapsed_s:7.0f} s  step {step}  loss {mean:.3f}  {rate:.0f} tokens/s"
+            print(line, flush=True)
             recent = 0.0
         if time.monotonic() - last_save > save_every_s:
             save_model(model, options.output)
             last_save = time.monotonic()
     print(f"{step - 1} steps, {tokens} tokens, {budget_s / 60:.0f} minutes")
-    return step - 1
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
@@ -141,12 +151,14 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = model.generation_config
-    copy.to(torch.bfloat16).save_pretrained(folder)
+    copy.bfloat16()
+    copy.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def generation_config(tokenizer: Tokenizer) -> GenerationConfig:
     """Greedy by default; both end tokens stop a generation."""
-    return GenerationConfig(
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=[tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)],
         pad_token_id=tokenizer.token_to_id(PADDING),
     )
@@ -167,7 +179,7 @@ def parse_options() -> Options:
     parser.add_argument("--minutes", type=float, default=50.0, help="time budget")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--peak-rate", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--peak-rate", type=float, default=6e-3, help="highest learning rate")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to keep")
     parser.add_argument("--save-every-minutes", type=float, default=10.0)
     return Options(**vars(parser.parse_args()))
@@ -192,9 +204,7 @@ def main() -> None:
     train(model, source, options)
     save_model(model, options.output)
     for name, part in (("train", training), ("held-out", held_out)):
-        rows = evaluation_rows(
-            TokenSource(tokenizer, part, random.Random(0)), EVALUATION_ROW_TOKENS
-        )
+        rows = evaluation_rows(TokenSource(tokenizer, part, random.Random(0)), EVALUATION_ROW_TOKENS)
         print(f"{name} loss {evaluate(model, rows[:EVALUATION_ROWS]):.3f}", flush=True)
 
 

@@ -6,7 +6,7 @@ transformers; `tokenizers` and `jinja2` are imported when first needed.
 
 from alignedserve.text.chat_template import ChatTemplate
 from alignedserve.text.detokenizer import IncrementalDetokenizer
-from alignedserve.text.stops import StopChecker, StoppableText, StopMatcher
+from alignedserve.text.stops import StopChecker, StopMatcher, StoppableText
 from alignedserve.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "IncrementalDetokenizer", "StopChecker", "StopMatcher", "StoppableText", "Tokenizer"]

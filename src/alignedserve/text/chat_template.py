@@ -52,7 +52,7 @@ class ChatTemplate:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._variables)
+            return str(self._template.render(messages=turns, add_generation_prompt=True, **self._variables))
         except TemplateError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -90,7 +90,7 @@ def _compile(source: str, origin: str) -> Any:
     class Generation(Extension):
         """`{% generation %}` marks the assistant's tokens for training; here its body is simply rendered."""
 
-        tags = {"generation"}
+        tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja declares a set and reads it only
 
         def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)

@@ -61,10 +61,11 @@ class StopMatcher:
 class StoppableText:
     """The text of an answer, token by token, up to its stop string.
 
-    The first `min_tokens` tokens never complete a stop string.
+    The first `min_tokens` tokens never complete a stop string. `length` counts the characters of all tokens so far,
+    held back or not.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_skip")
+    __slots__ = ("_detokenizer", "_matcher", "_skip", "length")
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), context_ids: Sequence[int] = (), min_tokens: int = 0
@@ -72,6 +73,7 @@ class StoppableText:
         self._detokenizer = IncrementalDetokenizer(tokenizer, context_ids)
         self._matcher = StopMatcher(stops) if stops else None
         self._skip = min_tokens
+        self.length = 0
 
     @property
     def stopped(self) -> bool:
@@ -80,6 +82,7 @@ class StoppableText:
     def push(self, token: int) -> str:
         """Text that may be shown now."""
         text = self._detokenizer.push(token)
+        self.length += len(text)
         if self._matcher is None:
             return text
         if self._skip > 0:

@@ -49,9 +49,8 @@ class Tokenizer:
         where a tokenizer is there and cannot be read.
         """
         folder = Path(path)
-        file: Path | None = folder / "tokenizer.json"
-        if file is None or not file.is_file():
-            file = converted_tokenizer_file(folder)
+        own = folder / "tokenizer.json"
+        file = own if own.is_file() else converted_tokenizer_file(folder)
         if file is None:
             return None
         from tokenizers import Tokenizer as Backend

@@ -1,0 +1,161 @@
+"""The Ray Serve application: a gateway, and the supervisor that lives and dies with it.
+
+`serve deploy` takes `alignedserve.cluster.app:build` as an import path; the configuration's sections are its `args`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from alignedserve.cluster.actors import ACTORS, RoleActor
+from alignedserve.cluster.ray_launcher import RayLauncher
+from alignedserve.cluster.records import Record
+from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
+from alignedserve.cluster.supervisor import Identity, Supervisor
+from ray import serve
+from ray.serve import Application
+from ray.serve.schema import LoggingConfig
+
+from alignedserve import logs
+from alignedserve.config_sources import Tree, from_tree, to_tree
+
+logger = logging.getLogger(__name__)
+
+GUESTS_LEAVE_S = 10.0
+ROLES_END_S = 8.0
+REPLACED_WITHIN_S = 30.0
+HUNG_AFTER_S = 10.0
+LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
+
+
+@serve.deployment(
+    name="Supervisor",
+    num_replicas=1,
+    max_ongoing_requests=1000,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=1,
+    health_check_timeout_s=10,
+    graceful_shutdown_wait_loop_s=0.1,
+    graceful_shutdown_timeout_s=GUESTS_LEAVE_S + 2 * ROLES_END_S + 5,
+    logging_config=LOGGING,
+)
+class SupervisorDeployment:
+    """Hosts the supervisor in a replica, and ends what it started when the application is deleted.
+
+    Serve awaits `__del__` once, when the application is deleted or Serve is shut down. A replica that is killed gets
+    no such chance: its successor finds the roles by their names and goes on with them, and where there is none they end
+    themselves after `supervisor.orphan_after_s`.
+    """
+
+    async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:
+        self._config = from_tree(tree)
+        logs.setup(self._config.log, "supervisor", "supervisor-0")
+        context = serve.get_replica_context()
+        launcher = RayLauncher(f"alignedserve-{context.app_name}", self._config, actors)
+        self._identity = await _identity(launcher, tree)
+        self._record = Record(
+            self._identity.cluster_id, _url(self._config), os.getpid(), time.time(), self._config.cluster.name
+        )
+        self._supervisor = Supervisor(self._config, launcher, self._identity)
+        self._ended = False
+        await self._supervisor.start()
+        self._record.write()
+
+    async def join_info(self) -> dict[str, Any]:
+        """What a gateway replica needs in order to join."""
+        return {
+            "supervisor_address": self._supervisor.address,
+            "token": self._identity.token,
+            "cluster_id": self._identity.cluster_id,
+            "node_id": self._supervisor.home.node_id,
+            "host": self._supervisor.home.host,
+            "agent_socket": self._identity.agent_socket,
+            "model_path": self._config.model.path,
+            "config": to_tree(self._config),
+        }
+
+    async def progress(self) -> dict[str, Any]:
+        """How far the start is, as plain values, for the command that waits for it."""
+        status = await self._supervisor.status(fresh=False)
+        return {
+            "state": status.state,
+            "missing": list(status.missing),
+            "degraded": list(status.degraded),
+            "failure": {"code": status.failure.code, "message": status.failure.message}
+            if status.failure.code
+            else None,
+            "roles": [
+                {"role": p.process.role, "id": p.process.id, "pid": p.pid, "state": p.state, "holds": p.holds}
+                for p in status.peers
+            ],
+        }
+
+    async def check_health(self) -> None:
+        """Raises where the supervisor does not do its work any more: Serve replaces it."""
+        silent_s = time.monotonic() - self._supervisor.ticked_at
+        if not self._ended and silent_s > HUNG_AFTER_S:
+            raise RuntimeError(f"the supervisor has looked at nothing for {silent_s:.0f} s")
+
+    async def __del__(self) -> None:
+        """End everything: gateways leave first, so that what they are serving is not cut off."""
+        if self.__dict__.get("_ended", True):  # also where the constructor did not come that far
+            return
+        self._ended = True
+        self._record.remove()
+        deadline = time.monotonic() + GUESTS_LEAVE_S
+        while self._supervisor.core.guests and time.monotonic() < deadline:
+            await self._supervisor.wait_changed(0.1)
+            self._supervisor.core.tick(time.monotonic())
+        await self._supervisor.end_all(ROLES_END_S)
+        await self._supervisor.close()
+        remove_cluster_dir(self._identity.cluster_id)
+
+
+async def _identity(launcher: RayLauncher, tree: Tree) -> Identity:
+    """That of the processes which run already, or a new one.
+
+    Processes of another configuration belong to the application that this one replaces, which is about to end them.
+    """
+    deadline = time.monotonic() + REPLACED_WITHIN_S
+    while found := await launcher.find():
+        if all(running.settings.config == tree for running in found):
+            first = found[0].settings
+            return Identity(first.cluster_id, first.token, first.agent_socket)
+        if time.monotonic() > deadline:
+            for running in found:
+                await launcher.kill(running.settings.id)
+        await asyncio.sleep(0.2)
+    cluster_id = new_cluster_id()
+    return Identity(cluster_id, new_token(), str(cluster_dir(cluster_id) / "agent.sock"))
+
+
+def _url(config: Any) -> str:
+    """Where the gateway answers on this machine: Serve's own options count, whoever set them."""
+    host, port = config.gateway.host, config.gateway.port
+    with contextlib.suppress(Exception):  # its place in Serve is not a public one
+        from ray.serve.context import _get_global_client
+
+        options = _get_global_client().http_config
+        host, port = options.host, options.port
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return f"http://{shown}:{port}{config.gateway.route_prefix.rstrip('/')}"
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for a configuration (its sections as nested values; what is left out has its default).
+
+    Raises ConfigError for a key or a value that is none.
+    """
+    from alignedserve.gateway.app import Gateway
+
+    config = from_tree(args)
+    tree = to_tree(config)
+    supervisor = SupervisorDeployment.bind(tree)
+    gateway = Gateway.options(num_replicas=config.gateway.replicas, logging_config=LOGGING)
+    return gateway.bind(tree, supervisor)

@@ -1,0 +1,164 @@
+"""The `alignedserve` command. Nothing heavy is imported before a command needs it: `status` and `--help` are quick."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from alignedserve.cluster.refused_flags import REFUSED_FLAGS, refuse_unsupported
+
+from alignedserve import __version__
+from alignedserve.errors import AlignedServeError, ConfigError, ModelError
+
+# flag -> (configuration key, how argparse reads it)
+SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--model": (
+        "model.path",
+        {"metavar": "MODEL", "help": "tiny (ships with the package), a local folder, or ORG/NAME"},
+    ),
+    "--served-model-name": ("model.served_name", {"metavar": "NAME", "help": "the name that clients use"}),
+    "--host": ("gateway.host", {"help": "address that HTTP listens on (default 127.0.0.1)"}),
+    "--port": ("gateway.port", {"type": int, "help": "HTTP port (default 8000)"}),
+    "--grpc-port": ("gateway.grpc_port", {"type": int, "help": "gRPC port (default 9000)"}),
+    "--device": ("cluster.device", {"metavar": "auto|cpu|cuda", "help": "where instances run"}),
+    "--dtype": ("model.dtype", {"metavar": "auto|bfloat16|float32|float16", "help": "weights and KV"}),
+    "--prefill": ("cluster.prefill", {"type": int, "metavar": "N", "help": "prefill instances (default 1)"}),
+    "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
+    "--chat-template": (
+        "model.chat_template",
+        {"metavar": "FILE", "help": "a Jinja template instead of the model's own"},
+    ),
+    "--log-format": ("log.format", {"metavar": "text|json", "help": "how log records are written"}),
+    "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file a role"}),
+}
+SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
+    "--no-prefetch": ("cluster.prefetch", False, "leave the candidate buffers out: pool to decode directly"),
+    "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
+    "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        if nearest := difflib.get_close_matches(unknown.partition("=")[0], [*SERVE_FLAGS, *SERVE_SWITCHES], n=1):
+            message += f"; the nearest is {nearest[0]}"
+        print(f"alignedserve: error: {message} (see `{self.prog} --help`)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="alignedserve", description="Serve a language model with prefill and decode apart.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, summary: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+
+    serve = add("serve", "Start a cluster and serve a model until Ctrl-C.")
+    _add_configuration(serve)
+    for flag, feature in REFUSED_FLAGS.items():
+        serve.add_argument(flag, nargs="?", const=True, help=argparse.SUPPRESS, metavar=feature)
+    config = add("config", "Print the configuration that results, each key with its line of documentation.")
+    _add_configuration(config)
+    status = add("status", "List the processes of the newest running cluster of this user.")
+    status.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+    status.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    doctor = add("doctor", "Say what this machine offers, and what is missing.")
+    _add_configuration(doctor)
+    doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    add("version", "Print the version.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, 2 where it could not begin (configuration), 1 for failures later."""
+    if not sys.platform.startswith("linux"):
+        print(f"alignedserve: error: only Linux is supported, this is {sys.platform}", file=sys.stderr)
+        return 2
+    options = make_parser().parse_args(argv)
+    try:
+        return _run(options)
+    except (ConfigError, ModelError) as error:
+        return _fail(error, 2)
+    except AlignedServeError as error:
+        return _fail(error, 1)
+    except BrokenPipeError:  # `alignedserve config | head`
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    match options.command:
+        case "version":
+            print(f"alignedserve {__version__}")
+            return 0
+        case "status":
+            from alignedserve.cluster.status_command import show_status
+
+            return show_status(options.url, as_json=options.json)
+        case "config":
+            from alignedserve.config_sources import to_yaml
+
+            print(to_yaml(_configuration(options)), end="")
+            return 0
+        case "doctor":
+            from alignedserve.cluster.doctor import run_doctor
+
+            return run_doctor(_configuration(options), as_json=options.json)
+        case _:
+            from alignedserve.cluster.serve_command import serve
+
+            refuse_unsupported(vars(options))
+            return serve(_configuration(options))
+
+
+def _add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Flags that set configuration keys. Not given, they are None, so that the layers below show through."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration")
+    for flag, (key, how) in SERVE_FLAGS.items():
+        parser.add_argument(flag, dest=key, default=None, **how)
+    for flag, (key, value, summary) in SERVE_SWITCHES.items():
+        parser.add_argument(flag, dest=key, action="store_const", const=value, default=None, help=summary)
+    parser.add_argument(
+        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other key of the configuration"
+    )
+
+
+def _configuration(options: argparse.Namespace) -> Any:
+    import yaml
+    from alignedserve.cluster.refused_flags import explain_unknown_key
+
+    from alignedserve.config_sources import load
+    from alignedserve.errors import UnknownKeyError
+
+    flags = {key: value for key, value in vars(options).items() if "." in key}
+    for assignment in options.set:
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise ConfigError(f"--set takes SECTION.KEY=VALUE, not {assignment!r}")
+        try:
+            flags[key] = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            flags[key] = text
+    try:
+        return load(options.config, flags=flags)
+    except UnknownKeyError as error:
+        raise explain_unknown_key(error) from error
+
+
+def _fail(error: AlignedServeError, status: int) -> int:
+    print(f"alignedserve: error: {' '.join(error.message.split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What can be found out before anything is started: it is said in one line then, not after a minute of loading."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+
+from alignedserve.cluster.gpus import count_gpus
+from alignedserve.cluster.plan import check_gpus
+
+from alignedserve.config import Config
+from alignedserve.errors import ConfigError, ResourceError
+from alignedserve.memory import available_memory_bytes, describe_bytes
+from alignedserve.model import check_model_folder, resolve_model
+from alignedserve.sizing import GIB
+
+
+def check_model(config: Config) -> Path:
+    """The model's folder (fetched, for a name on a hub). Raises ModelError where it cannot be served."""
+    folder = resolve_model(config.model.path)
+    check_model_folder(folder)
+    template = config.model.chat_template
+    if template and not Path(template).expanduser().is_file():
+        raise ConfigError(f"model.chat_template: there is no file {template}")
+    return folder
+
+
+def check_machine(config: Config) -> None:
+    """Memory, GPUs and folders of this machine. Raises ResourceError or ConfigError."""
+    check_gpus(config, count_gpus())
+    available = available_memory_bytes()
+    wanted = int(config.kv_pool.size_gib * GIB)
+    if wanted > available:
+        raise ResourceError(
+            f"kv_pool.size_gib asks for {describe_bytes(wanted)}, but only {describe_bytes(available)} of memory are "
+            "available; ask for less"
+        )
+    if config.log.dir:
+        try:
+            Path(config.log.dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"log.dir: {config.log.dir} cannot be made: {error.strerror}") from error
+        if not os.access(config.log.dir, os.W_OK):
+            raise ConfigError(f"log.dir: {config.log.dir} cannot be written to")
+
+
+def check_ports(config: Config) -> None:
+    """Raises ResourceError, naming the port, where one is taken."""
+    if config.gateway.port == config.gateway.grpc_port:
+        raise ConfigError(f"gateway.port and gateway.grpc_port are both {config.gateway.port}")
+    _check_port("HTTP port (--port)", config.gateway.host, config.gateway.port)
+    # Ray Serve's gRPC proxy listens on every address.
+    _check_port("gRPC port (--grpc-port)", "0.0.0.0", config.gateway.grpc_port)
+
+
+def _check_port(what: str, host: str, port: int) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"gateway.host: {host!r} is no address: {error.strerror}") from error
+    family, kind, protocol, _, address = found[0]
+    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; a listener still shows
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ResourceError(f"{what} {port} on {host} is in use; choose another") from error
+            raise ConfigError(f"{what} {port} on {host} cannot be used: {error.strerror}") from error

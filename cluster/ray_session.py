@@ -1,0 +1,203 @@
+"""Starting Ray and Serve, or joining those that RAY_ADDRESS names; and ending what was started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.runtime_dir import temp_dir
+
+from alignedserve.config import Config
+from alignedserve.errors import AlignedServeError, ConfigError
+
+GRPC_SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
+OLD_SESSION_S = 24 * 3600.0
+
+# Set before Ray is imported, and inherited by what it starts.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+class RaySession:
+    """`owned` tells whether Ray was started here, and is to end here. All methods block; one thread uses it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._address = os.environ.get("RAY_ADDRESS", "").strip()
+        self.owned = self._address in ("", "local")
+        self.app_name = config.cluster.name
+        self._folder = temp_dir() / "ray"
+        self._started = False
+        self._deployed = False
+        self._session_dir: Path | None = None
+
+    @property
+    def logs_dir(self) -> str:
+        """Where Ray keeps what its processes, and ours in them, write."""
+        return str(self._session_dir / "logs") if self._session_dir else ""
+
+    def start(self) -> None:
+        """Raises AlignedServeError where Ray cannot be started or joined."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if self.owned:
+            os.environ.pop("RAY_ADDRESS", None)
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home folder
+            self._clean_sessions()
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+        try:
+            if self.owned:
+                _leave_out_services()
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _temp_dir=str(self._folder),
+                    **common,
+                )
+            else:
+                ray.init(address=self._address, **common)
+        except Exception as error:  # Ray raises a dozen types, from ConnectionError to plain Exception
+            doing = (
+                "Ray cannot be started"
+                if self.owned
+                else f"the Ray cluster at RAY_ADDRESS={self._address} cannot be joined"
+            )
+            raise AlignedServeError(f"{doing}: {_first_line(error)}") from error
+        self._started = True
+        with contextlib.suppress(Exception):  # only for telling where logs are
+            self._session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
+
+    def deploy(self) -> None:
+        """Start Serve where it does not run, and the application on it. Returns when its replicas are up."""
+        from alignedserve.cluster.app import build
+        from ray import serve
+
+        from alignedserve.config_sources import to_tree
+
+        try:
+            self._refuse_taken_name(serve)
+            serve.start(
+                http_options={"host": self._config.gateway.host, "port": self._config.gateway.port},
+                grpc_options={"port": self._config.gateway.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
+                logging_config={"log_level": "WARNING", "enable_access_log": False},
+            )
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            self._deployed = True
+            serve.run(
+                build(to_tree(self._config)),  # type: ignore[arg-type]
+                name=self.app_name,
+                route_prefix=self._config.gateway.route_prefix,
+                blocking=False,
+            )
+        except AlignedServeError:
+            raise
+        except Exception as error:  # as above
+            raise AlignedServeError(f"the application could not be deployed: {_first_line(error)}") from error
+
+    def progress(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
+        """What the supervisor says; None while there is none."""
+        from ray import serve
+
+        if not self._deployed:
+            return None
+        try:
+            handle = serve.get_deployment_handle("Supervisor", self.app_name)
+            said: dict[str, Any] = handle.progress.remote().result(timeout_s=timeout_s)
+        except Exception:  # it is not there yet, or not any more: the caller decides how long to wait
+            return None
+        return said
+
+    def url(self) -> str:
+        """Where HTTP is served; in a Ray cluster that had Serve running, where that listens."""
+        host, port = self._config.gateway.host, self._config.gateway.port
+        with contextlib.suppress(Exception):
+            from ray.serve.context import _get_global_client
+
+            options = _get_global_client().http_config
+            host, port = options.host, options.port
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+
+    def is_alive(self) -> bool:
+        """Whether the application is still deployed."""
+        from ray import serve
+
+        try:
+            return self.app_name in serve.status().applications
+        except Exception:  # whatever it is, nothing answers
+            return False
+
+    def stop(self) -> None:
+        """End the application; and Serve and Ray, where they were started here."""
+        if not self._started:
+            return
+        import ray
+        from ray import serve
+
+        if self._deployed:
+            with contextlib.suppress(Exception):  # go on ending, whatever is broken
+                serve.delete(self.app_name)
+            if self.owned:
+                with contextlib.suppress(Exception):
+                    serve.shutdown()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+    def forget_session(self) -> None:
+        """Remove what Ray wrote: nothing went wrong."""
+        if self.owned and self._session_dir is not None:
+            shutil.rmtree(self._session_dir, ignore_errors=True)
+
+    def _refuse_taken_name(self, serve: Any) -> None:
+        if not self.owned and self.app_name in serve.status().applications:
+            raise ConfigError(
+                f"the Ray cluster runs an application called {self.app_name!r} already; set cluster.name to another name"
+            )
+
+    def _clean_sessions(self) -> None:
+        """Remove what sessions that have ended left a day ago; a session's name ends in its starter's pid."""
+        for session in self._folder.glob("session_*_*"):
+            pid = session.name.rpartition("_")[2]
+            with contextlib.suppress(OSError):
+                old = time.time() - session.stat().st_mtime > OLD_SESSION_S
+                if session.is_dir() and not session.is_symlink() and pid.isdigit() and old and not is_alive(int(pid)):
+                    shutil.rmtree(session, ignore_errors=True)
+
+
+def _leave_out_services() -> None:
+    """Do without Ray's dashboard, autoscaler and log monitor: a third of the start, 300 MB, and its only network probe.
+
+    There is no option for it, so their starters are taken out of this process's Ray, where it has them.
+    """
+    from ray._private.node import Node
+
+    def start_nothing(self: object, *arguments: object, **options: object) -> None:
+        return None
+
+    for name in ("start_monitor", "start_api_server", "start_log_monitor"):
+        if callable(getattr(Node, name, None)):
+            setattr(Node, name, start_nothing)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

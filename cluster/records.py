@@ -1,0 +1,88 @@
+"""Records of this user's running clusters, by which `alignedserve status` finds them without joining Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.runtime_dir import runtime_dir
+
+from alignedserve.errors import UnavailableError
+
+PROBE_TIMEOUT_S = 2.0
+STATUS_PATH = "/alignedserve/status"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A cluster, where its gateway answers, and the supervisor's process on this machine."""
+
+    cluster_id: str
+    url: str
+    pid: int
+    started_unix_s: float
+    name: str = ""
+
+    def write(self) -> None:
+        """Written beside and moved, so that nobody reads half of it."""
+        path = _path(self.cluster_id)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps(asdict(self)))
+        draft.chmod(0o600)
+        draft.replace(path)
+
+    def remove(self) -> None:
+        _path(self.cluster_id).unlink(missing_ok=True)
+
+
+def read_records() -> list[Record]:
+    """Newest first. Those whose supervisor has ended are removed, with what their cluster left in the folder.
+
+    A supervisor that has just died may be about to be replaced: its successor writes the record again.
+    """
+    records = []
+    for path in runtime_dir().glob("*.json"):
+        try:
+            record = Record(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        if is_alive(record.pid):
+            records.append(record)
+        else:
+            record.remove()
+    return sorted(records, key=lambda record: -record.started_unix_s)
+
+
+def fetch_status(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, Any]:
+    """What the gateway at `url` says of its cluster. Raises UnavailableError where none answers."""
+    return fetch_json(url.rstrip("/") + STATUS_PATH, timeout_s)
+
+
+def fetch_json(address: str, timeout_s: float) -> dict[str, Any]:
+    """Never through a proxy that the environment names: it is this machine, or what the user pointed at."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(address, timeout=timeout_s) as answer:
+            body = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with contextlib.suppress(ValueError, OSError):
+            if isinstance(body := json.loads(error.read()), dict):
+                return body
+        raise UnavailableError(f"{address} answered with HTTP {error.code}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UnavailableError(f"{address} does not answer: {reason}") from error
+    if not isinstance(body, dict):
+        raise UnavailableError(f"{address} is not a gateway of AlignedServe")
+    return body
+
+
+def _path(cluster_id: str) -> Path:
+    return runtime_dir() / f"{cluster_id}.json"

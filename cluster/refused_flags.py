@@ -1,0 +1,49 @@
+"""What other servers have and this one has not (yet): refused by name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alignedserve.errors import ConfigError, UnknownKeyError
+
+REFUSED_FLAGS = {
+    "--tensor-parallel-size": "tensor parallelism",
+    "--pipeline-parallel-size": "pipeline parallelism",
+    "--data-parallel-size": "data parallelism inside an instance (use --prefill and --decode)",
+    "--enable-expert-parallel": "expert parallelism",
+    "--enable-prefix-caching": "the prefix cache",
+    "--enable-lora": "LoRA adapters",
+    "--lora-modules": "LoRA adapters",
+    "--quantization": "quantised weights",
+    "--kv-cache-dtype": "a quantised KV cache",
+    "--speculative-config": "speculative decoding",
+    "--speculative-model": "speculative decoding",
+    "--guided-decoding-backend": "structured output",
+    "--enable-auto-tool-choice": "tool calls",
+    "--tool-call-parser": "tool calls",
+    "--reasoning-parser": "parsing of reasoning",
+    "--limit-mm-per-prompt": "images, audio and video",
+    "--api-key": "API keys",
+    "--api-key-file": "API keys",
+    "--verify-kv": "checksums of KV blocks",
+    "--swap-space": "swapping by size (kv_pool.size_gib is the pool in host memory)",
+    "--cpu-offload-gb": "weights in host memory",
+}
+
+
+def refuse_unsupported(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first flag given that asks for what is not there."""
+    for flag, feature in REFUSED_FLAGS.items():
+        if options.get(flag.removeprefix("--").replace("-", "_")) is not None:
+            raise ConfigError(f"{flag} is not supported: there is no support for {feature}")
+
+
+def explain_unknown_key(error: UnknownKeyError) -> ConfigError:
+    """The same error, or one that says that the feature asked for is not there."""
+    key = error.message.split("'")[1] if "'" in error.message else ""
+    name = key.rpartition(".")[2].replace("-", "_")
+    for flag, feature in REFUSED_FLAGS.items():
+        if flag.removeprefix("--").replace("-", "_") == name:
+            return ConfigError(f"configuration key {key!r} is not supported: there is no support for {feature}")
+    return error

@@ -1,0 +1,207 @@
+"""`alignedserve serve`: deploys the application, tells how far it is, waits, and ends what it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from alignedserve.cluster.console import Console
+from alignedserve.cluster.descendants import Descendants
+from alignedserve.cluster.preflight import check_machine, check_model, check_ports
+from alignedserve.cluster.ray_session import RaySession
+from alignedserve.cluster.records import fetch_json
+from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
+
+from alignedserve import __version__
+from alignedserve.config import Config
+from alignedserve.errors import AlignedServeError, UnavailableError
+
+POLL_S = 0.1
+WATCH_S = 5.0
+CLEAR_UP_S = 3.0
+
+
+def serve(config: Config) -> int:
+    """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
+    folder = check_model(config)
+    session = RaySession(config)
+    if session.owned:
+        check_machine(config)
+        check_ports(config)
+        clean_stale()
+    return _ServeCommand(_absolute(config, folder), session).run(str(folder))
+
+
+def _absolute(config: Config, folder: Path) -> Config:
+    """Workers have another working directory, and a model that was fetched is not to be fetched again."""
+    model = config.model
+    if model.path != "tiny":
+        name = config.served_model_name
+        model = replace(model, path=str(folder), served_name=name)
+    if model.chat_template:
+        model = replace(model, chat_template=str(Path(model.chat_template).expanduser().resolve()))
+    log = config.log
+    if log.dir:
+        log = replace(log, dir=str(Path(log.dir).expanduser().resolve()))
+    return replace(config, model=model, log=log)
+
+
+class _ServeCommand:
+    """The main thread shows and waits; a second one does what blocks, so that signals are answered at once.
+
+    The second thread lives as long as the process: the kernel ends Ray's own processes with the thread that started
+    them (PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self, config: Config, session: RaySession) -> None:
+        self._config = config
+        self._session = session
+        self._console = Console()
+        self._descendants = Descendants()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._stopping = threading.Event()
+        self._signals = 0
+        self._failure: AlignedServeError | None = None
+        self._deployed = threading.Event()
+        self._handle_signals_again = threading.Event()
+        self._shown: dict[str, str] = {}
+
+    def run(self, folder: str) -> int:
+        self._greet(folder)
+        log = temp_dir() / f"serve-{os.getpid()}.log"
+        self._console.divert(log)
+        self._handle_signals()
+        self._worker.submit(self._start)
+        try:
+            if self._wait_ready():
+                self._announce()
+                self._wait_for_end()
+        except Exception as error:
+            traceback.print_exc()
+            self._failure = AlignedServeError(f"{type(error).__name__}: {error}")
+        status = 1 if self._failure is not None else 0
+        if self._failure is not None:
+            self._console.error(self._failure.message)
+            if self._session.logs_dir:
+                self._console.line(f"logs: {self._session.logs_dir}")
+        self._end()
+        if status == 0:
+            self._session.forget_session()
+            log.unlink(missing_ok=True)
+        return status
+
+    # ---- start
+
+    def _start(self) -> None:
+        """In the second thread."""
+        try:
+            self._session.start()
+            self._handle_signals_again.set()
+            self._console.step("Ray is up" if self._session.owned else "joined the Ray cluster of RAY_ADDRESS")
+            if not self._stopping.is_set():
+                self._session.deploy()
+        except AlignedServeError as error:
+            self._failure = error
+        finally:
+            self._deployed.set()
+
+    def _wait_ready(self) -> bool:
+        """True once the gateway answers that it can serve."""
+        while not self._stopping.is_set():
+            if self._handle_signals_again.is_set():  # ray.init has put its own handler in place of ours
+                self._handle_signals_again.clear()
+                self._handle_signals()
+            if self._failure is not None:
+                return False
+            progress = self._session.progress()
+            if progress is not None and self._show(progress) and self._deployed.is_set() and self._answers():
+                return True
+            self._stopping.wait(POLL_S)
+        return False
+
+    def _show(self, progress: dict[str, Any]) -> bool:
+        """One line for each role that comes up; whether all have."""
+        for role in progress["roles"]:
+            if role["role"] != "supervisor" and role["state"] in ("ready", "failed"):
+                label = f"{role['id']:<14} {role['state']}"
+                if self._shown.get(role["id"]) != label:
+                    self._shown[role["id"]] = label
+                    self._console.step(f"{label}  pid {role['pid']}  {role['holds']}".rstrip())
+        if progress["failure"] is not None:
+            self._failure = AlignedServeError(progress["failure"]["message"])
+        return progress["state"] in ("ready", "degraded")
+
+    def _answers(self) -> bool:
+        try:
+            health = fetch_json(self._url() + "/health", 2.0)
+        except UnavailableError:
+            return False
+        return not health.get("missing")
+
+    def _url(self) -> str:
+        return self._session.url() + self._config.gateway.route_prefix.rstrip("/")
+
+    # ---- running
+
+    def _wait_for_end(self) -> None:
+        """Returns on a signal, or when the application is gone."""
+        while not self._stopping.wait(WATCH_S):
+            if not self._session.is_alive() and not self._stopping.is_set():
+                self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
+                return
+
+    # ---- end
+
+    def _end(self) -> None:
+        """Everything that was started is gone when this returns."""
+        ending = self._worker.submit(self._stop)
+        while not ending.done() and self._signals < 2:
+            wait([ending], timeout=POLL_S)
+        if self._session.owned:
+            self._descendants.note()
+            self._descendants.end(CLEAR_UP_S if self._signals < 2 else 0.0)
+        if not ending.done():
+            os._exit(1)  # it hangs on what was just killed
+
+    def _stop(self) -> None:
+        """In the second thread, after `_start`."""
+        if self._session.owned:
+            self._descendants.note()
+        self._session.stop()
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._console.line("\nending; once more to end at once" if number == signal.SIGINT else "ending")
+        self._stopping.set()
+
+    # ---- words
+
+    def _greet(self, folder: str) -> None:
+        cluster = self._config.cluster
+        self._console.line(
+            f"alignedserve {__version__}: {self._config.served_model_name} ({folder}), {cluster.prefill} prefill and "
+            f"{cluster.decode} decode instances, device {cluster.device}"
+        )
+
+    def _announce(self) -> None:
+        url = self._url()
+        body = json.dumps(
+            {"model": self._config.served_model_name, "messages": [{"role": "user", "content": "What is a list?"}]}
+        )
+        self._console.step("ready")
+        self._console.line(f"serving {self._config.served_model_name} on {url}")
+        self._console.line(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+        self._console.line("Ctrl-C ends it")

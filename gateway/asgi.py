@@ -1,0 +1,122 @@
+"""ASGI without ceremony: bodies read up to a limit, JSON answers, and word of a client that went away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_after_header
+
+from alignedserve.errors import AlignedServeError, TooLargeError
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+IGNORED_HEADER = "x-alignedserve-ignored-fields"
+_MAX_IGNORED = 32
+_MAX_NAME = 64
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it was answered."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body. Raises TooLargeError as soon as it is known to be over the limit, ClientGoneError."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
+            raise _too_large(limit_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit_bytes:
+            raise _too_large(limit_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limit_bytes: int) -> TooLargeError:
+    return TooLargeError(f"the body is over the limit of {limit_bytes / (1 << 20):g} MiB (gateway.max_body_mib)")
+
+
+def parse_json(body: bytes) -> Any:
+    """Strict JSON: no NaN, no infinity, no lone surrogates, 1,024 levels at most."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise MalformedJsonError(f"the body is not valid JSON: {error}") from error
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """Names of fields that nobody read. They are the client's own words, so they are quoted and cut."""
+    quoted = [quote(name[:_MAX_NAME], safe=".") for name in names]
+    if not quoted:
+        return {}
+    shown = quoted if len(quoted) <= _MAX_IGNORED else [*quoted[:_MAX_IGNORED], "..."]
+    return {IGNORED_HEADER: ", ".join(shown)}
+
+
+async def start(send: Send, status: int, content_type: str, headers: Mapping[str, str]) -> None:
+    pairs = [(b"content-type", content_type.encode())]
+    pairs += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+async def send_bytes(
+    send: Send, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    await start(send, status, content_type, {"content-length": str(len(body)), **(headers or {})})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    await send_bytes(send, orjson.dumps(value), "application/json", status, headers)
+
+
+async def send_error(send: Send, error: AlignedServeError, headers: Mapping[str, str] | None = None) -> None:
+    await send_json(send, error_object(error), error.http_status, {**retry_after_header(error), **(headers or {})})
+
+
+def report(error: BaseException) -> AlignedServeError:
+    """The error that the client sees; a bug of ours goes to the log with its traceback."""
+    if not isinstance(error, AlignedServeError):
+        logger.error("a request failed", exc_info=error)
+    return as_error(error)
+
+
+class DisconnectWatch:
+    """Calls `on_gone` when the client goes away. To be used once its body has been read."""
+
+    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        self._receive = receive
+        self._on_gone = on_gone
+        self._task: asyncio.Task[None] | None = None
+        self.gone = False
+
+    def __enter__(self) -> DisconnectWatch:
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        self.gone = True
+        self._on_gone()

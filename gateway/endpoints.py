@@ -1,0 +1,124 @@
+"""POST /v1/completions and /v1/chat/completions: from the body to the last event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from alignedserve.gateway.asgi import (
+    ClientGoneError,
+    DisconnectWatch,
+    Receive,
+    Scope,
+    Send,
+    ignored_header,
+    parse_json,
+    read_body,
+    report,
+    send_error,
+    send_json,
+    start,
+)
+from alignedserve.gateway.calls import Call
+from alignedserve.gateway.failures import error_object
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.planning import CallPlan, ServedModel
+from alignedserve.gateway.replies import Reply
+from alignedserve.gateway.requests import ChatRequest, CompletionRequest
+
+from alignedserve import logs
+from alignedserve.errors import CancelledError
+
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+_DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class GenerateEndpoint:
+    """An ASGI application for one of the two. `parse` and `plan` raise the errors that the client gets."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        model: ServedModel,
+        max_body_bytes: int,
+        parse: Callable[[Any], CompletionRequest | ChatRequest],
+        plan: Callable[[ServedModel, Any], Awaitable[CallPlan]],
+        reply: type[Reply],
+    ) -> None:
+        self._ledger = ledger
+        self._model = model
+        self._max_body_bytes = max_body_bytes
+        self._parse = parse
+        self._plan = plan
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(scope, receive, self._max_body_bytes)
+            request = self._parse(parse_json(body))
+            plan = await self._plan(self._model, request)
+            call = self._ledger.open(plan)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await send_error(send, report(error))
+            return
+        logs.request_id.set(plan.id)
+        headers = {"x-request-id": plan.id, **ignored_header(request.ignored)}
+        try:
+            with DisconnectWatch(receive, lambda: self._gone(call)) as watch:
+                await self._answer(call, send, headers, watch)
+        finally:
+            self._ledger.close(call)
+
+    def _gone(self, call: Call) -> None:
+        self._ledger.close(call)
+        call.fail(CancelledError("the client went away"))
+
+    async def _answer(self, call: Call, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
+        reply = self._reply(call, self._model, self._ledger.end)
+        if call.plan.reply.stream:
+            await self._stream(call, reply, send, headers, watch)
+            return
+        try:
+            while deltas := await call.next():
+                reply.collect(deltas)
+            body = reply.body()
+        except Exception as error:
+            if not watch.gone:
+                await send_error(send, report(error), headers)
+            return
+        await send_json(send, body, headers=headers)
+
+    async def _stream(
+        self, call: Call, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch
+    ) -> None:
+        """The status line waits for the first tokens: until then an error has a status of its own."""
+        try:
+            deltas = await call.next()
+        except Exception as error:
+            if not watch.gone:
+                await send_error(send, report(error), headers)
+            return
+        await start(send, 200, _EVENT_STREAM, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        try:
+            while deltas:
+                if frames := [event(chunk) for chunk in reply.chunks(deltas)]:
+                    await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
+                deltas = await call.next()
+            last = reply.last_chunk()
+            ending = (event(last) if last is not None else b"") + _DONE
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if watch.gone:
+                return
+            ending = event(error_object(report(error)))
+        await send({"type": "http.response.body", "body": ending})

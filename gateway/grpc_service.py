@@ -1,0 +1,206 @@
+"""The public gRPC service: the same checks, plans and ledger as HTTP, other messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from alignedserve.gateway.answers import AnswerView, Part
+from alignedserve.gateway.asgi import report
+from alignedserve.gateway.calls import Answer
+from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
+from alignedserve.gateway.replies import LEAST_LOGPROB, Parts, timings
+from alignedserve.gateway.requests import parse_chat, parse_completion
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import inference_pb2 as inf
+from alignedserve.proto import inference_pb2_grpc as inf_grpc
+
+from alignedserve import logs
+from alignedserve.errors import InvalidRequestError
+from alignedserve.request import TokenLogprobs
+from alignedserve.text import Tokenizer
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_OPTIONAL = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "timeout_s",
+)
+
+
+class InferenceService:
+    """What the service's four methods do. They raise AlignedServeError; who serves them turns it into a status."""
+
+    def __init__(self, ledger: Ledger, model: ServedModel) -> None:
+        self._ledger = ledger
+        self._model = model
+
+    async def generate(self, request: inf.GenerateRequest) -> inf.GenerateResponse:
+        call = self._ledger.open(await self._plan(request))
+        logs.request_id.set(call.plan.id)
+        parts = Parts(call, self._model, self._ledger.end)
+        whole = [Part() for _ in parts.views]
+        last: Answer | None = None
+        try:
+            while deltas := await call.next():
+                for view, part in parts.take(deltas):
+                    whole[view.answer.index].extend(part)
+                    last = view.answer if part.finish is not None else last
+        finally:
+            self._ledger.close(call)
+        return inf.GenerateResponse(
+            request_id=call.plan.id,
+            model=self._model.name,
+            prompt_token_ids=call.plan.prompts[0].token_ids,
+            choices=[self._choice(view, part) for view, part in zip(parts.views, whole, strict=True)],
+            usage=_usage(parts),
+            timings=_timings(call.plan, last),
+        )
+
+    async def stream(self, request: inf.GenerateRequest) -> AsyncIterator[inf.GenerateChunk]:
+        call = self._ledger.open(await self._plan(request))
+        logs.request_id.set(call.plan.id)
+        parts = Parts(call, self._model, self._ledger.end)
+        prompt: tuple[int, ...] | None = call.plan.prompts[0].token_ids
+        try:
+            while deltas := await call.next():
+                for view, part in parts.take(deltas):
+                    chunk = inf.GenerateChunk(
+                        request_id=call.plan.id, model=self._model.name, choice=self._choice(view, part)
+                    )
+                    if prompt is not None:
+                        chunk.prompt_token_ids.extend(prompt)
+                        prompt = None
+                    if all(other.finish is not None for other in parts.views):
+                        chunk.usage.CopyFrom(_usage(parts))
+                        if (spent := _timings(call.plan, view.answer)) is not None:
+                            chunk.timings.CopyFrom(spent)
+                    yield chunk
+        finally:
+            self._ledger.close(call)
+
+    def cancel(self, request: inf.CancelRequest) -> inf.CancelResponse:
+        return inf.CancelResponse(found=self._ledger.cancel_call(request.request_id))
+
+    def list_models(self) -> inf.ModelList:
+        info = self._model.info
+        positions = info.max_positions if info is not None else 0
+        return inf.ModelList(models=[inf.ModelCard(id=self._model.name, max_positions=positions)])
+
+    async def _plan(self, request: inf.GenerateRequest) -> CallPlan:
+        if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+            message = "request_id must be 1 to 128 letters, digits, or one of . _ : / -"
+            raise InvalidRequestError(message, param="request_id")
+        body = body_of(request)
+        if "messages" in body:
+            return await plan_chat(self._model, parse_chat(body), request.request_id)
+        return await plan_completion(self._model, parse_completion(body), request.request_id)
+
+    def _choice(self, view: AnswerView, part: Part) -> inf.Choice:
+        return inf.Choice(
+            index=view.answer.index,
+            text=part.text,
+            token_ids=part.token_ids,
+            finish_reason="" if part.finish is None else part.finish.value,
+            logprobs=[
+                _logprob(self._model.tokenizer, e.token_id, e.logprob) for e in part.scored if e.logprob is not None
+            ],
+        )
+
+
+def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
+    """The request as the JSON body that it corresponds to, so that both are checked by the same rules."""
+    body: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
+    if request.model:
+        body["model"] = request.model
+    if request.n:
+        body["n"] = request.n
+    if request.ignore_eos:
+        body["ignore_eos"] = True
+    if request.include_timings:
+        body["include_timings"] = True
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if request.stop_token_ids:
+        body["stop_token_ids"] = list(request.stop_token_ids)
+    if request.logit_bias:
+        body["logit_bias"] = {str(entry.token_id): entry.bias for entry in request.logit_bias}
+    match request.WhichOneof("input"):
+        case "prompt":
+            body["prompt"] = request.prompt
+        case "prompt_token_ids":
+            body["prompt"] = list(request.prompt_token_ids.ids)
+        case "conversation":
+            body["messages"] = [{"role": turn.role, "content": turn.content} for turn in request.conversation.messages]
+            if "logprobs" in body:
+                body["top_logprobs"] = body["logprobs"]
+                body["logprobs"] = True
+    return body
+
+
+def _logprob(tokenizer: Tokenizer | None, token: int, entry: TokenLogprobs) -> inf.TokenLogprobText:
+    def one(token_id: int, logprob: float) -> inf.TokenLogprobText:
+        text = "" if tokenizer is None else tokenizer.token_text(token_id)
+        return inf.TokenLogprobText(token_id=token_id, token=text, logprob=max(logprob, LEAST_LOGPROB))
+
+    message = one(token, entry.logprob)
+    message.top.extend(one(*pair) for pair in entry.top)
+    return message
+
+
+def _usage(parts: Parts) -> inf.Usage:
+    return inf.Usage(prompt_tokens=parts.prompt_tokens, completion_tokens=parts.completion_tokens)
+
+
+def _timings(plan: CallPlan, answer: Answer | None) -> inf.RequestTimings | None:
+    return inf.RequestTimings(**timings(answer)) if plan.reply.include_timings and answer is not None else None
+
+
+class InferenceServicer(inf_grpc.InferenceServicer):
+    """The service on a gRPC server of one's own, without Ray Serve."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    async def Generate(self, request: inf.GenerateRequest, context: Any) -> inf.GenerateResponse:
+        try:
+            return await self._service.generate(request)
+        except Exception as error:
+            await _abort(context, error)
+            raise
+
+    async def Stream(self, request: inf.GenerateRequest, context: Any) -> AsyncIterator[inf.GenerateChunk]:
+        chunks = self._service.stream(request)
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Exception as error:
+            await _abort(context, error)
+        finally:
+            await chunks.aclose()  # type: ignore[attr-defined]  # an async generator
+
+    async def Cancel(self, request: inf.CancelRequest, context: Any) -> inf.CancelResponse:
+        return self._service.cancel(request)
+
+    async def ListModels(self, request: pb.Empty, context: Any) -> inf.ModelList:
+        return self._service.list_models()
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    status, details = grpc_status(report(error))
+    await context.abort(status, details)

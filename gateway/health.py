@@ -1,0 +1,71 @@
+"""Is the cluster able to serve, and what is missing or degraded; read from the supervisor's last view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.proto import supervisor_pb2 as sv
+
+from alignedserve.config import ClusterConfig
+
+NEEDED_ROLES = ("prefill", "decode", "kv_pool", "scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    missing: tuple[str, ...]
+    degraded: tuple[str, ...]
+
+    @property
+    def status(self) -> str:
+        if self.missing:
+            return "unavailable"
+        return "degraded" if self.degraded else "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"status": self.status, "missing": list(self.missing), "degraded": list(self.degraded)}
+
+
+def judge(
+    view: sv.ClusterView, config: ClusterConfig, *, joined: bool, scheduler_up: bool, model_known: bool
+) -> Health:
+    """`joined`: the supervisor can be reached; `scheduler_up`: this gateway's own link to the scheduler is."""
+    ready = dict.fromkeys(NEEDED_ROLES, 0)
+    degraded: list[str] = []
+    for peer in view.peers:
+        if peer.state == "ready":
+            if peer.process.role in ready:
+                ready[peer.process.role] += 1
+        elif peer.process.role != "gateway":
+            why = f": {peer.failure.message}" if peer.failure.message else ""
+            degraded.append(f"{peer.process.id} is {peer.state or 'unknown'}{why}")
+    missing = [role for role, count in ready.items() if count == 0]
+    if not missing and not scheduler_up:
+        missing.append("scheduler (this gateway has no link to it)")
+    if not missing and not model_known:
+        missing.append("model")
+    for role, wanted in (("prefill", config.prefill), ("decode", config.decode)):
+        if 0 < ready[role] < wanted:
+            degraded.append(f"{ready[role]} of {wanted} {role} instances are ready")
+    if not joined:
+        degraded.append("supervisor cannot be reached")
+    return Health(tuple(missing), tuple(degraded))
+
+
+def role_entry(peer: sv.Peer) -> dict[str, Any]:
+    """One process, as `alignedserve status` lists it."""
+    entry: dict[str, Any] = {
+        "role": peer.process.role,
+        "id": peer.process.id,
+        "pid": peer.pid,
+        "node": peer.node_id,
+        "address": peer.address,
+        "state": peer.state,
+        "holds": peer.holds,
+        "incarnation": peer.process.incarnation,
+        "started_unix_s": peer.started_unix_s,
+    }
+    if peer.HasField("failure"):
+        entry["failure"] = {"code": peer.failure.code, "message": peer.failure.message}
+    return entry

@@ -1,0 +1,90 @@
+"""The HTTP application: a Starlette router over plain ASGI endpoints. Errors of routing are JSON objects too."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import orjson
+from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
+from alignedserve.gateway.endpoints import GenerateEndpoint
+from alignedserve.gateway.failures import MethodNotAllowedError, error_object
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.openai_replies import ChatReply, CompletionReply
+from alignedserve.gateway.openapi import openapi_json
+from alignedserve.gateway.operations import Operations, Operator
+from alignedserve.gateway.planning import plan_chat, plan_completion
+from alignedserve.gateway.requests import parse_chat, parse_completion
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from alignedserve.config import GatewayConfig
+from alignedserve.errors import AlignedServeError, NotFoundError
+
+
+class _Endpoint:
+    """Starlette takes a function for a request handler and anything else for an ASGI application."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handle(scope, receive, send)
+
+
+async def _openapi(scope: Scope, receive: Receive, send: Send) -> None:
+    await send_bytes(send, openapi_json(), "application/json")
+
+
+def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator) -> Starlette:
+    """The ASGI application of one gateway."""
+    limit = int(config.max_body_mib * (1 << 20))
+    model = operator.model
+    completions = GenerateEndpoint(
+        ledger,
+        model,
+        limit,
+        partial(parse_completion, max_prompts=config.max_prompts),
+        plan_completion,
+        CompletionReply,
+    )
+    chat = GenerateEndpoint(ledger, model, limit, parse_chat, plan_chat, ChatReply)
+    operations = Operations(operator)
+    gets = {
+        "/v1/models": operations.models,
+        "/v1/models/{model_id:path}": operations.model,
+        "/health": operations.health,
+        "/live": operations.live,
+        "/metrics": operations.metrics,
+        "/alignedserve/status": operations.status,
+        "/openapi.json": _openapi,
+    }
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            *(Route(path, _Endpoint(handle), methods=["GET"]) for path, handle in gets.items()),
+        ],
+        exception_handlers={HTTPException: _routing_error, Exception: _failure},
+    )
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed")
+    else:
+        kind = NotFoundError(f"{where} does not exist; /openapi.json lists what does")
+    return _json_response(kind, error.headers)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    return _json_response(report(error), None)
+
+
+def _json_response(error: AlignedServeError, headers: Any) -> Response:
+    return Response(orjson.dumps(error_object(error)), error.http_status, headers, "application/json")

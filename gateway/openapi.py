@@ -1,0 +1,214 @@
+"""The description of the HTTP API, made from the same fields that requests are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import orjson
+from alignedserve.gateway.fields import TOKEN_LIMIT, Field
+from alignedserve.gateway.messages import MAX_MESSAGES, ROLES
+from alignedserve.gateway.refused import refused_names
+from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS_FIELDS
+
+from alignedserve import __version__
+from alignedserve.request import Stage
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": TOKEN_LIMIT}
+_TOKENS: Schema = {"type": "array", "items": _TOKEN, "minItems": 1}
+_INTEGER: Schema = {"type": "integer"}
+_NUMBER: Schema = {"type": "number"}
+_STRING: Schema = {"type": "string"}
+_ANSWER_TOKENS: Schema = {"type": "array", "items": _INTEGER, "description": "With return_token_ids."}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(properties: dict[str, Schema], required: Iterable[str] = ()) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _body(fields: Iterable[Field], own: dict[str, Schema], required: list[str]) -> Schema:
+    properties = {**own, **{field.name: field.json_schema() for field in fields}}
+    options = _object({field.name: field.json_schema() for field in STREAM_OPTIONS_FIELDS})
+    properties["stream_options"] = {**_nullable(options), "description": "Only with stream."}
+    refused = ", ".join(refused_names())
+    return {
+        **_object(properties, required),
+        "additionalProperties": True,
+        "description": "Null means: not given. Unknown fields are ignored and named in the header "
+        f"x-alignedserve-ignored-fields; these are refused where they ask for something: {refused}.",
+    }
+
+
+def _message() -> Schema:
+    part = _object({"type": {"const": "text"}, "text": _STRING}, ["type", "text"])
+    content = {"anyOf": [_STRING, _array(part)]}
+    properties: dict[str, Schema] = {
+        "role": {"type": "string", "enum": list(ROLES)},
+        "content": content,
+        "name": _nullable(_STRING),
+        "tool_call_id": _nullable(_STRING),
+    }
+    return _object(properties, ["role", "content"])
+
+
+def _request_schemas() -> dict[str, Schema]:
+    prompts = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}]}
+    messages = {"type": "array", "items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
+    return {
+        "Message": _message(),
+        "CompletionRequest": _body(COMPLETION_FIELDS, {"prompt": prompts}, ["prompt"]),
+        "ChatRequest": _body(CHAT_FIELDS, {"messages": messages}, ["messages"]),
+    }
+
+
+def _reply_schemas() -> dict[str, Schema]:
+    finish = {"anyOf": [{"enum": ["stop", "length"]}, {"type": "null"}]}
+    head = {"id": _STRING, "created": _INTEGER, "model": _STRING}
+    tail = {
+        "prompt_token_ids": {
+            "type": "array",
+            "description": "With return_token_ids; a list a prompt where there are several.",
+        },
+        "timings": _ref("Timings"),
+    }
+    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER), ["prompt_tokens"])
+    older = _object(
+        {
+            "tokens": _array(_STRING),
+            "token_logprobs": _array(_nullable(_NUMBER)),
+            "top_logprobs": _array(_nullable({"type": "object", "additionalProperties": _NUMBER})),
+            "text_offset": _array(_INTEGER),
+        }
+    )
+    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _nullable(_array(_INTEGER))}
+    newer = _object({"content": _array(_object({**token, "top_logprobs": _array(_object(token))}))})
+    own = {"index": _INTEGER, "finish_reason": finish, "token_ids": _ANSWER_TOKENS, "timings": _ref("Timings")}
+    completion = _object({**own, "text": _STRING, "logprobs": _nullable(older)}, ["index", "text", "finish_reason"])
+    message = _object(
+        {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}, ["role", "content"]
+    )
+    chat = _object({**own, "message": message, "logprobs": _nullable(newer)}, ["index", "message", "finish_reason"])
+    required = ["id", "object", "created", "model", "choices", "usage"]
+    seconds = {f"{stage}_s": _NUMBER for stage in Stage}
+    return {
+        "Timings": _object({**seconds, "prefill_id": _STRING, "decode_id": _STRING}, seconds),
+        "Usage": usage,
+        "Completion": _object(
+            {
+                **head,
+                "object": {"const": "text_completion"},
+                "choices": _array(completion),
+                "usage": _ref("Usage"),
+                **tail,
+            },
+            required,
+        ),
+        "ChatCompletion": _object(
+            {**head, "object": {"const": "chat.completion"}, "choices": _array(chat), "usage": _ref("Usage"), **tail},
+            required,
+        ),
+        "Error": _object({"error": _ref("ErrorBody")}, ["error"]),
+        "ErrorBody": _object(
+            {"message": _STRING, "type": _STRING, "param": _nullable(_STRING), "code": _nullable(_STRING)},
+            ["message", "type", "param", "code"],
+        ),
+    }
+
+
+def _operation_schemas() -> dict[str, Schema]:
+    strings = _array(_STRING)
+    model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+    role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
+    return {
+        "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
+        "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
+        "Live": _object({"status": {"const": "ok"}}, ["status"]),
+        "Health": _object(
+            {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
+        ),
+        "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
+    }
+
+
+def _json(name: str, description: str) -> Schema:
+    return {"description": description, "content": {"application/json": {"schema": _ref(name)}}}
+
+
+_ERRORS = {
+    "400": "Malformed, of a wrong type, out of range, too long, or not supported.",
+    "404": "No such model.",
+    "408": "timeout_s has passed.",
+    "413": "The body is over the limit.",
+    "429": "No room now; Retry-After says when there may be.",
+    "499": "Cancelled.",
+    "500": "A failure of the server.",
+    "503": "A role that is needed is not there; Retry-After says when it may be.",
+}
+
+
+def _generate(request: str, reply: str, summary: str) -> Schema:
+    answer = {
+        "description": "The reply; with stream, chunks of it as server-sent events, then `data: [DONE]`. A failure in "
+        'the middle of a stream is `data: {"error": …}`, the last event.',
+        "content": {
+            "application/json": {"schema": _ref(reply)},
+            "text/event-stream": {"schema": _STRING},
+        },
+    }
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    errors = {status: _json("Error", description) for status, description in _ERRORS.items()}
+    return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
+
+
+def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
+    return {"get": {"summary": summary, "responses": dict(answers)}}
+
+
+@cache
+def openapi_json() -> bytes:
+    """The OpenAPI 3.1 document, as `GET /openapi.json` gives it."""
+    model_id = {"name": "model_id", "in": "path", "required": True, "schema": _STRING}
+    text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": _STRING}}}
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "AlignedServe", "version": __version__, "description": "OpenAI's API, from a cluster."},
+        "paths": {
+            "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
+            "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
+            "/v1/models": _get("List models", ("200", _json("ModelList", "All models that are served."))),
+            "/v1/models/{model_id}": {
+                **_get(
+                    "One model",
+                    ("200", _json("Model", "The model.")),
+                    ("404", _json("Error", "No such model.")),
+                ),
+                "parameters": [model_id],
+            },
+            "/health": _get(
+                "Can it serve?",
+                ("200", _json("Health", "Each role has a ready instance.")),
+                ("503", _json("Health", "What is missing.")),
+            ),
+            "/live": _get("Is the gateway alive?", ("200", _json("Live", "It is."))),
+            "/metrics": _get("Metrics of the whole cluster", ("200", text)),
+            "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
+        },
+        "components": {"schemas": {**_request_schemas(), **_reply_schemas(), **_operation_schemas()}},
+    }
+    return orjson.dumps(document)

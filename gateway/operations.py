@@ -1,0 +1,65 @@
+"""The endpoints beside generation: models, health, metrics, status."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from alignedserve.gateway.asgi import Receive, Scope, Send, send_bytes, send_error, send_json
+from alignedserve.gateway.failures import ModelNotFoundError
+from alignedserve.gateway.health import Health
+from alignedserve.gateway.planning import ServedModel
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Operator(Protocol):
+    """What these endpoints ask of the server around them."""
+
+    model: ServedModel
+
+    def health(self) -> Health: ...
+
+    async def metrics_text(self) -> str: ...
+
+    async def status_json(self) -> dict[str, Any]: ...
+
+
+def model_card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "alignedserve",
+        "max_model_len": model.info.max_positions if model.info is not None else None,
+    }
+
+
+class Operations:
+    """ASGI endpoints, one method each."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"object": "list", "data": [model_card(self._operator.model)]})
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["model_id"]
+        if name != self._operator.model.name:
+            message = f"model {name!r} does not exist; this server has {self._operator.model.name!r}"
+            await send_error(send, ModelNotFoundError(message, param="model"))
+            return
+        await send_json(send, model_card(self._operator.model))
+
+    async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"status": "ok"})
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        health = self._operator.health()
+        await send_json(send, health.to_json(), 503 if health.missing else 200)
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, (await self._operator.metrics_text()).encode(), _PROMETHEUS)
+
+    async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, await self._operator.status_json())

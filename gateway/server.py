@@ -1,0 +1,192 @@
+"""A whole gateway in one event loop: HTTP application, gRPC service, ledger, and its links into the cluster.
+
+It knows nothing of Ray: `gateway/app.py` puts it into a Serve replica, and under uvicorn it runs in a plain process:
+
+    server = await GatewayServer.create(config, model_path, process, supervisor_address, token)
+    uvicorn.Config(server.asgi_app, ...)
+    await server.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from alignedserve.gateway.backend import Backend, Locate
+from alignedserve.gateway.grpc_service import InferenceService
+from alignedserve.gateway.health import Health, judge, role_entry
+from alignedserve.gateway.http_app import build_app
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.planning import ServedModel
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from starlette.applications import Starlette
+
+from alignedserve.config import Config
+from alignedserve.model import ModelInfo
+from alignedserve.text import ChatTemplate, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class GatewayServer:
+    """Built by `create`, on the event loop that it is to run in. `asgi_app` is the HTTP application, `inference` the
+    public gRPC service's methods.
+    """
+
+    def __init__(
+        self, config: Config, model: ServedModel, backend: Backend, ledger: Ledger, metrics: GatewayMetrics
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.backend = backend
+        self.ledger = ledger
+        self._metrics = metrics
+        self._state = "ready"
+        self._progress = 0
+        self._model_info_text = ""
+        self._model_known = asyncio.Event()
+        self._started_unix_s = time.time()
+        self._node_id = ""
+        self.asgi_app: Starlette = build_app(config.gateway, ledger, self)
+        self.inference = InferenceService(ledger, model)
+
+    @classmethod
+    async def create(
+        cls,
+        config: Config,
+        model_path: str | Path,
+        process: pb.ProcessKey,
+        supervisor_address: str,
+        token: str,
+        *,
+        node_id: str = "",
+        host: str = "127.0.0.1",
+        locate: Locate | None = None,
+    ) -> Self:
+        """Read the model's texts, serve token events, join the supervisor.
+
+        `model_path` is the resolved local folder. `host` is the address of the own gRPC server, `locate` finds a
+        supervisor that was restarted. Raises ModelError where tokenizer or chat template cannot be read.
+        """
+        tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)
+        template = None
+        if tokenizer is not None:
+            override = config.model.chat_template
+            template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
+        model = ServedModel(config.served_model_name, tokenizer, template)
+        metrics = GatewayMetrics(process.id)
+        ledger = Ledger(config.gateway.max_queue, metrics)
+        backend = Backend(process, supervisor_address, token, ledger, model, host=host, locate=locate)
+        server = cls(config, model, backend, ledger, metrics)
+        server._node_id = node_id
+        await backend.start(
+            server._heartbeat,
+            server._on_view,
+            node_id=node_id,
+            heartbeat_s=config.supervisor.heartbeat_s,
+            orphan_after_s=config.supervisor.orphan_after_s,
+        )
+        return server
+
+    @property
+    def process(self) -> pb.ProcessKey:
+        return self.backend.process
+
+    @property
+    def ended_because(self) -> str:
+        """Why this gateway should be replaced; "" while it should not."""
+        return self.backend.ended_because
+
+    async def wait_model(self, timeout_s: float) -> bool:
+        """True once the model's shape is known and requests can be taken."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._model_known.wait()
+        return self.model.info is not None
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests; returns when the open ones have ended, or after `grace_s`."""
+        self._state = "draining"
+        self.ledger.drain()
+        self.backend.report()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.ledger.wait_empty()
+
+    async def close(self) -> None:
+        """Cancel what is open and leave the cluster."""
+        self.ledger.close_all()
+        await self.backend.close()
+
+    # ---- what the operations' endpoints ask
+
+    def health(self) -> Health:
+        return judge(
+            self.backend.view,
+            self.config.cluster,
+            joined=self.backend.joined,
+            scheduler_up=self.backend.scheduler_up,
+            model_known=self.model.info is not None,
+        )
+
+    async def metrics_text(self) -> str:
+        """Every role's metrics, taken now by the supervisor (this gateway's among them); its own without one."""
+        status = await self.backend.status()
+        text = "" if status is None else status.metrics
+        return text if f'instance="{self.process.id}"' in text else text + self._own_metrics()
+
+    async def status_json(self) -> dict[str, Any]:
+        status = await self.backend.status()
+        peers = list(self.backend.view.peers) if status is None else list(status.peers)
+        mine = (self.process.role, self.process.id)
+        entries = [role_entry(peer) for peer in peers if (peer.process.role, peer.process.id) != mine]
+        entries.append(role_entry(self._own_peer()))
+        if status is None:
+            return {"roles": entries, "state": "unknown", "degraded": ["supervisor cannot be reached"]}
+        return {
+            "roles": entries,
+            "cluster_id": status.cluster_id,
+            "state": status.state,
+            "missing": list(status.missing),
+            "degraded": list(status.degraded),
+        }
+
+    # ---- the supervisor's side
+
+    def _heartbeat(self) -> sv.Heartbeat:
+        self._progress += 1
+        return sv.Heartbeat(
+            state=self._state, progress=self._progress, holds=self._holds(), metrics=self._own_metrics()
+        )
+
+    def _holds(self) -> str:
+        return f"{len(self.ledger)} requests"
+
+    def _own_metrics(self) -> str:
+        self._metrics.open_requests.set(len(self.ledger))
+        return self._metrics.text()
+
+    def _own_peer(self) -> sv.Peer:
+        return sv.Peer(
+            process=self.process,
+            pid=os.getpid(),
+            node_id=self._node_id,
+            address=self.backend.address,
+            state=self._state,
+            holds=self._holds(),
+            started_unix_s=self._started_unix_s,
+        )
+
+    def _on_view(self, view: sv.ClusterView) -> None:
+        if view.model_info and view.model_info != self._model_info_text:
+            self._model_info_text = view.model_info
+            self.model.info = ModelInfo.from_json(view.model_info)
+            self._model_known.set()
+            logger.info("model %s: %d positions", self.model.name, self.model.info.max_positions)

@@ -1,0 +1,223 @@
+"""The KV pool's process: owns the allocator over the segment, whose memory is the node agent's and outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import grpc
+
+from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_from_proto
+from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.errors import AlignedServeError
+from alignedserve.kv_pool.pool import Grant, KvPool
+from alignedserve.kv_pool.records import WriterKey
+from alignedserve.kv_pool.table import AllocationTable, table_bytes
+from alignedserve.model import ModelInfo
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.sizing import StorePlan
+from alignedserve.transfer.block_store import HostBlockStore
+
+from alignedserve.transfer.segments import SegmentClient
+
+logger = logging.getLogger(__name__)
+
+
+class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
+    """Role `kv_pool`. Moves messages between streams and `KvPool`, which decides."""
+
+    role: ClassVar[str] = "kv_pool"
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self._plan: asyncio.Future[tuple[ModelInfo, StorePlan]] = asyncio.get_running_loop().create_future()
+        self._pool: KvPool | None = None
+        self._store: HostBlockStore | None = None
+        self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
+        self._known: set[WriterKey] = set()  # writers that may hold a lease
+        self._schedulers: set[Outbox[kp.PoolReport]] = set()
+        self._announced_free = -1
+
+    # ---- the role's hooks
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [(kp_grpc.add_KvPoolServicer_to_server, self)]
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        model, plan = await self._plan
+        geometry = model.geometry(plan.block_size)
+        segments = SegmentClient(self.settings.agent_socket, self.settings.token)
+        front = table_bytes(plan.pool)
+        self._store = await asyncio.to_thread(
+            HostBlockStore.create,
+            segments,
+            self.settings.id,
+            geometry,
+            plan.pool,
+            node_id=self.settings.node_id,
+            front_bytes=front,
+        )
+        table = AllocationTable(self._store.front(), geometry, plan.pool)
+        reserve = int(plan.pool * self.config.kv_pool.growth_reserve)
+        self._pool = KvPool(self._store.store_id, table, plan.block_size, reserve_blocks=reserve)
+        self.set_state("ready")
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        if view.store_plan and view.model_info and not self._plan.done():
+            self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
+        if self._pool is None:
+            return
+        living = {(peer.process.role, peer.process.id, peer.process.incarnation) for peer in view.peers}
+        for writer in list(self._known):
+            if (writer.role, writer.id, writer.incarnation) not in living:
+                # The supervisor drops a process from the view once its node's agent has seen it end.
+                self._known.discard(writer)
+                self._deliver(self._pool.writer_dead(writer))
+                self._announce()
+
+    async def on_close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def describe(self) -> sv.Heartbeat:
+        if self._pool is None or self._store is None:
+            return sv.Heartbeat()
+        counts = self._pool.counts()
+        store = StoreCount(self._store.store_id, counts.capacity, counts.free, counts.owned, counts.cached)
+        values = {"pool_requests": counts.requests, "pool_leased_blocks": counts.leased}
+        return sv.Heartbeat(
+            stores=[self._store.handle().to_proto()],
+            holds=f"{counts.requests} requests; blocks: {counts.owned}/{counts.capacity}, {counts.leased} leased",
+            metrics="\n".join(store_lines(self.settings.id, [store]) + counter_lines(self.settings.id, values)),
+        )
+
+    # ---- writers
+
+    async def Write(
+        self, request_iterator: AsyncIterator[kp.PoolWriterMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[kp.PoolWriterReply]:
+        hello = (await anext(aiter(request_iterator))).hello
+        writer = WriterKey(hello.role, hello.id, hello.incarnation)
+        outbox: Outbox[kp.PoolWriterReply] = Outbox()
+        self._writers[writer] = outbox
+        self._known.add(writer)
+        assert self._pool is not None  # peers hear of this role's address once it is ready
+        self._deliver(self._pool.hello(writer))
+
+        def on_message(message: kp.PoolWriterMessage) -> None:
+            self._on_message(writer, message, outbox)
+
+        try:
+            async for reply in serve_stream(request_iterator, outbox, on_message):
+                yield reply
+        finally:
+            if self._writers.get(writer) is outbox:
+                del self._writers[writer]
+
+    def _on_message(
+        self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]
+    ) -> None:
+        assert self._pool is not None
+        self.progress += 1
+        kind = message.WhichOneof("body")
+        if kind == "commit":
+            self._commit(writer, message, outbox)
+        elif kind == "want_blocks":
+            self._deliver(self._pool.want(writer, message.want_blocks))
+        elif kind == "give_back":
+            self._deliver(self._pool.give_back(writer, list(message.give_back.ids)))
+        elif kind == "release":
+            self._deliver(self._pool.release(keys_from_proto(message.release)))
+        self._announce()
+
+    def _commit(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
+        assert self._pool is not None
+        commit = message.commit
+        share_with = key_from_proto(commit.share_with) if commit.HasField("share_with") else None
+        try:
+            grants = self._pool.commit(
+                writer, key_from_proto(commit.key), commit.kv_tokens, list(commit.block_ids), share_with
+            )
+        except AlignedServeError as error:
+            outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
+            return
+        outbox.put(kp.PoolWriterReply(message_id=message.message_id, committed=pb.Empty()))
+        self._deliver(grants)
+
+    def _deliver(self, grants: Iterable[Grant]) -> None:
+        for grant in grants:
+            outbox = self._writers.get(grant.writer)
+            if outbox is not None:  # else: granted again when the writer is back
+                outbox.put(kp.PoolWriterReply(granted=kp.BlockIds(ids=grant.block_ids)))
+
+    # ---- the scheduler
+
+    async def Control(
+        self, request_iterator: AsyncIterator[kp.PoolCommand], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[kp.PoolReport]:
+        outbox: Outbox[kp.PoolReport] = Outbox()
+        self._schedulers.add(outbox)
+        outbox.put(kp.PoolReport(description=self._description()))
+        try:
+            async for report in serve_stream(request_iterator, outbox, lambda c: self._on_command(c, outbox)):
+                yield report
+        finally:
+            self._schedulers.discard(outbox)
+
+    def _on_command(self, command: kp.PoolCommand, outbox: Outbox[kp.PoolReport]) -> None:
+        assert self._pool is not None
+        self.progress += 1
+        kind = command.WhichOneof("body")
+        if kind == "release":
+            self._deliver(self._pool.release(keys_from_proto(command.release)))
+        elif kind == "writer_lost":
+            self._pool.writer_lost(_writer(command.writer_lost))
+        elif kind == "writer_dead":
+            self._deliver(self._pool.writer_dead(_writer(command.writer_dead)))
+        elif kind == "take_inventory":
+            holdings = [
+                kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, block_ids=held.block_ids)
+                for held in self._pool.inventory()
+            ]
+            outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the scheduler how many blocks are free, where that has changed."""
+        assert self._pool is not None
+        free = self._pool.counts().free
+        if free != self._announced_free:
+            self._announced_free = free
+            description = self._description()
+            for outbox in self._schedulers:
+                outbox.put(kp.PoolReport(description=description))
+
+    def _description(self) -> kp.PoolDescription:
+        assert self._pool is not None
+        assert self._store is not None
+        counts = self._pool.counts()
+        return kp.PoolDescription(
+            pool_id=self._store.store_id,
+            incarnation=self.process.incarnation,
+            store=self._store.handle().to_proto(),
+            capacity_blocks=counts.capacity,
+            free_blocks=counts.free,
+            owned_blocks=counts.owned,
+            cached_blocks=counts.cached,
+            leased_blocks=counts.leased,
+        )
+
+    async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PoolDescription:
+        return self._description()
+
+
+def _writer(process: pb.ProcessKey) -> WriterKey:
+    return WriterKey(process.role, process.id, process.incarnation)

@@ -1,0 +1,142 @@
+"""The allocation table: a journal in the pool's segment, in front of the blocks.
+
+The memory outlives the process, so a successor reads here who holds what. A record is appended as bytes, and becomes
+visible by one aligned 8-byte write of its length and checksum in front of them: a process that is killed has either
+written a record or not. When its region is full, the live state is written to the other region, and one 8-byte write
+makes that the active one.
+
+    page 0    magic, capacity, block bytes, region bytes, geometry fingerprint; at byte 64 the active region's number
+    region 1  [length and checksum | record, padded to 8 bytes] ... 0
+    region 2  likewise
+
+One process writes, and nobody reads meanwhile: the agent ends a pool process before a successor starts.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+
+from alignedserve.errors import GeometryMismatchError, TransferError
+from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.records import PoolState, Record, decode, encode
+
+MAGIC = b"ASKVTAB1"
+HEADER_BYTES = 4096
+BYTES_PER_BLOCK = 128  # of a region: a block's id in 16 holdings, or a holding of its own
+SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
+_HEADER = struct.Struct("<8sQQQ32s")
+_ACTIVE_WORD = 64 // 8
+
+
+def region_bytes(capacity_blocks: int) -> int:
+    """Room for the live state in the worst case, in whole pages. Untouched pages take up no memory."""
+    return -(-((1 << 20) + capacity_blocks * BYTES_PER_BLOCK) // 4096) * 4096
+
+
+def table_bytes(capacity_blocks: int) -> int:
+    """Bytes to leave in front of the blocks (`HostBlockStore.create(front_bytes=...)`)."""
+    return HEADER_BYTES + 2 * region_bytes(capacity_blocks)
+
+
+class AllocationTable:
+    """The journal. `found` is what a predecessor left; `append` and `rewrite` go on from there."""
+
+    def __init__(self, memory: memoryview, geometry: KvGeometry, capacity_blocks: int, *, region: int = 0) -> None:
+        """Open the table in `memory`, or begin one where there is none. `region`: bytes of one, for tests.
+
+        Raises GeometryMismatchError where it is another model's or of another size; TransferError where it is damaged
+        or `memory` is too small.
+        """
+        self._region_bytes = region or region_bytes(capacity_blocks)
+        size = HEADER_BYTES + 2 * self._region_bytes
+        if memory.nbytes < size:
+            raise TransferError(f"an allocation table of {size} bytes does not fit in {memory.nbytes} bytes")
+        self._bytes = memory.cast("B")[:size]
+        self._words = self._bytes.cast("Q")
+        self.capacity_blocks = capacity_blocks
+        header = _HEADER.pack(
+            MAGIC, capacity_blocks, geometry.block_bytes, self._region_bytes, geometry.fingerprint.encode()
+        )
+        if not self._words[0]:
+            self._format(header)
+        elif bytes(self._bytes[: _HEADER.size]) != header:
+            magic, capacity, block_bytes, _, fingerprint = _HEADER.unpack(self._bytes[: _HEADER.size])
+            name = fingerprint.rstrip(b"\0").decode(errors="replace")
+            raise GeometryMismatchError(
+                f"the pool's memory holds {capacity} blocks of {block_bytes} bytes (geometry {name}, {magic!r}), not "
+                f"{capacity_blocks} of {geometry.block_bytes} ({geometry.fingerprint}: {geometry.describe()})"
+            )
+        self._begin = self._end = self._at = 0
+        self._enter(self._words[_ACTIVE_WORD])
+        self.found = self._read()
+
+    def state(self) -> PoolState:
+        """What the table says now, read anew. Raises TransferError where it is damaged."""
+        return self._read()
+
+    def append(self, record: Record, *, shrinks: bool = False) -> bool:
+        """Write down `record`; False where the region has no room for it (see `rewrite`).
+
+        `shrinks`: the state is no larger with it, so it may use the spare end of the region.
+        """
+        data = encode(record)
+        following = self._at + 8 + _padded(len(data))
+        if following + 8 > self._end - (0 if shrinks else SPARE_BYTES):
+            return False
+        self._put(data)
+        return True
+
+    def rewrite(self, records: Iterable[Record]) -> None:
+        """Say just `records`, in the other region. Raises TransferError, and changes nothing, where they do not fit."""
+        before = (self._begin, self._end, self._at)
+        active = self._words[_ACTIVE_WORD]
+        self._enter(3 - active)
+        self._words[self._begin // 8] = 0
+        self._at = self._begin
+        for record in records:
+            if not self.append(record, shrinks=True):
+                self._begin, self._end, self._at = before
+                raise TransferError("the allocation table of the KV pool is full")
+        self._words[_ACTIVE_WORD] = 3 - active
+
+    def _format(self, header: bytes) -> None:
+        for region in (1, 2):
+            self._enter(region)
+            self._words[self._begin // 8] = 0
+        self._words[_ACTIVE_WORD] = 1
+        self._bytes[8 : len(header)] = header[8:]
+        self._words[0] = int.from_bytes(header[:8], "little")  # the magic, last: now there is a table
+
+    def _enter(self, region: int) -> None:
+        if region not in (1, 2):
+            raise TransferError(f"the allocation table is damaged: its active region is {region}")
+        self._begin = HEADER_BYTES + (region - 1) * self._region_bytes
+        self._end = self._begin + self._region_bytes
+
+    def _put(self, data: bytes) -> None:
+        start = self._at + 8
+        following = start + _padded(len(data))
+        self._words[following // 8] = 0  # the end, before there is something in front of it
+        self._bytes[start : start + len(data)] = data
+        self._words[self._at // 8] = len(data) << 32 | zlib.crc32(data)
+        self._at = following
+
+    def _read(self) -> PoolState:
+        """Add the active region up, and find its end."""
+        state, at = PoolState(), self._begin
+        while word := self._words[at // 8]:
+            length, checksum = word >> 32, word & 0xFFFFFFFF
+            data = bytes(self._bytes[at + 8 : at + 8 + length])
+            following = at + 8 + _padded(length)
+            if following + 8 > self._end or zlib.crc32(data) != checksum:
+                raise TransferError(f"the allocation table is damaged at byte {at}")
+            state.apply(decode(data))
+            at = following
+        self._at = at
+        return state
+
+
+def _padded(length: int) -> int:
+    return -(-length // 8) * 8

@@ -1,0 +1,198 @@
+"""Algorithm 1, density-first search (paper, section 3.3): the next candidate batch out of the quad-tree.
+
+    case 1  the node fits and has enough requests        it is the batch
+    case 2  the node does not fit                        go on with its child that has the most requests
+    case 3  it fits, but has too few                     back to the parent: add left siblings from right to left,
+                                                         then right siblings from left to right, until there are enough
+
+"Fits": at most K blocks (and as many requests as an instance can run). "Enough": N requests. What the paper leaves open
+(systems.md): where K and N cannot both hold K wins, and the largest contiguous range that fits is taken; a leaf over K
+is cut at K, oldest first; a request larger than K is a batch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.quad_tree import FAN_OUT, Entry, Node, QuadTree
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """K, N, and the most requests that an instance can run."""
+
+    max_blocks: int
+    min_requests: int
+    max_requests: int
+
+
+@dataclass(slots=True)
+class _Selection:
+    """What has been chosen so far: whole leaves, and at each end perhaps a part of one."""
+
+    limits: BatchLimits
+    requests: int = 0
+    blocks: int = 0
+    leaves: list[int] = field(default_factory=list)
+    parts: list[Entry] = field(default_factory=list)
+
+    @property
+    def enough(self) -> bool:
+        return self.requests >= self.limits.min_requests
+
+    def fits(self, requests: int, blocks: int) -> bool:
+        return (
+            self.blocks + blocks <= self.limits.max_blocks and self.requests + requests <= self.limits.max_requests
+        )
+
+    def add(self, leaves: Iterable[int], requests: int, blocks: int) -> None:
+        self.leaves.extend(leaves)
+        self.requests += requests
+        self.blocks += blocks
+
+    def add_part(self, entries: Iterable[Entry]) -> None:
+        """As many as fit, in their order; the first alone may be larger than K."""
+        for entry in entries:
+            if not self.fits(1, entry.blocks) and self.requests:
+                break
+            self.parts.append(entry)
+            self.requests += 1
+            self.blocks += entry.blocks
+
+
+class BatchGenerator:
+    """Chooses batches; it changes nothing in the tree. `cut_sibling`: a sibling that does not fit is taken in part."""
+
+    def __init__(self, tree: QuadTree, cut_sibling: bool) -> None:
+        self._tree = tree
+        self._cut_sibling = cut_sibling
+
+    def generate(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
+        """The next batch, oldest first; empty only where the tree is.
+
+        `seed`: this request (an overdue one, the oldest of its leaf) goes first: the search starts at its leaf
+        (section 3.5), so that its batch is as aligned as any. A tree with fewer than N requests is the batch whole,
+        if it fits: whether to wait for more is the caller's to decide.
+        """
+        tree = self._tree
+        if not len(tree):
+            return []
+        selection = self._densest(limits) if seed is None else self._around(seed, limits)
+        if seed is None and not selection.enough and len(tree) > selection.requests:
+            widest = self._largest_range(limits)
+            if widest.requests > selection.requests:
+                selection = widest
+        entries = [entry for leaf in selection.leaves for entry in tree.oldest(leaf)] + selection.parts
+        entries.sort(key=lambda entry: entry.since_s)
+        return entries
+
+    def _densest(self, limits: BatchLimits) -> _Selection:
+        tree = self._tree
+        level = index = 0
+        while not self._node_fits(limits, level, index):  # case 2
+            if level == tree.depth:
+                return self._cut_leaf(limits, index)
+            level, index = level + 1, self._densest_child(level, index)
+        return self._extend(limits, level, index)
+
+    def _around(self, seed: RequestKey, limits: BatchLimits) -> _Selection:
+        """The smallest subtree around the seed that is enough, or, where that does not fit, what fits beside it."""
+        tree = self._tree
+        level, index = tree.depth, tree.leaf_of(tree.entry(seed).tokens)
+        if not self._node_fits(limits, level, index):
+            return self._cut_leaf(limits, index)
+        while level and tree.requests[level][index] < limits.min_requests:
+            if not self._node_fits(limits, level - 1, index // FAN_OUT):
+                break
+            level, index = level - 1, index // FAN_OUT
+        return self._extend(limits, level, index)
+
+    def _extend(self, limits: BatchLimits, level: int, index: int) -> _Selection:
+        """Cases 1 and 3: the node, which fits, and while they are too few its siblings."""
+        tree = self._tree
+        selection = _Selection(limits)
+        self._add_node(selection, (level, index))
+        if level == 0:
+            return selection
+        first = index - index % FAN_OUT
+        sides = (range(index - 1, first - 1, -1), True), (range(index + 1, first + FAN_OUT), False)
+        for siblings, leftwards in sides:
+            for sibling in siblings:
+                if selection.enough:
+                    return selection
+                if selection.fits(tree.requests[level][sibling], tree.blocks[level][sibling]):
+                    self._add_node(selection, (level, sibling))
+                    continue
+                if self._cut_sibling:
+                    self._add_nearest(selection, (level, sibling), leftwards)
+                break
+        return selection
+
+    def _add_node(self, selection: _Selection, node: Node) -> None:
+        level, index = node
+        tree = self._tree
+        width = FAN_OUT ** (tree.depth - level)
+        leaves = tree.leaves_between(index * width, (index + 1) * width - 1)
+        selection.add(leaves, tree.requests[level][index], tree.blocks[level][index])
+
+    def _add_nearest(self, selection: _Selection, node: Node, leftwards: bool) -> None:
+        """Part of a sibling: its leaves, the nearest first, until there are enough; the last one in part."""
+        level, index = node
+        tree = self._tree
+        width = FAN_OUT ** (tree.depth - level)
+        leaves = list(tree.leaves_between(index * width, (index + 1) * width - 1))
+        for leaf in reversed(leaves) if leftwards else leaves:
+            if selection.enough:
+                return
+            requests, blocks = tree.requests[tree.depth][leaf], tree.blocks[tree.depth][leaf]
+            if not selection.fits(requests, blocks):
+                selection.add_part(tree.oldest(leaf))
+                return
+            selection.add((leaf,), requests, blocks)
+
+    def _cut_leaf(self, limits: BatchLimits, leaf: int) -> _Selection:
+        selection = _Selection(limits)
+        selection.add_part(self._tree.oldest(leaf))
+        return selection
+
+    def _largest_range(self, limits: BatchLimits) -> _Selection:
+        """The contiguous range of leaves that fits and has the most requests, and a part of the leaf beside it.
+
+        Where the density-first search cannot reach N. O(leaves).
+        """
+        tree = self._tree
+        requests, blocks = tree.requests[tree.depth], tree.blocks[tree.depth]
+        best = _Selection(limits)
+        first = best_first = best_last = 0
+        count = total = 0  # requests and blocks of the leaves first .. last
+        for last, added in enumerate(requests):
+            if not added:
+                continue
+            count += added
+            total += blocks[last]
+            while total > limits.max_blocks or count > limits.max_requests:
+                count -= requests[first]
+                total -= blocks[first]
+                first += 1
+            if count > best.requests:
+                best.requests, best.blocks = count, total
+                best_first, best_last = first, last
+        if not best.requests:
+            return best
+        best.leaves.extend(tree.leaves_between(best_first, best_last))
+        for beside in (best_first - 1, best_last + 1):
+            if not best.enough and 0 <= beside < len(requests):
+                best.add_part(tree.oldest(beside))
+        return best
+
+    def _densest_child(self, level: int, index: int) -> int:
+        """The child with the most requests; of equals the one that has not yielded a batch for the longest time."""
+        requests, stamps = self._tree.requests[level + 1], self._tree.last_batch_s[level + 1]
+        children = range(FAN_OUT * index, FAN_OUT * index + FAN_OUT)
+        return max(children, key=lambda child: (requests[child], -stamps[child], -child))
+
+    def _node_fits(self, limits: BatchLimits, level: int, index: int) -> bool:
+        tree = self._tree
+        return tree.blocks[level][index] <= limits.max_blocks and tree.requests[level][index] <= limits.max_requests

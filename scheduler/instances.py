@@ -1,0 +1,121 @@
+"""What the core knows of the instances: reports, and its own count of what is on its way to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from alignedserve.config import Config
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.events import BufferKind, DecodeReported, PrefillReported
+from alignedserve.scheduler.request_table import Record
+from alignedserve.scheduler.routing import PrefillLoad
+
+
+@dataclass(slots=True)
+class BufferRoom:
+    """One candidate buffer of a prefill instance, in blocks."""
+
+    capacity: int = 0
+    reported_free: int = 0
+    committed: int = 0  # of requests that were prefetched into it and have not left it, by the core's own count
+    issued: int = 0  # of those since the last report
+
+    def report(self, capacity: int, free: int) -> None:
+        self.capacity, self.reported_free, self.issued = capacity, free, 0
+
+    def take(self, blocks: int) -> None:
+        self.committed += blocks
+        self.issued += blocks
+
+    @property
+    def unclaimed(self) -> int:
+        """Room by the core's own count: right where only prefetches use the buffer."""
+        return self.capacity - self.committed
+
+    @property
+    def free(self) -> int:
+        """Room as reported, less what was issued since: right where evictions use the buffer too."""
+        return min(self.unclaimed, self.reported_free - self.issued)
+
+
+@dataclass(slots=True)
+class PrefillView:
+    prefill_id: str
+    load: PrefillLoad
+    buffers: dict[BufferKind, BufferRoom] = field(default_factory=lambda: {kind: BufferRoom() for kind in BufferKind})
+    prefilling: dict[RequestKey, None] = field(default_factory=dict)
+    buffered: dict[RequestKey, None] = field(default_factory=dict)
+
+    def report(self, event: PrefillReported, block_size: int) -> None:
+        self.load.cache_tokens = event.cache_blocks * block_size
+        self.buffers[BufferKind.BATCH].report(event.batch_buffer_blocks, event.batch_buffer_free_blocks)
+        self.buffers[BufferKind.REQUESTS].report(event.requests_buffer_blocks, event.requests_buffer_free_blocks)
+
+    def room(self, kind: BufferKind) -> int:
+        buffer = self.buffers[kind]
+        return buffer.unclaimed if kind is BufferKind.BATCH else buffer.free
+
+
+@dataclass(slots=True)
+class DecodeView:
+    decode_id: str
+    report: DecodeReported | None = None
+    candidates: dict[BufferKind, dict[RequestKey, Record]] = field(
+        default_factory=lambda: {kind: {} for kind in BufferKind}
+    )
+    candidate_blocks: dict[BufferKind, int] = field(default_factory=lambda: dict.fromkeys(BufferKind, 0))
+    overdue: dict[RequestKey, None] = field(default_factory=dict)  # in its candidate batch
+    decoding: dict[RequestKey, None] = field(default_factory=dict)
+    joined_blocks: int = 0  # since the last report
+    batch_id: int = 0  # of the last candidate batch that it was sent
+    room_since_s: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Requests that decode here or will."""
+        return len(self.decoding) + sum(map(len, self.candidates.values()))
+
+    @property
+    def idle(self) -> bool:
+        return self.report is not None and not self.report.running and not self.size
+
+    @property
+    def cache_blocks(self) -> int:
+        return 0 if self.report is None else self.report.cache_blocks
+
+    def lengths(self) -> tuple[int, int] | None:
+        """(shortest, longest) of what runs, or, where nothing does yet, of what is about to; None when idle."""
+        if self.report is not None and self.report.running:
+            return self.report.shortest_tokens, self.report.longest_tokens
+        waiting = [record.kv_tokens for records in self.candidates.values() for record in records.values()]
+        return (min(waiting), max(waiting)) if waiting else None
+
+    def distance(self, tokens: int) -> int:
+        """Tokens between a length and the range of those that run here."""
+        lengths = self.lengths()
+        return 0 if lengths is None else max(0, lengths[0] - tokens, tokens - lengths[1])
+
+    def running_batch_id(self) -> int:
+        """The batch that a late join joins."""
+        return self.report.batch_id if self.report is not None and self.report.running else self.batch_id
+
+    def free_blocks(self, config: Config, block_size: int) -> int:
+        """Cache blocks left when everything on its way here has joined and has room to grow for some iterations."""
+        if self.report is None:
+            return 0
+        growth = -(-config.decode.join_iterations // block_size) + 1  # and one for the watermark
+        coming = sum(self.candidate_blocks.values()) + self.joined_blocks
+        return self.report.cache_free_blocks - coming - growth * self.size
+
+
+@dataclass(slots=True)
+class Instances:
+    """Views by id, and which prefill instances prefetch for which decode instance."""
+
+    prefill: dict[str, PrefillView] = field(default_factory=dict)
+    decode: dict[str, DecodeView] = field(default_factory=dict)
+    pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def paired(self, decode: DecodeView) -> list[PrefillView]:
+        """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""
+        return [self.prefill[name] for name in self.pairs.get(decode.decode_id, ()) if name in self.prefill]

@@ -1,0 +1,48 @@
+"""AlignedServe: candidate batches of similar prefix lengths, by density-first search in a quad-tree (section 3.3)."""
+
+from __future__ import annotations
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.batch_generator import BatchGenerator
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
+from alignedserve.scheduler.quad_tree import QuadTree
+
+
+class AlignedPolicy(BatchPolicy):
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.tree = QuadTree(config.max_prefix_tokens, config.leaf_tokens)
+        self._generator = BatchGenerator(self.tree, config.cut_sibling)
+
+    def insert(self, entry: Entry) -> None:
+        self.tree.insert(entry)
+
+    def remove(self, key: RequestKey) -> None:
+        self.tree.remove(key)
+
+    def totals(self) -> tuple[int, int]:
+        return self.tree.requests[0][0], self.tree.blocks[0][0]
+
+    def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
+        batch = self._generator.generate(limits, seed)
+        self.tree.stamp(batch, now_s)
+        return batch
+
+    def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
+        """The nearest to the middle of the range first, oldest first within a leaf."""
+        tree = self.tree
+        first, last = tree.leaf_of(shortest_tokens), tree.leaf_of(longest_tokens)
+        leaves = sorted(tree.leaves_between(first, last), key=lambda leaf: (abs(2 * leaf - first - last), leaf))
+        found: list[Entry] = []
+        blocks = 0
+        for leaf in leaves:
+            for entry in tree.oldest(leaf):
+                if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
+                    return found
+                if leaf not in (first, last) or shortest_tokens <= entry.tokens <= longest_tokens:
+                    found.append(entry)
+                    blocks += entry.blocks
+        return found
+
+    def check_integrity(self) -> None:
+        self.tree.check_integrity()

@@ -1,0 +1,52 @@
+"""The contract of a batch-formation policy: it keeps the requests that wait in the pool and chooses who is next.
+
+The core calls it, from one thread. It never learns a request's output length, and knows no instance: what fits is told
+with each question. Nothing leaves a policy on its own: the core removes what it has prefetched.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.batch_generator import BatchLimits
+from alignedserve.scheduler.quad_tree import Entry
+
+__all__ = ["BatchLimits", "BatchPolicy", "Entry"]
+
+
+class BatchPolicy(ABC):
+    """Every method is at most logarithmic in the number of waiting requests, plus the size of its answer."""
+
+    @abstractmethod
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Empty."""
+
+    @abstractmethod
+    def insert(self, entry: Entry) -> None:
+        """A request waits. Raises AccountingError where it does already."""
+
+    @abstractmethod
+    def remove(self, key: RequestKey) -> None:
+        """It waits no more. Raises AccountingError where it did not."""
+
+    @abstractmethod
+    def totals(self) -> tuple[int, int]:
+        """(requests, blocks) that wait."""
+
+    @abstractmethod
+    def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
+        """The next candidate batch, in the order in which they should join; empty only where nothing waits.
+
+        At most `limits.max_blocks`, but for a request that is larger: that is a batch alone. With a `seed` (overdue, and
+        the oldest such) the batch holds it, whatever else.
+        """
+
+    @abstractmethod
+    def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
+        """Waiting requests that may join a running batch of these lengths late, best first; all of them fit."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises AccountingError where its books do not match."""

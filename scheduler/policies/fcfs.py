@@ -1,0 +1,62 @@
+"""First come, first served, whatever the lengths: how DistServe's decode stage admits (systems.md)."""
+
+from __future__ import annotations
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.age_order import AgeOrder
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
+
+
+class FcfsPolicy(BatchPolicy):
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._entries: dict[RequestKey, Entry] = {}
+        self._order = AgeOrder()
+        self._blocks = 0
+
+    def insert(self, entry: Entry) -> None:
+        if entry.key in self._entries:
+            raise AccountingError(f"{entry.key} waits already", request_id=entry.key.request_id)
+        self._entries[entry.key] = entry
+        self._order.add(entry.key, entry.since_s)
+        self._blocks += entry.blocks
+
+    def remove(self, key: RequestKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            raise AccountingError(f"{key} does not wait", request_id=key.request_id)
+        self._order.remove(key, entry.since_s)
+        self._blocks -= entry.blocks
+
+    def totals(self) -> tuple[int, int]:
+        return len(self._entries), self._blocks
+
+    def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
+        """The oldest that fit. The oldest overdue one is the oldest of all."""
+        oldest = self._order.first()
+        if oldest is None:
+            return []
+        return self._oldest(limits) or [self._entries[oldest[1]]]
+
+    def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
+        """Any length matches."""
+        return self._oldest(limits)
+
+    def check_integrity(self) -> None:
+        ages = [(self._entries[key].since_s, key) for key in self._order]
+        if [since_s for since_s, _ in ages] != sorted(entry.since_s for entry in self._entries.values()):
+            raise AccountingError("the order of arrival does not match the requests")
+        if self._blocks != sum(entry.blocks for entry in self._entries.values()):
+            raise AccountingError("the blocks that wait do not match a recount")
+
+    def _oldest(self, limits: BatchLimits) -> list[Entry]:
+        found: list[Entry] = []
+        blocks = 0
+        for key in self._order:
+            entry = self._entries[key]
+            if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
+                break
+            found.append(entry)
+            blocks += entry.blocks
+        return found

@@ -1,0 +1,236 @@
+"""Step 4 of the paper's figure 4: what is brought from the pool for which decode instance, and when.
+
+Two ways out of the pool: as the next candidate batch, or late, into the candidate requests buffer (dynamic scheduling,
+section 3.5). A batch of fewer than N requests is taken only by an instance that has room now (an idle one first of
+all): it never waits for a better one. An instance that is full waits for N, for its next batch can only run later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alignedserve.config import Config
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.actions import Action, MarkUrgent, Prefetch
+from alignedserve.scheduler.batch_generator import BatchLimits
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.instances import DecodeView, Instances, PrefillView
+from alignedserve.scheduler.policies.base import BatchPolicy, Entry
+from alignedserve.scheduler.request_table import Record, RequestState, RequestTable
+from alignedserve.scheduler.waiting import WaitingClock, join_range
+
+
+class Prefetcher:
+    """Moves requests from WAITING to PREFETCHED; from there on the decode instance decides about them."""
+
+    def __init__(
+        self,
+        config: Config,
+        block_size: int,
+        table: RequestTable,
+        instances: Instances,
+        policy: BatchPolicy,
+        clock: WaitingClock,
+        actions: list[Action],
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._table = table
+        self._instances = instances
+        self._policy = policy
+        self._clock = clock
+        self._actions = actions
+        self._last_batch_id = 0
+
+    def place(self, record: Record, now_s: float) -> None:
+        """A request has come to the pool: is there an instance for it right now?"""
+        decodes = self._instances.decode.values()
+        for decode in decodes:
+            if decode.idle and self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
+                return
+        if record.state is not RequestState.WAITING:
+            return
+        nearest = sorted(decodes, key=lambda decode: (decode.distance(record.kv_tokens), decode.size))
+        for decode in nearest:
+            if self._takes_late(decode) and self._matches(record, decode) and self._join_late(decode, [record], now_s):
+                return
+        for decode in nearest:
+            if self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
+                return
+
+    def feed(self, decode: DecodeView, now_s: float) -> None:
+        """Something has changed at the decode instance: what it should have in its buffers."""
+        if decode.report is None or not self._policy.totals()[0]:
+            return
+        if not decode.idle and self._takes_late(decode):
+            self._late_matches(decode, now_s)
+        self._next_batch(decode, now_s)
+
+    def mark_overdue(self, records: Sequence[Record]) -> None:
+        """These passed the threshold while they were prefetched: tell their decode instances."""
+        by_decode: dict[str, list[RequestKey]] = {}
+        for record in records:
+            by_decode.setdefault(record.decode_id, []).append(record.key)
+            if record.buffer is BufferKind.BATCH:
+                self._instances.decode[record.decode_id].overdue[record.key] = None
+        for decode_id, keys in by_decode.items():
+            self._actions.append(MarkUrgent(decode_id, tuple(keys)))
+
+    # the next candidate batch
+
+    def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
+        """Form the next candidate batch, if this instance's buffer is empty and it is time. Whether one was sent."""
+        requests, blocks = self._policy.totals()
+        if decode.report is None or decode.candidates[BufferKind.BATCH] or not requests:
+            return False
+        seed = self._clock.oldest_overdue_in_pool()
+        enough = requests >= self._config.scheduler.min_batch_requests
+        if seed is None and not enough and not self._takes_few(decode, -(-blocks // requests), now_s):
+            return False
+        limits = self._limits(decode)
+        prefill, room = self._choose_buffer(decode, BufferKind.BATCH)
+        if room <= 0:
+            return False
+        entries = self._policy.form(self._limits(decode, room), seed, now_s)
+        records = self._fitting(decode, entries)
+        total = sum(record.blocks for record in records)
+        if not records:
+            return False
+        if total > room:  # one request, larger than K or than what is free
+            if prefill is not None and total <= self._largest_buffer(decode):
+                return False
+            prefill = None  # no buffer could ever hold it: the decode instance pulls it from the pool itself
+        elif len(records) > 1 or total <= limits.max_blocks:
+            decode, prefill = self._specialist(decode, prefill, records, total)
+        self._last_batch_id += 1
+        decode.batch_id = self._last_batch_id
+        self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records)
+        return True
+
+    def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:
+        """K, at most `room`, and N for a decode instance."""
+        config = self._config.scheduler
+        most = config.max_batch_blocks or max(1, int(config.max_batch_share * decode.cache_blocks))
+        most = most if room is None else min(most, room)
+        return BatchLimits(most, config.min_batch_requests, self._config.decode.max_running)
+
+    def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
+        """Whether the instance has room for more now, and has had for `flush_after_s`."""
+        has_room = decode.idle or (
+            decode.size < self._config.decode.max_running
+            and decode.free_blocks(self._config, self._block_size) >= blocks
+        )
+        if not has_room:
+            decode.room_since_s = None
+            return False
+        if decode.room_since_s is None:
+            decode.room_since_s = now_s
+        return now_s - decode.room_since_s >= self._config.scheduler.flush_after_s
+
+    def _specialist(
+        self, asking: DecodeView, prefill: PrefillView | None, records: Sequence[Record], total: int
+    ) -> tuple[DecodeView, PrefillView | None]:
+        """Of the busy instances that need a batch, the one whose running lengths are nearest to this one's.
+
+        An idle instance keeps what it asked for: waiting costs it more than mixed lengths.
+        """
+        if asking.idle or len(self._instances.decode) == 1:
+            return asking, prefill
+        tokens = sum(record.kv_tokens for record in records) // len(records)
+        best, best_prefill, nearest = asking, prefill, asking.distance(tokens)
+        for other in self._instances.decode.values():
+            if other.report is None or other.idle or other.candidates[BufferKind.BATCH]:
+                continue
+            if other.distance(tokens) < nearest and total <= self._limits(other).max_blocks:
+                buffer, room = self._choose_buffer(other, BufferKind.BATCH)
+                if total <= room and len(self._fitting(other, records)) == len(records):
+                    best, best_prefill, nearest = other, buffer, other.distance(tokens)
+        return best, best_prefill
+
+    # late joins
+
+    def _takes_late(self, decode: DecodeView) -> bool:
+        """Late joins stop in a switch, and while an overdue request waits that they would keep waiting."""
+        if decode.report is None or decode.report.switching or decode.overdue:
+            return False
+        return self._clock.oldest_overdue_in_pool() is None
+
+    def _range(self, decode: DecodeView) -> tuple[int, int] | None:
+        lengths = decode.lengths()
+        return None if lengths is None else join_range(*lengths, self._config.scheduler.join_window)
+
+    def _matches(self, record: Record, decode: DecodeView) -> bool:
+        lengths = self._range(decode)
+        return lengths is not None and lengths[0] <= record.kv_tokens <= lengths[1]
+
+    def _late_matches(self, decode: DecodeView, now_s: float) -> None:
+        """Dynamic scheduling: requests of the pool whose length has come to match the running batch."""
+        lengths = self._range(decode)
+        _, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
+        if lengths is None or room <= 0 or slots <= 0:
+            return
+        entries = self._policy.matching(*lengths, BatchLimits(room, 1, slots))
+        self._join_late(decode, self._fitting(decode, entries), now_s)
+
+    def _join_late(self, decode: DecodeView, records: Sequence[Record], now_s: float) -> bool:
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        if not records or sum(record.blocks for record in records) > room:
+            return False
+        records = self._fitting(decode, records)
+        if records:
+            self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records)
+        return bool(records)
+
+    # both
+
+    def _choose_buffer(self, decode: DecodeView, kind: BufferKind) -> tuple[PrefillView | None, int]:
+        """The paired prefill instance with the most room in such a buffer, and that room in blocks.
+
+        None: there are no buffers; what is on its way counts against the decode instance's own cache.
+        """
+        if decode.decode_id not in self._instances.pairs and self._config.cluster.prefetch:
+            return None, 0  # which instances prefetch for it is not known yet
+        paired = self._instances.paired(decode)
+        if paired:
+            best = max(paired, key=lambda prefill: prefill.room(kind))
+            return best, best.room(kind)
+        most = self._limits(decode).max_blocks
+        share = most if kind is BufferKind.BATCH else max(1, most // 2)
+        return None, share - decode.candidate_blocks[kind]
+
+    def _largest_buffer(self, decode: DecodeView) -> int:
+        return max(prefill.buffers[BufferKind.BATCH].capacity for prefill in self._instances.paired(decode))
+
+    def _fitting(self, decode: DecodeView, entries: Sequence[Entry] | Sequence[Record]) -> list[Record]:
+        """Records of those that the instance's cache can hold to their end."""
+        most = decode.cache_blocks * self._block_size
+        records = (self._table.get(entry.key) for entry in entries)
+        return [record for record in records if record is not None and record.meta.max_total_tokens <= most]
+
+    def _send(
+        self,
+        decode: DecodeView,
+        prefill: PrefillView | None,
+        kind: BufferKind,
+        batch_id: int,
+        records: Sequence[Record],
+    ) -> None:
+        now_urgent = []
+        for record in records:
+            self._policy.remove(record.key)
+            self._clock.leave_pool(record.key)
+            if self._clock.is_overdue(record.key):
+                now_urgent.append(record)
+            record.decode_id = decode.decode_id
+            record.prefill_id = "" if prefill is None else prefill.prefill_id
+            record.buffer = kind
+            decode.candidates[kind][record.key] = record
+            decode.candidate_blocks[kind] += record.blocks
+            if prefill is not None:
+                prefill.buffered[record.key] = None
+                prefill.buffers[kind].take(record.blocks)
+        keys = tuple(record.key for record in records)
+        prefill_id = None if prefill is None else prefill.prefill_id
+        self._actions.append(Prefetch(decode.decode_id, prefill_id, kind, batch_id, keys))
+        self.mark_overdue(now_urgent)

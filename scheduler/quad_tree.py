@@ -1,0 +1,142 @@
+"""The quad-tree over prefix lengths (paper, section 3.3): where waiting requests are kept, and how dense each range is.
+
+Each node stands for a range of lengths, a quarter of its parent's. A node is `(level, index)`: level 0 is the root,
+the children of `(l, i)` are `(l + 1, 4 i) .. (l + 1, 4 i + 3)`. Counters live in one flat list a level, so that
+inserting and removing touch `depth + 1` numbers each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.age_order import AgeOrder
+
+FAN_OUT = 4
+Node = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A waiting request as the tree knows it. `since_s`: waiting since then."""
+
+    key: RequestKey
+    tokens: int
+    blocks: int
+    since_s: float
+
+
+class QuadTree:
+    """Waiting requests by prefix length in `[1, max_tokens]`; longer ones count as `max_tokens`.
+
+    `leaf_tokens` is the width of a leaf; the depth follows. Insert, remove and move are O(depth).
+    """
+
+    def __init__(self, max_tokens: int, leaf_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.leaf_tokens = leaf_tokens
+        self.depth = 0
+        while leaf_tokens * FAN_OUT**self.depth < max_tokens:
+            self.depth += 1
+        sizes = [FAN_OUT**level for level in range(self.depth + 1)]
+        self.requests: list[list[int]] = [[0] * size for size in sizes]
+        self.blocks: list[list[int]] = [[0] * size for size in sizes]
+        self.last_batch_s: list[list[float]] = [[0.0] * size for size in sizes]  # when it last yielded a batch
+        self._leaves: list[AgeOrder | None] = [None] * sizes[-1]
+        self._entries: dict[RequestKey, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._entries
+
+    def entry(self, key: RequestKey) -> Entry:
+        return self._entries[key]
+
+    def leaf_of(self, tokens: int) -> int:
+        """Index of the leaf for a length."""
+        return (min(max(tokens, 1), self.max_tokens) - 1) // self.leaf_tokens
+
+    def insert(self, entry: Entry) -> None:
+        if entry.key in self._entries:
+            raise AccountingError(f"{entry.key} is in the tree already", request_id=entry.key.request_id)
+        self._entries[entry.key] = entry
+        index = self.leaf_of(entry.tokens)
+        leaf = self._leaves[index]
+        if leaf is None:
+            leaf = self._leaves[index] = AgeOrder()
+        leaf.add(entry.key, entry.since_s)
+        self._count(index, 1, entry.blocks)
+
+    def remove(self, key: RequestKey) -> Entry:
+        """Raises AccountingError where the request is not in the tree."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            raise AccountingError(f"{key} is not in the tree", request_id=key.request_id)
+        index = self.leaf_of(entry.tokens)
+        leaf = self._leaves[index]
+        assert leaf is not None
+        leaf.remove(key, entry.since_s)
+        self._count(index, -1, -entry.blocks)
+        return entry
+
+    def move(self, key: RequestKey, tokens: int, blocks: int) -> None:
+        """The request has grown; it has waited as long as before."""
+        entry = self.remove(key)
+        self.insert(Entry(key, tokens, blocks, entry.since_s))
+
+    def oldest(self, index: int) -> Iterator[Entry]:
+        """The entries of a leaf, oldest first. Not to be changed while it is iterated over."""
+        leaf = self._leaves[index]
+        return iter(()) if leaf is None else (self._entries[key] for key in leaf)
+
+    def leaves_between(self, first: int, last: int) -> Iterator[int]:
+        """Indices of the leaves with entries in `first .. last` (both included), from left to right."""
+        yield from self._descend(0, 0, first, last)
+
+    def _descend(self, level: int, index: int, first: int, last: int) -> Iterator[int]:
+        if not self.requests[level][index]:
+            return
+        width = FAN_OUT ** (self.depth - level)
+        if (index + 1) * width <= first or index * width > last:
+            return
+        if level == self.depth:
+            yield index
+            return
+        for child in range(FAN_OUT * index, FAN_OUT * index + FAN_OUT):
+            yield from self._descend(level + 1, child, first, last)
+
+    def stamp(self, entries: Iterable[Entry], now_s: float) -> None:
+        """These yielded a batch: note the time on their leaves and on every node above."""
+        touched = {self.leaf_of(entry.tokens) for entry in entries}
+        for level in range(self.depth, -1, -1):
+            stamps = self.last_batch_s[level]
+            for index in touched:
+                stamps[index] = now_s
+            touched = {index // FAN_OUT for index in touched}
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises AccountingError where a counter, or the order in a leaf, is wrong."""
+        requests = [[0] * len(counts) for counts in self.requests]
+        blocks = [[0] * len(counts) for counts in self.blocks]
+        for entry in self._entries.values():
+            index = self.leaf_of(entry.tokens)
+            for level in range(self.depth, -1, -1):
+                requests[level][index] += 1
+                blocks[level][index] += entry.blocks
+                index //= FAN_OUT
+        if requests != self.requests or blocks != self.blocks:
+            raise AccountingError("the counters of the quad-tree do not match a recount")
+        for index, count in enumerate(self.requests[self.depth]):
+            ages = [entry.since_s for entry in self.oldest(index)]
+            if len(ages) != count or ages != sorted(ages):
+                raise AccountingError(f"leaf {index} of the quad-tree is out of order")
+
+    def _count(self, index: int, requests: int, blocks: int) -> None:
+        for level in range(self.depth, -1, -1):
+            self.requests[level][index] += requests
+            self.blocks[level][index] += blocks
+            index //= FAN_OUT

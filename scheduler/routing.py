@@ -1,0 +1,52 @@
+"""Which prefill instance computes a prompt: the one with the least predicted time to first token (systems.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from alignedserve.scheduler.cost_model import LinearCostModel
+
+
+@dataclass(slots=True)
+class PrefillLoad:
+    """What one prefill instance has been given and how fast it has been. Times are seconds of the core's clock."""
+
+    prefill_id: str
+    cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
+    pending_tokens: int = 0
+    cost: LinearCostModel = field(default_factory=LinearCostModel)
+    busy_since_s: float = 0.0  # since it last finished a prompt, or was idle
+
+    def begin(self, tokens: int, now_s: float) -> None:
+        if not self.pending_tokens:
+            self.busy_since_s = now_s
+        self.pending_tokens += tokens
+
+    def finish(self, tokens: int, now_s: float) -> None:
+        """A prompt was computed: the time since the one before it is what its tokens took."""
+        if now_s > self.busy_since_s:
+            self.cost.observe_prefill(tokens, now_s - self.busy_since_s)
+        self.drop(tokens, now_s)
+
+    def drop(self, tokens: int, now_s: float) -> None:
+        """A prompt went without being computed, or its time is not to be learnt from."""
+        self.pending_tokens -= tokens
+        self.busy_since_s = now_s
+
+    def predicted_ttft_s(self, tokens: int) -> float:
+        return self.cost.predict_prefill_s(self.pending_tokens + tokens)
+
+
+def choose_prefill(loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int) -> PrefillLoad | None:
+    """The instance for a prompt of `tokens`, or None where every one has enough to do.
+
+    Handed out are at most `queue_tokens` ahead of computing, but to an idle instance always: what waits here can still
+    go elsewhere. Ties go to the least pending, then to the first.
+    """
+    able = [
+        load
+        for load in loads
+        if load.cache_tokens >= tokens and (not load.pending_tokens or load.pending_tokens + tokens <= queue_tokens)
+    ]
+    return min(able, key=lambda load: (load.predicted_ttft_s(tokens), load.pending_tokens), default=None)

@@ -1,0 +1,50 @@
+"""The Serve application with roles that only join (`fake_roles`) and a gateway that answers nothing but its status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from alignedserve.cluster.actors import ACTORS, RoleActor
+from alignedserve.cluster.app import LOGGING, SupervisorDeployment
+from alignedserve.config_sources import Tree, from_tree, to_tree
+from alignedserve.control.runtime import RoleServer
+from alignedserve.testing import fake_roles
+
+
+class FakeActor(RoleActor):
+    """Runs a fake instead of the role."""
+
+    def _new_role(self) -> RoleServer:
+        fake_roles.install()
+        return super()._new_role()
+
+
+@serve.deployment(
+    name="Gateway",
+    ray_actor_options={"num_cpus": 0},
+    graceful_shutdown_wait_loop_s=0.1,
+    health_check_period_s=1,
+    logging_config=LOGGING,
+)
+class FakeGateway:
+    """Joins nothing: tells what the supervisor tells."""
+
+    def __init__(self, tree: Tree, supervisor: DeploymentHandle[Any]) -> None:
+        self._tree = tree
+        self._supervisor = supervisor
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        progress = await self._supervisor.progress.remote()
+        status = 200 if progress["state"] == "ready" or request.url.path.endswith("/status") else 503
+        return JSONResponse(progress, status_code=status)
+
+
+def build(args: dict[str, Any]) -> Application:
+    tree = to_tree(from_tree(args))
+    return FakeGateway.bind(tree, SupervisorDeployment.bind(tree, dict.fromkeys(ACTORS, FakeActor)))

@@ -1,0 +1,300 @@
+"""A cluster that plays scripts: real gRPC servers for supervisor and scheduler, and token events of imaginary workers.
+
+What a gateway does is tested against it, race by race: a script sees each submitted request and emits its tokens,
+loses it, rejects it or says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from alignedserve.control.convert import (
+    failure_to_proto,
+    key_to_proto,
+    keys_from_proto,
+    logprob_to_proto,
+    spec_from_proto,
+    timings_to_proto,
+)
+from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.rpc import RpcServer
+from alignedserve.control.tokens import TokenEmitter
+from alignedserve.errors import AlignedServeError
+from alignedserve.model import ModelInfo
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, Stopwatch, TokenLogprobs
+
+TOKEN = "fake-cluster"
+ROLES = ("prefill", "decode", "kv_pool", "scheduler")
+
+Script = Callable[["FakeCluster", RequestSpec], Awaitable[None]]
+
+
+def fake_model_info(**overrides: Any) -> ModelInfo:
+    """The shape of a model that fits the shipped tokenizer."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "path": "tiny",
+        "model_type": "llama",
+        "dtype": "float32",
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 2048,
+        "max_positions": 512,
+        "eos_token_ids": (0, 5),
+        "generation_defaults": {},
+        "weight_bytes": 1,
+        **overrides,
+    }
+    return ModelInfo(**values)
+
+
+class _Scheduler(sc_grpc.SchedulerServicer):
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+
+    async def Link(
+        self, requests: AsyncIterator[sc.GatewayMessage], context: Any
+    ) -> AsyncIterator[sc.SchedulerMessage]:
+        outbox: Outbox[sc.SchedulerMessage] = Outbox()
+        self._cluster.outboxes.append(outbox)
+        outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._cluster.capacity_tokens)))
+        try:
+            async for message in serve_stream(requests, outbox, self._cluster.on_gateway_message):
+                yield message
+        finally:
+            self._cluster.outboxes.remove(outbox)
+
+
+class _Supervisor(sv_grpc.SupervisorServicer):
+    def __init__(self, cluster: FakeCluster) -> None:
+        self._cluster = cluster
+
+    async def Join(self, requests: AsyncIterator[sv.RoleReport], context: Any) -> AsyncIterator[sv.RoleOrder]:
+        outbox: Outbox[sv.RoleOrder] = Outbox()
+        self._cluster.views.append(outbox)
+        outbox.put(sv.RoleOrder(view=self._cluster.view()))
+        try:
+            async for order in serve_stream(requests, outbox, self._cluster.reports.append):
+                yield order
+        finally:
+            self._cluster.views.remove(outbox)
+
+    async def GetStatus(self, request: pb.Empty, context: Any) -> sv.ClusterStatus:
+        return sv.ClusterStatus(
+            peers=self._cluster.view().peers, cluster_id="fake", state="ready", metrics="fake_metric 1\n"
+        )
+
+
+class FakeCluster:
+    """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
+
+    `submitted`, `cancelled`, `done` and `hellos` record what came from gateways, in order.
+    """
+
+    def __init__(self, script: Script | None = None, info: ModelInfo | None = None, capacity_tokens: int = 0) -> None:
+        self.script: Script = script or counting_script
+        self.info: ModelInfo | None = info or fake_model_info()
+        self.capacity_tokens = capacity_tokens
+        self.states = dict.fromkeys(ROLES, "ready")
+        self.address = ""
+        self.submitted: list[RequestSpec] = []
+        self.submissions: list[list[RequestSpec]] = []
+        self.cancelled: list[RequestKey] = []
+        self.done: list[RequestKey] = []
+        self.hellos: list[sc.GatewayHello] = []
+        self.reports: list[sv.RoleReport] = []
+        self.outboxes: list[Outbox[sc.SchedulerMessage]] = []
+        self.views: list[Outbox[sv.RoleOrder]] = []
+        self.errors: list[BaseException] = []
+        self._news = asyncio.Event()
+        self._version = 1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._emitters: dict[str, TokenEmitter] = {}
+        self._server = RpcServer(TOKEN)
+
+    async def __aenter__(self) -> Self:
+        self._server.add(sc_grpc.add_SchedulerServicer_to_server, _Scheduler(self))
+        self._server.add(sv_grpc.add_SupervisorServicer_to_server, _Supervisor(self))
+        self.address = await self._server.start()
+        for role in ("prefill", "decode"):
+            process = pb.ProcessKey(role=role, id=f"{role}-0", incarnation=1)
+            self._emitters[role] = TokenEmitter(process, TOKEN, lambda address: None)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for emitter in self._emitters.values():
+            await emitter.close()
+        await self._server.stop(0.0)
+        if self.errors:
+            raise self.errors[0]
+
+    # ---- what a script does
+
+    def emit(
+        self,
+        spec: RequestSpec,
+        tokens: Iterable[int] = (),
+        *,
+        position: int | None = None,
+        finish: FinishReason | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+        error: AlignedServeError | None = None,
+        role: str = "decode",
+    ) -> None:
+        """Send the next tokens of a request (`spec.output_token_ids` grows), as a worker would."""
+        tokens = list(tokens)
+        event = gw.TokenEvent(
+            key=key_to_proto(spec.key),
+            position=len(spec.output_token_ids) if position is None else position,
+            token_ids=tokens,
+            logprobs=[logprob_to_proto(entry) for entry in logprobs],
+            prompt_logprobs=[logprob_to_proto(entry) for entry in prompt_logprobs],
+        )
+        if finish is not None:
+            event.finish_reason = finish
+            event.timings.CopyFrom(timings_to_proto(Stopwatch(Stage.DECODE, time.time_ns(), {Stage.PREFILL: 0.25})))
+        if error is not None:
+            event.finish_reason = FinishReason.ERROR
+            event.failure.CopyFrom(failure_to_proto(error))
+        if position is None:
+            spec.output_token_ids.extend(tokens)
+        self._emitters[role].emit([(spec.gateway_address, event)])
+
+    def lose(self, *keys: RequestKey, reason: str = "the decode instance died") -> None:
+        self._tell(lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=reason))
+
+    def reject(self, error: AlignedServeError, *keys: RequestKey) -> None:
+        messages = [key_to_proto(key) for key in keys]
+        self._tell(rejected=sc.Rejection(keys=messages, failure=failure_to_proto(error)))
+
+    def publish_capacity(self, tokens: int) -> None:
+        self.capacity_tokens = tokens
+        self._tell(capacity=sc.Capacity(max_request_tokens=tokens))
+
+    def break_links(self) -> None:
+        """End every gateway's stream to the scheduler; they come back by themselves."""
+        for outbox in list(self.outboxes):
+            outbox.close()
+
+    async def break_workers(self) -> None:
+        """End the workers' streams to gateways."""
+        for role, emitter in list(self._emitters.items()):
+            await emitter.close()
+            process = pb.ProcessKey(role=role, id=f"{role}-0", incarnation=2)
+            self._emitters[role] = TokenEmitter(process, TOKEN, lambda address: None)
+
+    def set_state(self, role: str, state: str) -> None:
+        """Change a role's state ("" removes it) and tell everyone."""
+        self.states[role] = state
+        self.publish_view()
+
+    def publish_view(self) -> None:
+        self._version += 1
+        for outbox in self.views:
+            outbox.put(sv.RoleOrder(view=self.view()))
+
+    # ---- what a test waits for
+
+    async def wait_for(self, condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+        """Returns once the condition holds; it is looked at whenever something came from a gateway."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._news.clear()
+                try:
+                    await asyncio.wait_for(self._news.wait(), 0.05)
+                except TimeoutError:
+                    continue
+
+    # ---- inside
+
+    def view(self) -> sv.ClusterView:
+        peers = [
+            sv.Peer(
+                process=pb.ProcessKey(role=role, id=f"{role}-0", incarnation=1),
+                pid=1,
+                address=self.address,
+                state=state,
+            )
+            for role, state in self.states.items()
+            if state
+        ]
+        model_info = self.info.to_json() if self.info is not None else ""
+        return sv.ClusterView(version=self._version, peers=peers, model_info=model_info)
+
+    def on_gateway_message(self, message: sc.GatewayMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "hello":
+            self.hellos.append(message.hello)
+        elif kind == "submit":
+            self._on_submission([spec_from_proto(spec) for spec in message.submit.requests])
+        elif kind == "cancel":
+            self.cancelled += keys_from_proto(message.cancel)
+        elif kind == "done":
+            self.done += keys_from_proto(message.done)
+        self._news.set()
+
+    def _on_submission(self, specs: list[RequestSpec]) -> None:
+        self.submissions.append(specs)
+        for spec in specs:
+            spec.prompt_token_ids = specs[0].prompt_token_ids
+            self.submitted.append(spec)
+            task = asyncio.get_running_loop().create_task(self._play(spec))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, spec: RequestSpec) -> None:
+        try:
+            await self.script(self, spec)
+        except Exception as error:  # raised again when the context ends
+            self.errors.append(error)
+
+    def _tell(self, **body: Any) -> None:
+        for outbox in self.outboxes:
+            outbox.put(sc.SchedulerMessage(**body))
+
+
+async def counting_script(cluster: FakeCluster, spec: RequestSpec) -> None:
+    """Tokens 100, 101, 102, … up to max_tokens, the first from prefill; goes on where an earlier epoch stopped."""
+    while spec.remaining_tokens > 0:
+        token = 100 + len(spec.output_token_ids)
+        last = spec.remaining_tokens == 1
+        role = "decode" if spec.output_token_ids else "prefill"
+        cluster.emit(spec, [token], role=role, finish=FinishReason.LENGTH if last else None)
+        await asyncio.sleep(0)
+
+
+def playing(*steps: Sequence[int], finish: FinishReason = FinishReason.LENGTH, pause_s: float = 0.0) -> Script:
+    """A script that emits these tokens, a step an event, and then ends; goes on where an earlier epoch stopped."""
+
+    async def play(cluster: FakeCluster, spec: RequestSpec) -> None:
+        sent = 0
+        for number, step in enumerate(steps):
+            new = list(step)[max(0, len(spec.output_token_ids) - sent) :]
+            sent += len(step)
+            last = number == len(steps) - 1
+            if new or last:
+                cluster.emit(spec, new, finish=finish if last else None)
+            await asyncio.sleep(pause_s)
+
+    return play
+
+
+async def silent_script(cluster: FakeCluster, spec: RequestSpec) -> None:
+    """Says nothing."""

@@ -1,0 +1,126 @@
+"""Runs `alignedserve serve` as a user would: a process of its own, on free ports, ended cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServeProcess:
+    """`with ServeProcess("--model", path) as server:` is ready to answer inside, and gone after.
+
+    `start_s` is the time from the start to a healthy answer. `environment` is added to this process's.
+    """
+
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0
+    ) -> None:
+        self.port, self.grpc_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.grpc_address = f"127.0.0.1:{self.grpc_port}"
+        self.start_s = 0.0
+        self._timeout_s = timeout_s
+        self._arguments = arguments
+        self._environment = {**os.environ, **(environment or {})}
+        self._log = tempfile.NamedTemporaryFile(prefix="alignedserve-serve-", suffix=".log", delete=False)  # noqa: SIM115
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def command(self) -> Sequence[str]:
+        ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
+        return (sys.executable, "-m", "alignedserve.cluster.cli", "serve", *ports, *self._arguments)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def output(self) -> str:
+        """What the command has printed so far."""
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
+
+    def start(self) -> None:
+        """Start the command, without waiting for it."""
+        self._process = subprocess.Popen(
+            self.command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._environment
+        )
+
+    def __enter__(self) -> Self:
+        begun = time.monotonic()
+        self.start()
+        try:
+            self._wait_healthy(begun + self._timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - begun
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_healthy(self, deadline: float) -> None:
+        while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"`alignedserve serve` ended with {self.process.returncode}:\n{self.output}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not healthy within {self._timeout_s:g} s:\n{self.output}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+        """Signal the command and wait for its end; its exit status. Raises TimeoutExpired where it does not end."""
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+
+    def get(self, path: str) -> Any:
+        """The parsed JSON of a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=30.0) as response:
+            return json.loads(response.read())
+
+    def post(self, path: str, body: Any) -> Any:
+        """The parsed JSON of a POST."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300.0) as response:
+            return json.loads(response.read())
+
+    def roles(self) -> list[dict[str, Any]]:
+        """What `alignedserve status --json` lists."""
+        roles: list[dict[str, Any]] = self.get("/alignedserve/status")["roles"]
+        return roles

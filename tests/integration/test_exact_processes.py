@@ -1,0 +1,83 @@
+"""Every architecture, through the real workers, stores and channels in plain processes: tokens equal `generate`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.request import SamplingParams
+from alignedserve.testing.driver import Answer, Driver
+from alignedserve.testing.models import KINDS, make_model
+from alignedserve.testing.reference import greedy, load_reference, random_prompts
+
+NEW_TOKENS = 24
+PROMPTS = 12
+LONGEST = 300
+
+
+@dataclass
+class Run:
+    answers: list[Answer]
+    metrics: str
+
+
+def config_for(folder: Path, *, prefetch: bool) -> Config:
+    # A decode cache for two of the longest requests: evictions are certain. Chunks of 64 tokens cut every long prompt.
+    return from_tree(
+        {
+            "model": {"path": str(folder)},
+            "cluster": {"device": "cpu", "prefetch": prefetch, "threads": 1},
+            "kv_pool": {"size_gib": 0.25},
+            "prefill": {"token_budget": 64},
+            "decode": {"cache_blocks": 48},
+            "scheduler": {"min_batch_requests": 4, "starvation_after_s": 2.0},
+            "supervisor": {"heartbeat_s": 0.2},
+        }
+    )
+
+
+async def serve(config: Config, prompts: list[list[int]], sampling: SamplingParams) -> Run:
+    async with LocalCluster(config) as cluster:
+        await cluster.wait_ready()
+        async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+            answers = await driver.generate(prompts, sampling)
+            await asyncio.sleep(0.3)
+            return Run(answers, (await cluster.status()).metrics)
+
+
+def value(metrics: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry the labels."""
+    total = 0.0
+    for line in metrics.splitlines():
+        if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            total += float(re.split(r"\s+", line.strip())[-1])
+    return total
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no-prefetch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_generate(kind: str, prefetch: bool, tmp_path: Path) -> None:
+    folder = make_model(kind, tmp_path / kind, seed=7)
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts = random_prompts(PROMPTS, LONGEST, vocab_size, seed=11)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    run = asyncio.run(serve(config_for(folder, prefetch=prefetch), prompts, sampling))
+
+    reference = load_reference(folder)
+    expected = [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    assert [answer.error for answer in run.answers] == [None] * PROMPTS
+    assert [answer.tokens for answer in run.answers] == expected
+    assert len({token for tokens in expected for token in tokens}) > NEW_TOKENS, "tokens do not vary: nothing was shown"
+    assert value(run.metrics, "alignedserve_decode_evictions_total") > 0
+    assert value(run.metrics, "alignedserve_kv_blocks", state="owned") == 0
+    assert value(run.metrics, "alignedserve_kv_blocks", state="free") == value(
+        run.metrics, "alignedserve_kv_capacity_blocks"
+    )

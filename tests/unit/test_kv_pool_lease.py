@@ -1,0 +1,84 @@
+"""A standing lease: blocks at hand without a call, and what a broken link does to them."""
+
+from __future__ import annotations
+
+from alignedserve.kv_pool.lease import StandingLease
+
+
+def lease_of(count: int) -> StandingLease:
+    lease = StandingLease(count)
+    assert lease.ask() == count
+    lease.granted(range(count))
+    return lease
+
+
+def test_it_asks_for_its_standing_blocks_once() -> None:
+    lease = StandingLease(10)
+    assert lease.ask() == 10
+    assert lease.ask() == 0
+    lease.granted(range(4))
+    assert lease.ask() == 0
+    assert lease.free_blocks == 4
+
+
+def test_it_asks_for_more_below_the_watermark_only() -> None:
+    lease = lease_of(10)
+    lease.take(5)
+    assert lease.ask() == 0
+    lease.take(1)
+    assert lease.ask() == 6
+
+
+def test_somebody_who_waits_is_asked_for_at_once() -> None:
+    lease = lease_of(10)
+    assert lease.take(12) is None
+    assert lease.ask(demand=12) == 12
+    lease.granted(range(10, 22))
+    assert lease.take(12) == list(range(12))
+
+
+def test_given_blocks_are_at_hand_again_and_committed_ones_are_not() -> None:
+    lease = lease_of(4)
+    taken = lease.take(3)
+    assert taken == [0, 1, 2]
+    lease.committed([0, 1])
+    lease.give([0, 1, 2])
+    assert lease.free_blocks == 2
+    assert lease.taken_blocks == 0
+    lease.give([2])  # a second time
+    assert lease.free_blocks == 2
+
+
+def test_what_is_beyond_the_standing_blocks_can_be_given_back() -> None:
+    lease = lease_of(4)
+    lease.granted([7, 8])
+    assert lease.surplus() == [7, 8]
+    assert lease.surplus() == []
+    assert lease.free_blocks == 4
+
+
+def test_a_broken_link_voids_what_is_at_hand() -> None:
+    lease = lease_of(4)
+    lease.broke()
+    assert lease.take(1) is None
+    assert lease.ask() == 4
+
+
+def test_a_block_taken_before_the_link_broke_returns_only_after_both_its_copy_and_its_grant() -> None:
+    lease = lease_of(4)
+    lease.take(2)
+    lease.broke()
+    lease.ask()
+    lease.granted([0, 1, 2, 3])  # the lender confirms what it had leased
+    assert lease.free_blocks == 2  # a copy may still be writing to 0 and 1
+    lease.give([0])
+    assert sorted(lease.take(3) or []) == [0, 2, 3]
+
+    lease = lease_of(4)
+    lease.take(2)
+    lease.broke()
+    lease.give([0])  # its copy ended while the link was down
+    assert lease.free_blocks == 0
+    lease.ask()
+    lease.granted([0, 1, 2, 3])
+    assert lease.free_blocks == 3

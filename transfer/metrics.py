@@ -1,0 +1,22 @@
+"""Prometheus text of an instance's channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from alignedserve.transfer.channel import Channel
+
+
+def channel_lines(instance: str, channels: Iterable[Channel]) -> list[str]:
+    """What each channel of the instance has moved: copies, bytes and the seconds it was copying."""
+    lines = []
+    for channel in channels:
+        labels = (
+            f'source="{channel.source.store_id}",destination="{channel.destination.store_id}",'
+            f'channel="{channel.name}",instance="{instance}"'
+        )
+        counters = channel.counters()
+        for name in ("copies", "bytes", "busy_s"):
+            metric = "busy_seconds" if name == "busy_s" else name
+            lines.append(f"alignedserve_transfer_{metric}_total{{{labels}}} {getattr(counters, name):g}")
+    return lines
