@@ -142,6 +142,8 @@ class SupervisorCore:
         slot = self.slots.get(role_id)
         if slot is None or slot.phase is Phase.WAITING or slot.generation != generation:
             return []
+        reason = slot.end_reason or reason
+        slot.end_reason = ""
         logger.log(logging.INFO if self.ending else logging.WARNING, "%s has ended: %s", role_id, reason)
         failure = slot.member.beat.failure if slot.member and slot.member.beat.HasField("failure") else None
         steady = slot.was_ready and now - slot.ready_at > STEADY_S
@@ -307,6 +309,7 @@ class SupervisorCore:
 
     def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
         hello = slot.member.hello if slot.member else None
+        slot.end_reason = reason
         slot.enter(Phase.ENDING, now)
         self._touch()
         return Fence(slot.planned.id, slot.generation, hello, reason)

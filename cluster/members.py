@@ -74,6 +74,8 @@ class Slot:
     ready_at: float = 0.0
     failures: int = 0
     """Ends in a row before it was ready, or soon after."""
+    end_reason: str = ""
+    """Why it is being ended, where it was us."""
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase = phase

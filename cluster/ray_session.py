@@ -27,6 +27,9 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+}
+# For replicas only: handles of this process, which has no event loop, work in their router's own.
+REPLICA_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
@@ -59,7 +62,10 @@ class RaySession:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home folder
             self._clean_sessions()
         import ray
+        import ray.serve
 
+        for name, value in REPLICA_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

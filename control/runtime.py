@@ -159,7 +159,11 @@ class RoleServer(ABC):
             self.host.report()
 
     def heartbeat(self) -> sv.Heartbeat:
-        beat = self.describe()
+        try:
+            beat = self.describe()
+        except Exception as error:  # the heartbeat itself must go out: it carries the failure
+            logger.exception("%s cannot describe itself", self.settings.id)
+            beat, self.state, self._failure = sv.Heartbeat(), "failed", error
         beat.state = self.state
         beat.progress = self.progress
         if self._failure is not None:

@@ -144,7 +144,7 @@ class DecodeInstance:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
         if self.handover is not None:
-            for link in self.handover.links.values():
+            for link in list(self.handover.links.values()):
                 await link.close()
         for channel in self._pool_channels:
             channel.close()

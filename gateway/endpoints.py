@@ -32,6 +32,7 @@ from alignedserve import logs
 from alignedserve.errors import CancelledError
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
+REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy sets an x-request-id of its own
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -71,7 +72,7 @@ class GenerateEndpoint:
             await send_error(send, report(error))
             return
         logs.request_id.set(plan.id)
-        headers = {"x-request-id": plan.id, **ignored_header(request.ignored)}
+        headers = {REQUEST_ID_HEADER: plan.id, **ignored_header(request.ignored)}
         try:
             with DisconnectWatch(receive, lambda: self._gone(call)) as watch:
                 await self._answer(call, send, headers, watch)

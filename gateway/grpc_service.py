@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -70,7 +70,7 @@ class InferenceService:
             timings=_timings(call.plan, last),
         )
 
-    async def stream(self, request: inf.GenerateRequest) -> AsyncIterator[inf.GenerateChunk]:
+    async def stream(self, request: inf.GenerateRequest) -> AsyncGenerator[inf.GenerateChunk, None]:
         call = self._ledger.open(await self._plan(request))
         logs.request_id.set(call.plan.id)
         parts = Parts(call, self._model, self._ledger.end)
@@ -190,7 +190,7 @@ class InferenceServicer(inf_grpc.InferenceServicer):
         except Exception as error:
             await _abort(context, error)
         finally:
-            await chunks.aclose()  # type: ignore[attr-defined]  # an async generator
+            await chunks.aclose()
 
     async def Cancel(self, request: inf.CancelRequest, context: Any) -> inf.CancelResponse:
         return self._service.cancel(request)

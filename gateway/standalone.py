@@ -11,11 +11,11 @@ from typing import Self
 
 import grpc
 import uvicorn
-
-from alignedserve.errors import ResourceError
 from alignedserve.gateway.grpc_service import InferenceServicer
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
+
+from alignedserve.errors import ResourceError
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -59,7 +59,9 @@ class StandaloneGateway:
         )
         self._uvicorn = _Uvicorn(config)
         self._task = asyncio.get_running_loop().create_task(self._uvicorn.serve(sockets=[listener]))
-        self._grpc = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)])
+        self._grpc = grpc.aio.server(
+            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+        )
         inf_grpc.add_InferenceServicer_to_server(InferenceServicer(self._server.inference), self._grpc)
         try:
             self.grpc_port = self._grpc.add_insecure_port(f"{self.host}:{self.grpc_port}")

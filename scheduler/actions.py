@@ -49,10 +49,15 @@ class MarkUrgent:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePool:
-    """The pool's copy of these is not needed any more (ended), or has to make room (`dropped`)."""
+    """The pool's copy of these is not needed any more (ended), or has to make room (`dropped`).
+
+    `dropped`: the requests decode, and may be evicted to the pool while this is on its way. So the pool frees a copy
+    only if it still has as many tokens as `kv_tokens` says, in the order of `keys`: a longer one was committed since.
+    """
 
     keys: tuple[RequestKey, ...]
     dropped: bool = False
+    kv_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

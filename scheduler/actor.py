@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import grpc
@@ -88,10 +89,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def describe(self) -> sv.Heartbeat:
         if self._core is None:
             return sv.Heartbeat()
-        counts = self._core.describe()
+        counts = self._counts()
         self.progress = self._core.events_handled
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-        gauges = {f"requests_{name}": float(count) for name, count in counts.items()}
+        gauges = {f"requests_{name}": count for name, count in counts.items()}
+        gauges["requests_dropped_for_room_total"] = self._core.dropped_for_room
         return sv.Heartbeat(holds=holds or "no request", metrics="\n".join(counter_lines(self.settings.id, gauges)))
 
     # ---- gateways
@@ -168,8 +170,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._on_failed(report.failed)
 
     def _on_description(self, role: str, instance_id: str, message: Any) -> None:
-        known = self._core is not None and self._core.knows(role, instance_id)
-        if not known:
+        if self._core is not None and not self._core.knows(role, instance_id):
             self._feed(ev.InstanceJoined(role, instance_id))
         if role == "prefill":
             self._feed(
@@ -311,7 +312,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         return groups.items()
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:
-        return sc.SchedulerDescription(**(self._core.describe() if self._core is not None else {}))
+        return sc.SchedulerDescription(**self._counts())
+
+    def _counts(self) -> dict[str, int]:
+        described: Any = self._core.describe() if self._core is not None else {}
+        return dict(described) if isinstance(described, dict) else asdict(described)
 
 
 def _rejection(keys: Iterable[RequestKey], error: AlignedServeError) -> sc.Rejection:

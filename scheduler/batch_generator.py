@@ -43,9 +43,7 @@ class _Selection:
         return self.requests >= self.limits.min_requests
 
     def fits(self, requests: int, blocks: int) -> bool:
-        return (
-            self.blocks + blocks <= self.limits.max_blocks and self.requests + requests <= self.limits.max_requests
-        )
+        return self.blocks + blocks <= self.limits.max_blocks and self.requests + requests <= self.limits.max_requests
 
     def add(self, leaves: Iterable[int], requests: int, blocks: int) -> None:
         self.leaves.extend(leaves)

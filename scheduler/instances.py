@@ -19,9 +19,10 @@ class BufferRoom:
     reported_free: int = 0
     committed: int = 0  # of requests that were prefetched into it and have not left it, by the core's own count
     issued: int = 0  # of those since the last report
+    bounced: bool = False  # something came back from it: no more until it has reported
 
     def report(self, capacity: int, free: int) -> None:
-        self.capacity, self.reported_free, self.issued = capacity, free, 0
+        self.capacity, self.reported_free, self.issued, self.bounced = capacity, free, 0, False
 
     def take(self, blocks: int) -> None:
         self.committed += blocks
@@ -53,6 +54,8 @@ class PrefillView:
 
     def room(self, kind: BufferKind) -> int:
         buffer = self.buffers[kind]
+        if buffer.bounced:
+            return 0
         return buffer.unclaimed if kind is BufferKind.BATCH else buffer.free
 
 
@@ -67,8 +70,12 @@ class DecodeView:
     overdue: dict[RequestKey, None] = field(default_factory=dict)  # in its candidate batch
     decoding: dict[RequestKey, None] = field(default_factory=dict)
     joined_blocks: int = 0  # since the last report
+    bounced: bool = False  # it gave something back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
     room_since_s: float | None = None
+
+    def take_report(self, report: DecodeReported) -> None:
+        self.report, self.joined_blocks, self.bounced = report, 0, False
 
     @property
     def size(self) -> int:
@@ -115,6 +122,23 @@ class Instances:
     prefill: dict[str, PrefillView] = field(default_factory=dict)
     decode: dict[str, DecodeView] = field(default_factory=dict)
     pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def bounced(self, decode_id: str, prefill_id: str, kind: BufferKind) -> None:
+        """A candidate came back that never joined: what is known of room and lengths there is out of date.
+
+        Without this a request could go back and forth as fast as messages travel.
+        """
+        if prefill_id in self.prefill:
+            self.prefill[prefill_id].buffers[kind].bounced = True
+        if decode_id in self.decode:
+            self.decode[decode_id].bounced = True
+
+    def forget_bounces(self) -> None:
+        for prefill in self.prefill.values():
+            for buffer in prefill.buffers.values():
+                buffer.bounced = False
+        for decode in self.decode.values():
+            decode.bounced = False
 
     def paired(self, decode: DecodeView) -> list[PrefillView]:
         """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""

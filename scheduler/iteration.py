@@ -253,14 +253,16 @@ class IterationScheduler:
     def _relieve(self, now_s: float) -> list[Evict]:
         """Case 3: evict the longest until the free blocks, those on their way out included, reach the watermark.
 
-        Of equals the one that joined last goes. One always stays: alone it has room, by the check in `offer`.
+        Of equals the one that joined last goes. One always stays: alone it has room, by the check in `offer`. Nobody
+        goes before its first iteration, for which it has a block: what leaves has grown since it came.
         """
         evictions: list[Evict] = []
         while len(self._batch.running) > 1:
+            victims = [member for member in reversed(self._batch.running.values()) if member.iterations]
             crowded = len(self._batch.running) > self._config.max_running  # after a copy out that failed
-            if not crowded and measure_shortfall(self._batch, self._config.watermark_blocks) <= 0:
+            if not victims or (not crowded and measure_shortfall(self._batch, self._config.watermark_blocks) <= 0):
                 break
-            evictions.append(self._evict(max(reversed(self._batch.running.values()), key=self._claim), now_s))
+            evictions.append(self._evict(max(victims, key=self._claim), now_s))
         return evictions
 
     def _claim(self, member: Member) -> tuple[bool, int]:
@@ -356,8 +358,7 @@ class IterationScheduler:
         ]
         victims.sort(key=self._claim, reverse=True)
         count = room.victims_needed(candidate, self._batch, victims)
-        for member in victims[:count]:
-            evictions.append(self._evict(member, now_s))
+        evictions.extend(self._evict(member, now_s) for member in victims[:count])
 
     def _give_back_strangers(self) -> None:
         """The requests buffer passes to the new batch: candidates that neither belong to it nor match it go back."""

@@ -6,6 +6,7 @@ did not know of (blocks that several answers share, writers' leases).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError
@@ -40,6 +41,11 @@ class PoolLedger:
         self._take_stock()
 
     @property
+    def pool_ids(self) -> Iterable[str]:
+        """Shards that have reported."""
+        return self._reports
+
+    @property
     def free(self) -> int:
         """Blocks that nothing committed lies in, as far as is known; reserved ones among them."""
         return max(0, self.capacity - self.committed - self._unknown)
@@ -60,11 +66,9 @@ class PoolLedger:
         self._committed[key] = blocks
         self._droppable.pop(key, None)
 
-    def committed_of(self, key: RequestKey) -> int:
-        return self._committed.get(key, 0)
-
-    def has_copy(self, key: RequestKey) -> bool:
-        return key in self._committed
+    def committed_of(self, key: RequestKey) -> int | None:
+        """Blocks that hold this request's KV and nobody else's; None where the pool has no copy of it."""
+        return self._committed.get(key)
 
     def mark_droppable(self, key: RequestKey) -> None:
         """The request decodes: its copy here is clean, and could go."""

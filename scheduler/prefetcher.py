@@ -9,37 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alignedserve.config import Config
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.actions import Action, MarkUrgent, Prefetch
+from alignedserve.scheduler.actions import MarkUrgent, Prefetch
 from alignedserve.scheduler.batch_generator import BatchLimits
+from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.instances import DecodeView, Instances, PrefillView
-from alignedserve.scheduler.policies.base import BatchPolicy, Entry
-from alignedserve.scheduler.request_table import Record, RequestState, RequestTable
-from alignedserve.scheduler.waiting import WaitingClock, join_range
+from alignedserve.scheduler.instances import DecodeView, PrefillView
+from alignedserve.scheduler.policies.base import Entry
+from alignedserve.scheduler.request_table import Record, RequestState
+from alignedserve.scheduler.waiting import join_range
 
 
 class Prefetcher:
     """Moves requests from WAITING to PREFETCHED; from there on the decode instance decides about them."""
 
-    def __init__(
-        self,
-        config: Config,
-        block_size: int,
-        table: RequestTable,
-        instances: Instances,
-        policy: BatchPolicy,
-        clock: WaitingClock,
-        actions: list[Action],
-    ) -> None:
-        self._config = config
-        self._block_size = block_size
-        self._table = table
-        self._instances = instances
-        self._policy = policy
-        self._clock = clock
-        self._actions = actions
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._config = books.config
+        self._block_size = books.block_size
+        self._instances = books.instances
+        self._policy = books.policy
+        self._clock = books.clock
         self._last_batch_id = 0
 
     def place(self, record: Record, now_s: float) -> None:
@@ -52,7 +42,12 @@ class Prefetcher:
             return
         nearest = sorted(decodes, key=lambda decode: (decode.distance(record.kv_tokens), decode.size))
         for decode in nearest:
-            if self._takes_late(decode) and self._matches(record, decode) and self._join_late(decode, [record], now_s):
+            lengths = self._range(decode)
+            if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
+                continue
+            if self._takes_late(decode):
+                self._late_matches(decode, now_s)
+            if record.state is not RequestState.WAITING:
                 return
         for decode in nearest:
             if self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
@@ -60,11 +55,22 @@ class Prefetcher:
 
     def feed(self, decode: DecodeView, now_s: float) -> None:
         """Something has changed at the decode instance: what it should have in its buffers."""
-        if decode.report is None or not self._policy.totals()[0]:
+        if decode.report is None:
             return
-        if not decode.idle and self._takes_late(decode):
+        if not self._policy.totals()[0]:
+            if decode.idle:
+                self._ask_back()
+            return
+        if self._takes_late(decode):
             self._late_matches(decode, now_s)
         self._next_batch(decode, now_s)
+
+    def _ask_back(self) -> None:
+        """An instance is idle and the pool is empty: candidates that wait for a full instance had better come here."""
+        for full in self._instances.decode.values():
+            waiting = [*full.candidates[BufferKind.BATCH].values()]
+            if waiting and full.free_blocks(self._config, self._block_size) < 0:
+                self._books.recall(waiting[len(waiting) // 2 :])
 
     def mark_overdue(self, records: Sequence[Record]) -> None:
         """These passed the threshold while they were prefetched: tell their decode instances."""
@@ -74,7 +80,7 @@ class Prefetcher:
             if record.buffer is BufferKind.BATCH:
                 self._instances.decode[record.decode_id].overdue[record.key] = None
         for decode_id, keys in by_decode.items():
-            self._actions.append(MarkUrgent(decode_id, tuple(keys)))
+            self._books.actions.append(MarkUrgent(decode_id, tuple(keys)))
 
     # the next candidate batch
 
@@ -87,7 +93,6 @@ class Prefetcher:
         enough = requests >= self._config.scheduler.min_batch_requests
         if seed is None and not enough and not self._takes_few(decode, -(-blocks // requests), now_s):
             return False
-        limits = self._limits(decode)
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH)
         if room <= 0:
             return False
@@ -100,11 +105,11 @@ class Prefetcher:
             if prefill is not None and total <= self._largest_buffer(decode):
                 return False
             prefill = None  # no buffer could ever hold it: the decode instance pulls it from the pool itself
-        elif len(records) > 1 or total <= limits.max_blocks:
+        else:
             decode, prefill = self._specialist(decode, prefill, records, total)
         self._last_batch_id += 1
         decode.batch_id = self._last_batch_id
-        self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records)
+        self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records, now_s)
         return True
 
     def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:
@@ -151,7 +156,7 @@ class Prefetcher:
 
     def _takes_late(self, decode: DecodeView) -> bool:
         """Late joins stop in a switch, and while an overdue request waits that they would keep waiting."""
-        if decode.report is None or decode.report.switching or decode.overdue:
+        if decode.report is None or decode.report.switching or decode.overdue or decode.bounced:
             return False
         return self._clock.oldest_overdue_in_pool() is None
 
@@ -159,28 +164,17 @@ class Prefetcher:
         lengths = decode.lengths()
         return None if lengths is None else join_range(*lengths, self._config.scheduler.join_window)
 
-    def _matches(self, record: Record, decode: DecodeView) -> bool:
-        lengths = self._range(decode)
-        return lengths is not None and lengths[0] <= record.kv_tokens <= lengths[1]
-
     def _late_matches(self, decode: DecodeView, now_s: float) -> None:
         """Dynamic scheduling: requests of the pool whose length has come to match the running batch."""
         lengths = self._range(decode)
-        _, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
         slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
         if lengths is None or room <= 0 or slots <= 0:
             return
         entries = self._policy.matching(*lengths, BatchLimits(room, 1, slots))
-        self._join_late(decode, self._fitting(decode, entries), now_s)
-
-    def _join_late(self, decode: DecodeView, records: Sequence[Record], now_s: float) -> bool:
-        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
-        if not records or sum(record.blocks for record in records) > room:
-            return False
-        records = self._fitting(decode, records)
+        records = self._fitting(decode, entries)
         if records:
-            self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records)
-        return bool(records)
+            self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
 
     # both
 
@@ -205,7 +199,7 @@ class Prefetcher:
     def _fitting(self, decode: DecodeView, entries: Sequence[Entry] | Sequence[Record]) -> list[Record]:
         """Records of those that the instance's cache can hold to their end."""
         most = decode.cache_blocks * self._block_size
-        records = (self._table.get(entry.key) for entry in entries)
+        records = (self._books.table.get(entry.key) for entry in entries)
         return [record for record in records if record is not None and record.meta.max_total_tokens <= most]
 
     def _send(
@@ -215,22 +209,11 @@ class Prefetcher:
         kind: BufferKind,
         batch_id: int,
         records: Sequence[Record],
+        now_s: float,
     ) -> None:
-        now_urgent = []
+        prefill_id = "" if prefill is None else prefill.prefill_id
         for record in records:
-            self._policy.remove(record.key)
-            self._clock.leave_pool(record.key)
-            if self._clock.is_overdue(record.key):
-                now_urgent.append(record)
-            record.decode_id = decode.decode_id
-            record.prefill_id = "" if prefill is None else prefill.prefill_id
-            record.buffer = kind
-            decode.candidates[kind][record.key] = record
-            decode.candidate_blocks[kind] += record.blocks
-            if prefill is not None:
-                prefill.buffered[record.key] = None
-                prefill.buffers[kind].take(record.blocks)
+            self._books.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
         keys = tuple(record.key for record in records)
-        prefill_id = None if prefill is None else prefill.prefill_id
-        self._actions.append(Prefetch(decode.decode_id, prefill_id, kind, batch_id, keys))
-        self.mark_overdue(now_urgent)
+        self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
+        self.mark_overdue([record for record in records if self._clock.is_overdue(record.key)])

@@ -12,6 +12,7 @@ section 6). A request may jump from PREFETCHED to WAITING (given back before it 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
@@ -52,6 +53,7 @@ class Record:
     decode_id: str = ""  # which decode instance decides about it
     buffer: BufferKind = BufferKind.BATCH
     cancelled: bool = False  # its end has been asked for
+    recalled: bool = False  # it has been asked back from its decode instance
 
     @property
     def key(self) -> RequestKey:
@@ -70,8 +72,9 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._records.values())
+    def records(self) -> Iterable[Record]:
+        """Not to be changed while it is iterated over."""
+        return self._records.values()
 
     def get(self, key: RequestKey) -> Record | None:
         return self._records.get(key)

@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,21 +243,36 @@ class SegmentClient:
         self.socket_path = str(socket_path)
         self._token = token
         self._timeout_s = timeout_s
+        self._mapped: weakref.WeakSet[Segment] = weakref.WeakSet()
 
     def create(self, name: str, size_bytes: int) -> Segment:
         """Create the segment, or take the existing one of that name and size, and map it."""
         _, descriptor = self._call({"op": "create", "name": name, "bytes": size_bytes})
-        return self._mapped(name, descriptor)
+        return self._map(name, descriptor)
 
     def attach(self, name: str) -> Segment:
         _, descriptor = self._call({"op": "attach", "name": name})
-        return self._mapped(name, descriptor)
+        return self._map(name, descriptor)
 
     def adopt(self, segment: Segment) -> None:
         """Hand a segment that this process holds to a server that was restarted."""
         if segment.closed:
             raise TransferError(f"segment {segment.name} is closed", segment=segment.name)
         self._call({"op": "adopt", "name": segment.name}, segment.descriptor)
+
+    def adopt_all(self) -> list[str]:
+        """Hand a server that was restarted every segment that was mapped through this client and is still open.
+
+        Returns the names under which it has other memory by now: those are to be attached anew, and not to be used.
+        """
+        refused = []
+        for segment in [segment for segment in self._mapped if not segment.closed]:
+            try:
+                self.adopt(segment)
+            except TransferError as error:
+                logger.warning("the node agent did not take segment %s back: %s", segment.name, error)
+                refused.append(segment.name)
+        return refused
 
     def drop(self, name: str) -> bool:
         reply, _ = self._call({"op": "drop", "name": name})
@@ -271,13 +287,15 @@ class SegmentClient:
         reply, _ = self._call({"op": "info"})
         return dict(reply["info"])
 
-    def _mapped(self, name: str, descriptor: int | None) -> Segment:
+    def _map(self, name: str, descriptor: int | None) -> Segment:
         if descriptor is None:
             raise TransferError(f"the server sent no descriptor for segment {name}", segment=name)
         try:
-            return Segment(name, descriptor)
+            segment = Segment(name, descriptor)
         except (OSError, ValueError) as error:
             raise TransferError(f"segment {name} could not be mapped: {error}", segment=name) from error
+        self._mapped.add(segment)
+        return segment
 
     def _call(self, body: dict[str, Any], descriptor: int | None = None) -> tuple[dict[str, Any], int | None]:
         try:

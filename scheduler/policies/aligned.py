@@ -28,6 +28,9 @@ class AlignedPolicy(BatchPolicy):
         self.tree.stamp(batch, now_s)
         return batch
 
+    def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
+        return shortest_tokens <= tokens <= longest_tokens
+
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         """The nearest to the middle of the range first, oldest first within a leaf."""
         tree = self.tree

@@ -17,7 +17,7 @@ __all__ = ["BatchLimits", "BatchPolicy", "Entry"]
 
 
 class BatchPolicy(ABC):
-    """Every method is at most logarithmic in the number of waiting requests, plus the size of its answer."""
+    """Seven methods. Each is at most logarithmic in the number of waiting requests, plus the size of its answer."""
 
     @abstractmethod
     def __init__(self, config: SchedulerConfig) -> None:
@@ -39,13 +39,17 @@ class BatchPolicy(ABC):
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
         """The next candidate batch, in the order in which they should join; empty only where nothing waits.
 
-        At most `limits.max_blocks`, but for a request that is larger: that is a batch alone. With a `seed` (overdue, and
-        the oldest such) the batch holds it, whatever else.
+        At most `limits.max_blocks`, but for a request that is larger: that is a batch alone. With a `seed` (the oldest
+        overdue one) the batch holds it, whatever else.
         """
 
     @abstractmethod
+    def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
+        """Whether a request of this length may join a running batch late; the lengths include the join window."""
+
+    @abstractmethod
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
-        """Waiting requests that may join a running batch of these lengths late, best first; all of them fit."""
+        """Waiting requests that match a running batch, best first; all of them fit."""
 
     @abstractmethod
     def check_integrity(self) -> None:

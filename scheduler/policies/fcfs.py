@@ -39,8 +39,11 @@ class FcfsPolicy(BatchPolicy):
             return []
         return self._oldest(limits) or [self._entries[oldest[1]]]
 
+    def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
+        """Any length does."""
+        return True
+
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
-        """Any length matches."""
         return self._oldest(limits)
 
     def check_integrity(self) -> None:

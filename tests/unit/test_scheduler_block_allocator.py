@@ -27,10 +27,12 @@ def test_a_block_is_free_only_after_its_last_holder_released_it():
     allocator.retain(blocks, B)
     assert allocator.holders(0) == (A, B)
     allocator.release(blocks, A)
-    assert allocator.state(0) is BlockState.OWNED and allocator.holders(0) == (B,)
+    assert allocator.state(0) is BlockState.OWNED
+    assert allocator.holders(0) == (B,)
     assert allocator.owned_blocks == 2
     assert allocator.release_all(B) == 2
-    assert allocator.free_blocks == 4 and allocator.holders(0) == ()
+    assert allocator.free_blocks == 4
+    assert allocator.holders(0) == ()
     allocator.check_integrity()
 
 
@@ -56,18 +58,21 @@ def test_misuse_raises_and_changes_nothing():
     ):
         with pytest.raises(AccountingError):
             misuse()
-        assert allocator.blocks_of(A) == [0, 1] and allocator.blocks_of(B) == []
+        assert allocator.blocks_of(A) == [0, 1]
+        assert allocator.blocks_of(B) == []
         allocator.check_integrity()
 
 
 def test_leased_blocks_count_as_free_but_cannot_be_allocated():
     allocator = BlockAllocator(4, "store")
     leased = allocator.lease(3, "writer")
-    assert allocator.free_blocks == 4 and allocator.available_blocks == 1
+    assert allocator.free_blocks == 4
+    assert allocator.available_blocks == 1
     assert allocator.allocate(2, A) is None
     assert allocator.lease(3, "other") == [3]
     allocator.assign_leased(leased[:2], "writer", A)
-    assert allocator.owned_blocks == 2 and allocator.leased_to("writer") == leased[2:]
+    assert allocator.owned_blocks == 2
+    assert allocator.leased_to("writer") == leased[2:]
     allocator.return_lease(leased[2:], "writer")
     assert allocator.available_blocks == 1
     allocator.check_integrity()
@@ -77,7 +82,8 @@ def test_quarantined_leases_count_as_owned_until_the_writer_is_dead():
     allocator = BlockAllocator(4, "store")
     leased = allocator.lease(2, "writer")
     assert allocator.quarantine("writer") == 2
-    assert allocator.owned_blocks == 2 and allocator.free_blocks == 2
+    assert allocator.owned_blocks == 2
+    assert allocator.free_blocks == 2
     assert allocator.quarantine("writer") == 2  # idempotent
     with pytest.raises(StaleError):
         allocator.assign_leased(leased, "writer", A)

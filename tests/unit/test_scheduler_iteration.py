@@ -72,7 +72,9 @@ def test_a_candidate_joins_an_idle_instance_and_runs_after_its_copy():
     worker = Worker(10, instant=False)
     worker.offer("a", 7)
     plan = worker.plan()
-    assert names(plan.joins) == ["a"] and plan.joins[0].block_ids == (0, 1) and plan.run == ()
+    assert names(plan.joins) == ["a"]
+    assert plan.joins[0].block_ids == (0, 1)
+    assert plan.run == ()
     assert worker.plan().run == ()
     assert worker.scheduler.copied_in(key("a"))
     (item,) = worker.plan().run
@@ -92,9 +94,11 @@ def test_a_request_grows_by_a_token_and_its_blocks_are_freed_when_it_finishes():
     worker.step()
     assert worker.step().run[0].kv_tokens == 7
     plan = worker.plan()
-    assert plan.run[0].kv_tokens == 8 and len(plan.run[0].block_ids) == 3
+    assert plan.run[0].kv_tokens == 8
+    assert len(plan.run[0].block_ids) == 3
     worker.run(plan, finished="a")
-    assert worker.scheduler.holds_nothing() and worker.allocator.owned_blocks == 0
+    assert worker.scheduler.holds_nothing()
+    assert worker.allocator.owned_blocks == 0
 
 
 def test_case_1_the_requests_buffer_goes_before_the_batch_buffer():
@@ -104,7 +108,8 @@ def test_case_1_the_requests_buffer_goes_before_the_batch_buffer():
     worker.offer("b", 4, batch_id=2)
     worker.offer("c", 4, buffer=REQUESTS, batch_id=1)
     plan = worker.plan()
-    assert names(plan.joins) == ["c"] and not plan.switching
+    assert names(plan.joins) == ["c"]
+    assert not plan.switching
 
 
 def test_case_2_the_batch_buffer_begins_a_switch_that_ends_with_the_old_batch():
@@ -113,11 +118,14 @@ def test_case_2_the_batch_buffer_begins_a_switch_that_ends_with_the_old_batch():
     worker.step()
     worker.offer("b", 4, batch_id=2)
     plan = worker.step()
-    assert names(plan.joins) == ["b"] and plan.switching and plan.batch_id == 2
+    assert names(plan.joins) == ["b"]
+    assert plan.switching
+    assert plan.batch_id == 2
     assert worker.scheduler.status().switching
     worker.step(finished="a")
     plan = worker.step()
-    assert not plan.switching and names(plan.run) == ["b"]
+    assert not plan.switching
+    assert names(plan.run) == ["b"]
     status = worker.scheduler.status()
     assert (status.iterations, status.switch_iterations, status.batch_id) == (3, 2, 2)
 
@@ -130,7 +138,8 @@ def test_the_rest_of_the_running_batch_joins_without_a_switch():
     assert worker.scheduler.status().batch_buffer_requests == 1
     worker.step(finished="a")
     plan = worker.plan()
-    assert names(plan.joins) == ["c"] and not plan.switching
+    assert names(plan.joins) == ["c"]
+    assert not plan.switching
 
 
 def test_case_3_the_longest_is_evicted_to_the_requests_buffer_before_room_runs_out():
@@ -142,7 +151,8 @@ def test_case_3_the_longest_is_evicted_to_the_requests_buffer_before_room_runs_o
         plan = worker.step()
         assert plan.stalled == 0
         evicted += plan.evictions
-    assert names(evicted)[0] == "b" and not evicted[0].to_pool
+    assert names(evicted)[0] == "b"
+    assert not evicted[0].to_pool
     assert worker.scheduler.status().requests_buffer_requests >= 1
     assert evicted[0].kv_tokens <= len(evicted[0].block_ids) * 4
 
@@ -173,7 +183,8 @@ def test_in_a_switch_the_longest_of_the_old_batch_goes_to_the_pool():
     for _ in range(12):
         evictions += worker.step().evictions
     assert names(evictions)[:2] == ["b", "a"]
-    assert evictions[0].to_pool and evictions[1].to_pool
+    assert evictions[0].to_pool
+    assert evictions[1].to_pool
     assert names(worker.plan().run) == ["c"]
 
 
@@ -215,7 +226,8 @@ def test_a_request_that_fills_the_cache_alone_runs_to_its_end():
         for item in plan.run:
             worker.kv_tokens[item.key.request_id] = item.kv_tokens + 1
         worker.run(plan, [name for name, tokens in worker.kv_tokens.items() if tokens == 20])
-    assert worker.kv_tokens == {"a": 20, "b": 20} and worker.scheduler.holds_nothing()
+    assert worker.kv_tokens == {"a": 20, "b": 20}
+    assert worker.scheduler.holds_nothing()
 
 
 def test_a_request_larger_than_the_cache_is_given_back():
@@ -237,7 +249,9 @@ def test_a_request_without_a_block_sits_the_iteration_out():
         evicted += names(plan.evictions)
         worker.run(plan)
         plan = worker.plan()
-    assert evicted == ["b"] and plan.run == () and plan.stalled == 1  # b's copy out takes its time
+    assert evicted == ["b"]
+    assert plan.run == ()
+    assert plan.stalled == 1
     worker.scheduler.copied_out(key("b"))
     assert names(worker.plan().run) == ["a"]
 
@@ -254,7 +268,8 @@ def test_cancelling_says_where_the_request_was_and_frees_its_blocks():
     assert worker.scheduler.cancel(key("c")) is CancelOutcome.WAITING
     assert worker.allocator.owned_blocks == 2
     assert worker.scheduler.copied_in(key("b")) is False
-    assert worker.allocator.owned_blocks == 0 and worker.scheduler.holds_nothing()
+    assert worker.allocator.owned_blocks == 0
+    assert worker.scheduler.holds_nothing()
 
 
 def test_a_request_cancelled_while_it_leaves_does_not_become_a_candidate():
@@ -288,7 +303,8 @@ def test_a_failed_copy_in_frees_the_blocks_and_a_failed_copy_out_lets_it_run_on(
     worker.offer("z", 4)
     worker.plan()
     worker.scheduler.copy_failed(key("z"))
-    assert worker.scheduler.holds_nothing() and worker.allocator.owned_blocks == 0
+    assert worker.scheduler.holds_nothing()
+    assert worker.allocator.owned_blocks == 0
     for name in "ab":
         worker.offer(name, 6, most=20)
     for join in worker.plan().joins:
@@ -312,7 +328,8 @@ def test_withdrawn_and_recalled_candidates_do_not_join():
     assert worker.scheduler.withdraw(key("a")) is False
     worker.scheduler.recall([key("b"), key("nobody")])
     plan = worker.plan()
-    assert names(plan.joins) == ["c"] and plan.give_back.keys == (key("b"),)
+    assert names(plan.joins) == ["c"]
+    assert plan.give_back.keys == (key("b"),)
     assert worker.scheduler.withdraw(key("c")) is False
     worker.scheduler.recall([key("c")])
     assert worker.plan().give_back.keys == ()
@@ -326,7 +343,8 @@ def test_an_urgent_candidate_stops_late_joins_and_begins_the_switch():
     worker.offer("b", 4, batch_id=2)
     worker.scheduler.mark_urgent([key("b")])
     plan = worker.plan()
-    assert names(plan.joins) == ["b"] and plan.switching
+    assert names(plan.joins) == ["b"]
+    assert plan.switching
     assert plan.give_back.keys == (key("late"),)
 
 
@@ -348,7 +366,8 @@ def test_for_an_urgent_candidate_the_longest_of_the_old_batch_are_evicted_at_onc
     assert worker.step().joins == ()
     worker.scheduler.mark_urgent([key("c")])
     plan = worker.step()
-    assert names(plan.evictions) == ["b"] and plan.evictions[0].to_pool
+    assert names(plan.evictions) == ["b"]
+    assert plan.evictions[0].to_pool
     assert names(worker.plan().joins) == ["c"]
 
 
@@ -394,7 +413,8 @@ def test_answers_to_one_prompt_share_its_full_blocks_once_the_first_has_been_cop
     for name in "abc":
         worker.offer(name, 9, group="g", shared=9)
     plan = worker.plan()
-    assert names(plan.joins) == ["a"] and plan.joins[0].resident_blocks == 0
+    assert names(plan.joins) == ["a"]
+    assert plan.joins[0].resident_blocks == 0
     assert worker.plan().joins == ()
     worker.scheduler.copied_in(key("a"))
     plan = worker.plan()
@@ -429,7 +449,8 @@ def test_two_plans_without_an_iteration_between_them_change_nothing():
     worker.step()
     first = worker.plan()
     owned = worker.allocator.owned_blocks
-    assert worker.plan() == first and worker.allocator.owned_blocks == owned
+    assert worker.plan() == first
+    assert worker.allocator.owned_blocks == owned
 
 
 class World:
@@ -537,7 +558,8 @@ class World:
         busy = {copy.key for copy in self.copies_in + self.copies_out}
         tokens = []
         for item in plan.run:
-            assert item.key not in busy and item.kv_tokens == self.length[item.key]
+            assert item.key not in busy
+            assert item.kv_tokens == self.length[item.key]
             assert len(item.block_ids) * self.block_size > item.kv_tokens
             self.length[item.key] += 1
             finished = self.length[item.key] >= self.target[item.key]
@@ -558,7 +580,8 @@ def test_random_use_never_gets_stuck_and_every_request_ends_with_all_its_tokens(
         if not world.alive and world.scheduler.holds_nothing():
             break
         world.step(busy=False)
-    assert not world.alive and world.scheduler.holds_nothing()
+    assert not world.alive
+    assert world.scheduler.holds_nothing()
     assert all(world.target[name] == tokens for name, tokens in world.ended.items())
     assert world.allocator.owned_blocks == 0
     world.allocator.check_integrity()

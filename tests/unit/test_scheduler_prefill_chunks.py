@@ -40,7 +40,8 @@ def test_a_prompt_starts_only_with_room_for_all_of_it_and_nobody_overtakes_it():
     chunks.add(B, 8)
     chunks.add(C, 1)
     first = chunks.plan(4, 8)
-    assert first == [Chunk(A, 0, 4, False)] and allocator.owned_blocks == 3
+    assert first == [Chunk(A, 0, 4, False)]
+    assert allocator.owned_blocks == 3
     assert not chunks.done(first[0])
     (second,) = chunks.plan(100, 8)  # one block is free: C would fit, but B is first in line
     assert second == Chunk(A, 4, 5, True)
@@ -55,7 +56,8 @@ def test_a_completed_prompt_keeps_its_blocks_until_they_are_released():
     chunks.add(A, 6)
     (chunk,) = chunks.plan(8, 8)
     assert chunks.done(chunk) is True
-    assert allocator.owned_blocks == 2 and chunks.blocks_of(A) == [0, 1]
+    assert allocator.owned_blocks == 2
+    assert chunks.blocks_of(A) == [0, 1]
     chunks.release(A)
     chunks.release(A)
     assert allocator.owned_blocks == 0
@@ -66,12 +68,15 @@ def test_a_cancelled_prompt_frees_its_blocks_once_nothing_of_it_is_being_compute
     chunks.add(A, 10)
     chunks.add(B, 10)
     (chunk,) = chunks.plan(4, 8)
-    assert chunks.cancel(B) and chunks.pending_tokens == 10
-    assert chunks.cancel(A) and chunks.pending_tokens == 0
+    assert chunks.cancel(B)
+    assert chunks.pending_tokens == 10
+    assert chunks.cancel(A)
+    assert chunks.pending_tokens == 0
     assert allocator.owned_blocks == 3
     assert chunks.plan(4, 8) == []
     assert chunks.done(chunk) is False
-    assert allocator.owned_blocks == 0 and chunks.pending_prompts == 0
+    assert allocator.owned_blocks == 0
+    assert chunks.pending_prompts == 0
     assert not chunks.cancel(A)
 
 
@@ -118,7 +123,9 @@ def test_random_use_computes_every_token_once_and_ends_with_nothing_held():
             if complete:
                 chunks.release(chunk.key)
         chunks.check_integrity()
-    assert chunks.pending_prompts == 0 and not in_flight and allocator.owned_blocks == 0
+    assert chunks.pending_prompts == 0
+    assert not in_flight
+    assert allocator.owned_blocks == 0
     assert {key: lengths[key] for key in lengths if key not in cancelled} == {
         key: count for key, count in computed.items() if key not in cancelled
     }

@@ -105,7 +105,7 @@ def test_a_segment_outlives_its_killed_server_and_is_adopted_by_the_next(folder:
     second = Child(serve_until_told, path)
     second.heard()
     assert client.segments() == []
-    client.adopt(segment)
+    assert client.adopt_all() == []
     client.adopt(segment)  # another holder offers the same memory
     again = client.attach("kv_pool-0")
     assert bytes(again.memory()[-4:]) == b"kept"
@@ -135,6 +135,7 @@ def test_a_name_is_free_again_after_drop_while_attached_memory_stays(client: Seg
     assert fresh.memory()[0] == 0
     with pytest.raises(TransferError, match="other memory"):
         client.adopt(segment)
+    assert client.adopt_all() == ["a"]
 
 
 def test_more_than_the_available_memory_is_refused_with_the_figures(folder: Path) -> None:

@@ -119,7 +119,7 @@ class Driver(gw_grpc.TokenSinkServicer):
         await self.wait(answers, timeout_s)
         return answers
 
-    async def Push(  # noqa: N802
+    async def Push(
         self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.Empty:
         async for batch in request_iterator:

@@ -37,8 +37,7 @@ def logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def random_prompts(count: int, longest: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts of 1 to `longest` tokens, both ends among them; ids from 2 on."""
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts of these lengths; ids from 2 on."""
     rng = random.Random(seed)
-    lengths = [1, longest, *(rng.randint(1, longest) for _ in range(count - 2))]
     return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]

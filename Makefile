@@ -1,0 +1,57 @@
+# `make serve` and `make test` need Python 3.11 or newer with venv, and nothing else.
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+BIN := $(VENV)/bin
+
+export PYTHON
+
+.PHONY: help setup setup-test setup-dev serve test test-all bench proto lint format types wheel clean
+
+help:
+	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up, and serve a model"
+	@echo "make test | test-all [ARGS='-k name']              set up, and run the tests (test-all: the slow ones too)"
+	@echo "make bench                                         run the benchmarks of the main job"
+	@echo "make lint | format | types | proto | wheel | clean for developers"
+
+setup:
+	@tools/setup_venv.sh $(VENV)
+
+setup-test:
+	@tools/setup_venv.sh $(VENV) test
+
+setup-dev:
+	@tools/setup_venv.sh $(VENV) dev
+	@tools/pkgview.sh
+
+serve: setup
+	@exec $(BIN)/alignedserve serve $(ARGS)
+
+test: setup-test
+	@exec $(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: setup-test
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+bench: setup-test
+	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+proto:
+	tools/protoc.sh
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup-dev
+	$(BIN)/mypy
+
+wheel: setup-dev
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build dist *.egg-info src/*.egg-info .pkgview .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,140 @@
+"""The gateway as a Ray Serve deployment: HTTP and gRPC of one replica around one GatewayServer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import ray
+from alignedserve.control.role import new_incarnation
+from alignedserve.gateway.asgi import report
+from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.server import GatewayServer
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import inference_pb2 as inf
+from ray import serve
+from ray.serve.exceptions import gRPCStatusError
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+
+from alignedserve import logs
+from alignedserve.config_sources import Tree, from_tree
+from alignedserve.model import resolve_model
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_LOCATE_TIMEOUT_S = 2.0
+
+
+@serve.deployment(
+    name="Gateway",
+    max_ongoing_requests=1_000_000,  # the ledger says when it is full, with a Retry-After; Serve's own queue does not
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=1,
+    health_check_timeout_s=10,
+    graceful_shutdown_wait_loop_s=0.1,
+    graceful_shutdown_timeout_s=8,
+)
+@serve.ingress()
+class Gateway:
+    """One replica. `supervisor` answers `join_info()` with a dict: supervisor_address, token, model_path, host.
+
+    A replica has an id of its own (not its rank's): while one is replaced, both live.
+    """
+
+    async def __init__(self, tree: Tree, supervisor: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # awaited
+        config = from_tree(tree)
+        self._supervisor = supervisor
+        gateway_id = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
+        logs.setup(config.log, "gateway", gateway_id)
+        logging.getLogger("ray.serve").addFilter(_Quiet())
+        info = await supervisor.join_info.remote()
+        process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
+        self._server = await GatewayServer.create(
+            config,
+            await asyncio.to_thread(resolve_model, info["model_path"]),
+            process,
+            info["supervisor_address"],
+            info["token"],
+            node_id=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}",  # as RayLauncher names it
+            host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
+            locate=self._locate,
+        )
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._server.asgi_app
+
+    async def check_health(self) -> None:
+        """Raises when the cluster does not know this gateway any more: Serve replaces it."""
+        if self._server.ended_because:
+            raise RuntimeError(f"this gateway is to be replaced: {self._server.ended_because}")
+
+    async def __del__(self) -> None:
+        """Serve awaits it once, after the replica's requests have ended or its time for that is over."""
+        server = self.__dict__.pop("_server", None)  # none where the constructor did not come that far
+        if server is not None:
+            await server.close()
+
+    # ---- gRPC: alignedserve.v1.Inference
+
+    async def Generate(self, request: inf.GenerateRequest, grpc_context: RayServegRPCContext) -> inf.GenerateResponse:
+        try:
+            return await self._server.inference.generate(request)
+        except Exception as error:
+            _refuse(grpc_context, error)
+
+    async def Stream(
+        self, request: inf.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[inf.GenerateChunk]:
+        chunks = self._server.inference.stream(request)
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Exception as error:
+            _refuse(grpc_context, error)
+        finally:
+            await chunks.aclose()
+
+    async def Cancel(self, request: inf.CancelRequest) -> inf.CancelResponse:
+        return self._server.inference.cancel(request)
+
+    async def ListModels(self, request: pb.Empty) -> inf.ModelList:
+        return self._server.inference.list_models()
+
+    async def _locate(self) -> str | None:
+        """Where the supervisor is after it was restarted; None while it is not back."""
+        try:
+            info = await asyncio.wait_for(self._ask_supervisor(), _LOCATE_TIMEOUT_S)
+        except Exception as error:  # whatever Ray raises, it is asked again
+            logger.debug("the supervisor cannot be located: %s", error)
+            return None
+        return str(info["supervisor_address"])
+
+    async def _ask_supervisor(self) -> Any:
+        return await self._supervisor.join_info.remote()
+
+
+def _own_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+class _Quiet(logging.Filter):
+    """Serve logs a traceback for every gRPC call that ends with a status; a client's mistake is not worth one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], gRPCStatusError))
+
+
+class _RefusedError(Exception):
+    """Carries nothing: the status is in the call's context, and Serve sends it only when something is raised."""
+
+
+def _refuse(context: RayServegRPCContext, error: Exception) -> NoReturn:
+    status, details = grpc_status(report(error))
+    context.set_code(status)
+    context.set_details(details)
+    raise _RefusedError(details) from None

@@ -1,0 +1,95 @@
+"""Who is let in: what could never be served is refused at once, a full queue says when to come again, and a prompt is
+prefilled only when the pool has room for it beside the reserve for the growth of running requests (architecture.md,
+section 8)."""
+
+from __future__ import annotations
+
+import math
+
+from alignedserve.errors import AlignedServeError, InvalidRequestError, OverloadedError
+from alignedserve.scheduler.books import Books
+from alignedserve.scheduler.events import RequestMeta
+
+MOST_RETRY_AFTER_S = 60.0
+
+
+class Admission:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._config = books.config
+        self._block_size = books.block_size
+        self._instances = books.instances
+        self._queue = books.queue
+        self._ledger = books.ledger
+
+    def ready(self) -> bool:
+        """Whether each role has reported: before that nothing can be judged or started."""
+        return self.max_request_tokens() > 0
+
+    def max_request_tokens(self) -> int:
+        """The longest request (prompt and answer) that can be served; 0 while a role is missing.
+
+        It has to fit in a decode cache, in the pool, and, since it may have to be prefilled again, in a prefill cache.
+        """
+        decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
+        prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)
+        return min(decode * self._block_size, prefill, self._ledger.capacity * self._block_size)
+
+    def refusal(self, group: tuple[RequestMeta, ...]) -> AlignedServeError | None:
+        """Why a group that was just submitted is refused, or None."""
+        too_large = self.too_large(group[0])
+        if too_large is not None:
+            return too_large
+        if len(self._queue) + len(group) > self._config.scheduler.max_queue:
+            return OverloadedError(
+                f"{len(self._queue)} requests wait for prefill; the limit is {self._config.scheduler.max_queue}",
+                retry_after_s=self.retry_after_s(),
+            )
+        return None
+
+    def too_large(self, meta: RequestMeta) -> InvalidRequestError | None:
+        most = self.max_request_tokens()
+        if not most or meta.max_total_tokens <= most:
+            return None
+        return InvalidRequestError(
+            f"the request may grow to {meta.max_total_tokens} tokens (prompt and max_tokens); "
+            f"this cluster serves at most {most}",
+            param="max_tokens",
+            max_request_tokens=most,
+        )
+
+    def retry_after_s(self) -> float:
+        """When the queue will have drained, as far as the prefill instances' rates tell; whole seconds."""
+        loads = [view.load for view in self._instances.prefill.values()]
+        if not loads:
+            return MOST_RETRY_AFTER_S
+        share = self._queue.tokens // len(loads)
+        wait_s = min(load.predicted_ttft_s(share) for load in loads)
+        return float(min(MOST_RETRY_AFTER_S, max(1, math.ceil(wait_s))))
+
+    def group_blocks(self, tokens: int, requests: int) -> list[int]:
+        """Blocks that each answer to a prompt of `tokens` needs: the first all, the others what they cannot share."""
+        blocks = self._books.blocks_for(tokens)
+        return [blocks] + [blocks - tokens // self._block_size] * (requests - 1)
+
+    def reserve_blocks(self) -> int:
+        """Pool blocks that no prefill may take: they are for running requests that grow and come back.
+
+        The configured share, but at least room to evict the longest request of each decode instance that runs several.
+        """
+        share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
+        evictable = 0
+        for view in self._instances.decode.values():
+            if view.report is not None and view.report.running > 1:
+                evictable += self._books.blocks_for(view.report.longest_tokens) + 1
+        return min(max(share, evictable), self._ledger.capacity // 2)
+
+    def missing_blocks(self, blocks: int) -> int:
+        """Pool blocks that are missing to begin a prefill of `blocks`; 0 or less: it may begin.
+
+        A pool that holds nothing takes whatever fits at all, so that a large request is never stuck.
+        """
+        ledger = self._ledger
+        if not ledger.committed and not ledger.reserved:
+            return blocks - ledger.free
+        return blocks + self.reserve_blocks() + ledger.reserved - ledger.free

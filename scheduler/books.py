@@ -1,0 +1,252 @@
+"""Everything that the core knows, and the moves that keep it consistent: who is in which state, where, and endings.
+
+Actions are collected here in the order in which they are to be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from alignedserve.config import Config
+from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.instances import Instances
+from alignedserve.scheduler.policies import POLICIES
+from alignedserve.scheduler.policies.base import Entry
+from alignedserve.scheduler.pool_ledger import PoolLedger
+from alignedserve.scheduler.prefill_queue import PrefillQueue
+from alignedserve.scheduler.request_table import Record, RequestState, RequestTable
+from alignedserve.scheduler.waiting import WaitingClock
+
+
+class Books:
+    """State of one cell. The managers (dispatch, prefetch, relief) decide; only these methods move a request."""
+
+    def __init__(self, config: Config, block_size: int) -> None:
+        self.config = config
+        self.block_size = block_size
+        self.table = RequestTable()
+        self.instances = Instances()
+        self.queue = PrefillQueue()
+        self.ledger = PoolLedger()
+        self.clock = WaitingClock(config.scheduler.starvation_after_s)
+        self.policy = POLICIES.get(config.scheduler.policy)(config.scheduler)
+        self.in_pool: dict[RequestKey, Record] = {}  # WAITING, in the order in which they came
+        self.changed: dict[str, None] = {}  # decode instances to look at again
+        self.actions: list[Action] = []
+        self._released: list[RequestKey] = []
+        self._forgotten: list[RequestKey] = []
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def record(self, key: RequestKey) -> Record:
+        """The record of a request that is known to be open."""
+        record = self.table.get(key)
+        if record is None:
+            raise AccountingError(f"{key} is not open", request_id=key.request_id)
+        return record
+
+    def open(self, keys: Iterable[RequestKey]) -> list[Record]:
+        """The records of those that are open."""
+        return [record for key in keys if (record := self.table.get(key)) is not None]
+
+    def change(self, decode_id: str) -> None:
+        if decode_id:
+            self.changed[decode_id] = None
+
+    def change_all(self) -> None:
+        self.changed.update(dict.fromkeys(self.instances.decode))
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done; releases and forgetting last, each in one action."""
+        if self._released:
+            self.actions.append(ReleasePool(tuple(self._released)))
+            self._released = []
+        if self._forgotten:
+            self.actions.append(Forget(tuple(self._forgotten)))
+            self._forgotten = []
+        actions = list(self.actions)
+        self.actions.clear()
+        return actions
+
+    # moves between states
+
+    def begin_prefill(self, record: Record, prefill_id: str, pool_blocks: int, now_s: float) -> None:
+        """QUEUED -> PREFILLING; the caller has taken it out of the queue."""
+        self.table.move(record, RequestState.PREFILLING, now_s)
+        record.prefill_id = prefill_id
+        self.instances.prefill[prefill_id].prefilling[record.key] = None
+        self.ledger.reserve(record.key, pool_blocks)
+
+    def enter_pool(self, record: Record, kv_tokens: int, blocks: int, since_s: float, now_s: float) -> None:
+        """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`."""
+        self._detach(record, now_s)
+        record.kv_tokens, record.blocks = kv_tokens, blocks
+        record.prefill_id = record.decode_id = ""
+        record.recalled = False
+        self.table.move(record, RequestState.WAITING, now_s)
+        self.in_pool[record.key] = record
+        self.clock.start(record.key, since_s)
+        self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s))
+
+    def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
+        """WAITING -> PREFETCHED: from here on `decode_id` decides."""
+        self._detach(record, now_s)
+        self.clock.leave_pool(record.key)
+        self.table.move(record, RequestState.PREFETCHED, now_s)
+        record.decode_id, record.prefill_id, record.buffer = decode_id, prefill_id, kind
+        decode = self.instances.decode[decode_id]
+        decode.candidates[kind][record.key] = record
+        decode.candidate_blocks[kind] += record.blocks
+        if prefill_id:
+            prefill = self.instances.prefill[prefill_id]
+            prefill.buffered[record.key] = None
+            prefill.buffers[kind].take(record.blocks)
+
+    def recall(self, records: list[Record]) -> None:
+        """Ask the decode instances of these to give back what has not joined. Each is asked once."""
+        by_decode: dict[str, list[RequestKey]] = {}
+        for record in records:
+            if not record.recalled:
+                record.recalled = True
+                by_decode.setdefault(record.decode_id, []).append(record.key)
+        for decode_id, keys in by_decode.items():
+            self.actions.append(Recall(decode_id, tuple(keys)))
+
+    def join(self, record: Record, now_s: float) -> None:
+        """PREFETCHED -> DECODING: its copy in the pool could go now."""
+        self._detach(record, now_s)
+        self.clock.stop(record.key)
+        record.prefill_id = ""
+        self.table.move(record, RequestState.DECODING, now_s)
+        decode = self.instances.decode[record.decode_id]
+        decode.decoding[record.key] = None
+        decode.joined_blocks += record.blocks
+        self.ledger.mark_droppable(record.key)
+        self.change(record.decode_id)
+
+    def _detach(self, record: Record, now_s: float) -> None:
+        """Out of the books of the state that it leaves, but for the clock and the ledger."""
+        key = record.key
+        prefill = self.instances.prefill.get(record.prefill_id)
+        decode = self.instances.decode.get(record.decode_id)
+        match record.state:
+            case RequestState.PREFILLING if prefill is not None:
+                del prefill.prefilling[key]
+                if record.prefill_tokens:
+                    prefill.load.drop(record.prefill_tokens, now_s)
+            case RequestState.WAITING:
+                self.policy.remove(key)
+                del self.in_pool[key]
+            case RequestState.PREFETCHED:
+                if decode is not None:
+                    del decode.candidates[record.buffer][key]
+                    decode.candidate_blocks[record.buffer] -= record.blocks
+                    decode.overdue.pop(key, None)
+                if prefill is not None:
+                    del prefill.buffered[key]
+                    prefill.buffers[record.buffer].committed -= record.blocks
+            case RequestState.DECODING if decode is not None:
+                del decode.decoding[key]
+        record.prefill_tokens = 0
+
+    # endings
+
+    def end(self, record: Record, now_s: float) -> None:
+        """The request is over: nothing of it stays here, and its copy in the pool goes."""
+        if record.state is RequestState.QUEUED:
+            self.queue.cancel(record.key)
+        else:
+            self._released.append(record.key)
+        if record.state in (RequestState.WAITING, RequestState.PREFETCHED):
+            self.clock.stop(record.key)
+        self.change(record.decode_id)
+        self._detach(record, now_s)
+        self.ledger.release(record.key)
+        self.table.move(record, RequestState.ENDED, now_s)
+        self._forgotten.append(record.key)
+
+    def drop_copies(self, blocks: int) -> None:
+        """Drop clean copies of what decodes, oldest first, until `blocks` more of the pool are free."""
+        keys = self.ledger.drop_copies(blocks)
+        if keys:
+            lengths = tuple(self.record(key).kv_tokens for key in keys)
+            self.actions.append(ReleasePool(tuple(keys), dropped=True, kv_tokens=lengths))
+
+    def release_unknown(self, key: RequestKey) -> None:
+        """A request that is not open (any more) has committed KV to the pool: nobody else would free it."""
+        self._released.append(key)
+
+    def refuse(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
+        """Requests that were never opened."""
+        keys = tuple(keys)
+        self.actions.append(Reject(keys, error))
+        self._forgotten += keys
+
+    def reject(self, records: list[Record], error: AlignedServeError, now_s: float) -> None:
+        """End these, and tell the gateway why. No worker holds anything of them."""
+        if not records:
+            return
+        self.actions.append(Reject(tuple(record.key for record in records), error))
+        for record in records:
+            self.end(record, now_s)
+
+    def reject_cancelled(self, records: list[Record], now_s: float) -> None:
+        self.reject(records, CancelledError("the request was cancelled"), now_s)
+
+    def report_lost(self, records: list[Record], reason: str, now_s: float) -> None:
+        """End these wherever they are; the gateway submits them again, but for those that were cancelled."""
+        lost = tuple(record.key for record in records if not record.cancelled)
+        if lost:
+            self.actions.append(ReportLost(lost, reason))
+        self.cancel_at(records)
+        self.reject_cancelled([record for record in records if record.cancelled], now_s)
+        for key in lost:
+            self.end(self.record(key), now_s)
+
+    def abandon(self, record: Record, now_s: float) -> None:
+        """End it wherever it is, without a word to the gateway, which knows."""
+        self.cancel_at([record])
+        self.end(record, now_s)
+
+    def cancel_at(self, records: Iterable[Record]) -> None:
+        """Tell every live instance that may hold something of these: what is prefetched may be on either side."""
+        holders: dict[tuple[str, str], list[RequestKey]] = {}
+        for record in records:
+            if record.prefill_id in self.instances.prefill:
+                holders.setdefault(("prefill", record.prefill_id), []).append(record.key)
+            if record.decode_id in self.instances.decode:
+                holders.setdefault(("decode", record.decode_id), []).append(record.key)
+        for (role, instance_id), keys in holders.items():
+            self.actions.append(CancelAt(role, instance_id, tuple(keys)))
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises AccountingError where the books do not match."""
+        for book in (self.table, self.queue, self.ledger, self.policy, self.clock):
+            book.check_integrity()
+        counts = self.table.counts
+        decodes, prefills = self.instances.decode.values(), self.instances.prefill.values()
+        waiting, prefetched = counts[RequestState.WAITING], counts[RequestState.PREFETCHED]
+        candidates = sum(len(held) for view in decodes for held in view.candidates.values())
+        books = {
+            "queued": (counts[RequestState.QUEUED], len(self.queue)),
+            "prefilling": (counts[RequestState.PREFILLING], sum(len(view.prefilling) for view in prefills)),
+            "policy": (waiting, self.policy.totals()[0]),
+            "pool": (waiting, len(self.in_pool)),
+            "clock": (waiting + prefetched, len(self.clock)),
+            "candidates": (prefetched, candidates),
+            "decoding": (counts[RequestState.DECODING], sum(len(view.decoding) for view in decodes)),
+        }
+        for view in decodes:
+            for kind, held in view.candidates.items():
+                blocks = sum(record.blocks for record in held.values())
+                books[f"{view.decode_id} {kind.name}"] = (view.candidate_blocks[kind], blocks)
+        for prefill in prefills:
+            blocks = sum(record.blocks for record in self.open(prefill.buffered))
+            books[prefill.prefill_id] = (sum(buffer.committed for buffer in prefill.buffers.values()), blocks)
+        wrong = {name: pair for name, pair in books.items() if pair[0] != pair[1]}
+        if wrong:
+            raise AccountingError(f"the books do not match: {wrong}")

@@ -1,0 +1,266 @@
+"""The global scheduler's decisions: events in, actions out, no I/O and no clock (architecture.md, section 6).
+
+One decider for each request at each moment. Until it is prefilled the core decides: which prefill instance, which
+batch, which decode instance. From `Prefetch` on the decode instance does, until it says Finished, Lost or Returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from alignedserve.config import Config
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import events
+from alignedserve.scheduler.actions import Action
+from alignedserve.scheduler.admission import Admission
+from alignedserve.scheduler.books import Books
+from alignedserve.scheduler.events import Event
+from alignedserve.scheduler.instances import DecodeView, PrefillView
+from alignedserve.scheduler.pool_relief import PoolRelief
+from alignedserve.scheduler.prefetcher import Prefetcher
+from alignedserve.scheduler.prefill_dispatch import PrefillDispatch
+from alignedserve.scheduler.request_table import RequestState
+from alignedserve.scheduler.routing import PrefillLoad
+
+
+class SchedulerCore:
+    """Feed it every event in the order of arrival; carry out the actions in their order. One thread."""
+
+    def __init__(self, config: Config, block_size: int) -> None:
+        self._books = Books(config, block_size)
+        self._admission = Admission(self._books)
+        self._dispatch = PrefillDispatch(self._books, self._admission)
+        self._prefetcher = Prefetcher(self._books)
+        self._relief = PoolRelief(self._books, self._admission)
+        self.events_handled = 0
+        self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
+            events.Submitted: self._submitted,
+            events.CancelRequested: self._cancel_requested,
+            events.Prefilled: self._prefilled,
+            events.Finished: self._finished,
+            events.Lost: self._lost,
+            events.Joined: self._joined,
+            events.Returned: self._returned,
+            events.PrefillReported: self._prefill_reported,
+            events.DecodeReported: self._decode_reported,
+            events.PoolReported: self._pool_reported,
+            events.InstanceJoined: self._instance_joined,
+            events.InstanceLost: self._instance_lost,
+            events.PairsChanged: self._pairs_changed,
+            events.GatewayLost: self._gateway_lost,
+            events.Tick: self._tick,
+        }
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What follows from the event. Duplicates, and messages about requests that are not open, do no harm."""
+        self.events_handled += 1
+        self._handlers[type(event)](event, now_s)
+        self._find_overdue(now_s)
+        self._dispatch.start(now_s)
+        changed, self._books.changed = self._books.changed, {}
+        for decode_id in changed:
+            decode = self._books.instances.decode.get(decode_id)
+            if decode is not None:
+                self._prefetcher.feed(decode, now_s)
+        return self._books.take_actions()
+
+    def describe(self) -> dict[str, int]:
+        """Open requests by state."""
+        counts = self._books.table.counts
+        return {
+            "queued": counts[RequestState.QUEUED],
+            "prefilling": counts[RequestState.PREFILLING],
+            "waiting_in_pool": counts[RequestState.WAITING],
+            "prefetched": counts[RequestState.PREFETCHED],
+            "decoding": counts[RequestState.DECODING],
+        }
+
+    @property
+    def dropped_for_room(self) -> int:
+        """Requests whose KV had to be dropped, to be prefilled again: the last resort of a full pool."""
+        return self._relief.dropped_requests
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether time alone can change something: a request waits."""
+        counts = self._books.table.counts
+        return bool(counts[RequestState.QUEUED] + counts[RequestState.WAITING] + counts[RequestState.PREFETCHED])
+
+    def knows(self, role: str, instance_id: str) -> bool:
+        """Whether the instance has joined and was not lost."""
+        instances = self._books.instances
+        known: dict[str, Iterable[str]] = {
+            "prefill": instances.prefill,
+            "decode": instances.decode,
+            "kv_pool": self._books.ledger.pool_ids,
+        }
+        return instance_id in known.get(role, ())
+
+    def max_request_tokens(self) -> int:
+        """The longest request, prompt and answer, that can be served; 0 while a role is missing."""
+        return self._admission.max_request_tokens()
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises AccountingError where the books do not match."""
+        self._books.check_integrity()
+
+    # requests
+
+    def _submitted(self, event: events.Submitted, now_s: float) -> None:
+        group = []
+        for meta in event.requests:
+            known = self._books.table.latest(meta.key.request_id)
+            if known is not None and known.epoch >= meta.key.epoch:
+                continue  # a duplicate, or older than what is open
+            if known is not None:
+                self._books.abandon(self._books.record(known), now_s)
+            group.append(meta)
+        if not group:
+            return
+        keys = [meta.key for meta in group]
+        refusal = self._admission.refusal(tuple(group))
+        if refusal is not None:
+            self._books.refuse(keys, refusal)
+            return
+        for meta in group:
+            self._books.table.add(meta, now_s)
+        self._books.queue.add(keys, group[0].prefix_tokens)
+
+    def _cancel_requested(self, event: events.CancelRequested, now_s: float) -> None:
+        self._cancel(event.keys, now_s)
+
+    def _gateway_lost(self, event: events.GatewayLost, now_s: float) -> None:
+        self._cancel(self._books.table.of_gateway(event.gateway_id), now_s)
+
+    def _cancel(self, keys: Iterable[RequestKey], now_s: float) -> None:
+        """End at once what the core decides about; ask whoever decides about the others to end them."""
+        records = self._books.open(dict.fromkeys(keys))
+        own = (RequestState.QUEUED, RequestState.WAITING)
+        self._books.reject_cancelled([record for record in records if record.state in own], now_s)
+        elsewhere = [record for record in records if record.state not in (*own, RequestState.ENDED)]
+        for record in elsewhere:
+            record.cancelled = True
+        self._books.cancel_at(elsewhere)
+
+    def _prefilled(self, event: events.Prefilled, now_s: float) -> None:
+        record = self._books.table.get(event.key)
+        if record is None:
+            self._books.release_unknown(event.key)
+            return
+        if record.state is not RequestState.PREFILLING:
+            return
+        prefill = self._books.instances.prefill.get(record.prefill_id)
+        if prefill is not None and record.prefill_tokens:
+            prefill.load.finish(record.prefill_tokens, now_s)
+            record.prefill_tokens = 0
+        self._books.ledger.commit(event.key, event.new_blocks)
+        self._books.enter_pool(record, event.kv_tokens, event.blocks, now_s, now_s)
+        self._placed(event.key, now_s)
+
+    def _returned(self, event: events.Returned, now_s: float) -> None:
+        books = self._books
+        record = books.table.get(event.key)
+        if record is None:
+            books.release_unknown(event.key)
+            return
+        if record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
+            return
+        books.change(record.decode_id)
+        if record.state is RequestState.PREFETCHED:  # it never joined: it has waited all the while
+            since_s = books.clock.stop(event.key)
+            if not record.recalled:
+                books.instances.bounced(record.decode_id, record.prefill_id, record.buffer)
+        else:
+            since_s = now_s
+        had = books.ledger.committed_of(event.key)
+        books.ledger.commit(event.key, event.blocks if had is None else max(0, had + event.blocks - record.blocks))
+        books.enter_pool(record, event.kv_tokens, event.blocks, since_s, now_s)
+        self._placed(event.key, now_s)
+
+    def _placed(self, key: RequestKey, now_s: float) -> None:
+        record = self._books.record(key)
+        if record.cancelled:
+            self._books.reject_cancelled([record], now_s)
+        else:
+            self._prefetcher.place(record, now_s)
+
+    def _joined(self, event: events.Joined, now_s: float) -> None:
+        for record in self._books.open(event.keys):
+            if record.state is RequestState.PREFETCHED and record.decode_id == event.decode_id:
+                self._books.join(record, now_s)
+
+    def _finished(self, event: events.Finished, now_s: float) -> None:
+        for record in self._books.open(dict.fromkeys(event.keys)):
+            self._books.end(record, now_s)
+
+    def _lost(self, event: events.Lost, now_s: float) -> None:
+        self._books.report_lost(self._books.open(dict.fromkeys(event.keys)), event.reason, now_s)
+
+    # instances
+
+    def _instance_joined(self, event: events.InstanceJoined, now_s: float) -> None:
+        instances = self._books.instances
+        if event.role == "prefill" and event.instance_id not in instances.prefill:
+            instances.prefill[event.instance_id] = PrefillView(event.instance_id, PrefillLoad(event.instance_id))
+        elif event.role == "decode" and event.instance_id not in instances.decode:
+            instances.decode[event.instance_id] = DecodeView(event.instance_id)
+
+    def _instance_lost(self, event: events.InstanceLost, now_s: float) -> None:
+        """What an instance decided about is submitted again, in a new epoch: the old one may still be alive somewhere.
+
+        With a prefill instance go the prompts that it computed and the candidates in its buffers, which a decode
+        instance may just have taken over: only a new epoch tells the two apart.
+        """
+        books = self._books
+        keys: list[RequestKey] = []
+        if event.role == "prefill":
+            prefill = books.instances.prefill.pop(event.instance_id, None)
+            if prefill is not None:
+                keys = [*prefill.prefilling, *prefill.buffered]
+        elif event.role == "decode":
+            decode = books.instances.decode.pop(event.instance_id, None)
+            if decode is not None:
+                keys = [*decode.decoding, *(key for held in decode.candidates.values() for key in held)]
+        elif event.role == "kv_pool":
+            books.ledger.lose(event.instance_id)
+            keys = [record.key for record in books.table.records() if record.state is not RequestState.QUEUED]
+        books.report_lost(books.open(keys), f"{event.role} {event.instance_id} was lost", now_s)
+
+    def _prefill_reported(self, event: events.PrefillReported, now_s: float) -> None:
+        instances = self._books.instances
+        prefill = instances.prefill.get(event.prefill_id)
+        if prefill is None:
+            return
+        prefill.report(event, self._books.block_size)
+        for decode_id, prefill_ids in instances.pairs.items():
+            if event.prefill_id in prefill_ids:
+                self._books.change(decode_id)
+
+    def _decode_reported(self, event: events.DecodeReported, now_s: float) -> None:
+        decode = self._books.instances.decode.get(event.decode_id)
+        if decode is not None:
+            decode.take_report(event)
+            self._books.change(event.decode_id)
+
+    def _pool_reported(self, event: events.PoolReported, now_s: float) -> None:
+        self._books.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)
+        self._relief.relieve(now_s)
+
+    def _pairs_changed(self, event: events.PairsChanged, now_s: float) -> None:
+        self._books.instances.pairs = dict(event.pairs)
+        self._books.change_all()
+
+    def _tick(self, event: events.Tick, now_s: float) -> None:
+        self._books.instances.forget_bounces()
+        self._books.change_all()
+        self._relief.relieve(now_s)
+
+    def _find_overdue(self, now_s: float) -> None:
+        overdue = self._books.clock.newly_overdue(now_s)
+        if not overdue:
+            return
+        records = self._books.open(overdue)
+        self._prefetcher.mark_overdue([record for record in records if record.state is RequestState.PREFETCHED])
+        if any(record.state is RequestState.WAITING for record in records):
+            self._books.change_all()

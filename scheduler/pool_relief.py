@@ -1,0 +1,52 @@
+"""Keeps room in the KV pool for evictions: else a full pool, full buffers and a full cache would wait for each other.
+
+In this order: clean copies of running requests are dropped; then, counted, a waiting request's KV, which has to be
+prefilled again (architecture.md, section 8); then a candidate is recalled, so that there is one to drop.
+"""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.admission import Admission
+from alignedserve.scheduler.books import Books
+from alignedserve.scheduler.request_table import Record
+
+PAUSE_TICKS = 5  # the pool has so long to report that the last resort helped, before more is dropped
+LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
+
+
+class PoolRelief:
+    def __init__(self, books: Books, admission: Admission) -> None:
+        self._books = books
+        self._admission = admission
+        self._last_resort_s = float("-inf")
+        self.dropped_requests = 0  # by the last resort
+
+    def relieve(self, now_s: float) -> None:
+        books = self._books
+        reserve = self._admission.reserve_blocks()
+        if books.ledger.free >= reserve:
+            return
+        books.drop_copies(reserve - books.ledger.free)
+        pause_s = PAUSE_TICKS * books.config.scheduler.tick_s
+        if books.ledger.free < -(-reserve // 2) and now_s - self._last_resort_s >= pause_s:
+            self._last_resort_s = now_s
+            self._last_resort(now_s)
+
+    def _last_resort(self, now_s: float) -> None:
+        books = self._books
+        if books.in_pool:
+            self.dropped_requests += 1
+            books.report_lost([self._cheapest()], "the KV pool is full", now_s)
+            return
+        for decode in books.instances.decode.values():
+            for held in decode.candidates.values():
+                record = next((record for record in reversed(held.values()) if not record.recalled), None)
+                if record is not None:
+                    books.recall([record])
+                    return
+
+    def _cheapest(self) -> Record:
+        """Of those that came last: one that has never decoded, so that no generated token is prefilled again."""
+        waiting = reversed(self._books.in_pool.values())
+        latest = [record for _, record in zip(range(LOOK_BACK), waiting, strict=False)]
+        return next((record for record in latest if record.kv_tokens <= record.meta.prefix_tokens), latest[0])

@@ -1,0 +1,505 @@
+"""Every limit of the HTTP API: bad input gets OpenAI's error object, names the field, and submits nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+from alignedserve.config import GatewayConfig
+from alignedserve.gateway.http_app import build_app
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.planning import ServedModel, derive_seed
+from alignedserve.gateway.refused import refused_names
+from alignedserve.model import resolve_model
+from alignedserve.request import RequestKey, RequestSpec
+from alignedserve.testing.fake_cluster import fake_model_info
+from alignedserve.text import ChatTemplate, Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+TINY = resolve_model("tiny")
+
+
+class RecordingPort:
+    """Takes every submission and says nothing."""
+
+    gateway_id = "gateway-0"
+    address = "127.0.0.1:1"
+    down_for_s = 0.0
+
+    def __init__(self) -> None:
+        self.submitted: list[RequestSpec] = []
+
+    def submit(self, requests: Sequence[RequestSpec]) -> bool:
+        self.submitted += requests
+        return True
+
+    def cancel(self, keys: Sequence[RequestKey]) -> bool:
+        return True
+
+    def done(self, keys: Sequence[RequestKey]) -> bool:
+        return True
+
+
+class Front:
+    """The HTTP application with nothing behind it."""
+
+    def __init__(self, **model: Any) -> None:
+        tokenizer = Tokenizer.from_folder(TINY)
+        assert tokenizer is not None
+        template = ChatTemplate.from_folder(TINY, tokenizer.special_tokens)
+        values: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "info": fake_model_info(), **model}
+        self.model = ServedModel("tiny", **values)
+        self.port = RecordingPort()
+        self.ledger = Ledger(64, GatewayMetrics("gateway-0"))
+        self.ledger.attach(self.port)
+        app = build_app(GatewayConfig(max_body_mib=0.25, max_prompts=8), self.ledger, self)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=5.0)
+
+    async def error(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await self.client.post(path, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"] == "application/json"
+        error: dict[str, Any] = answer.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and len(error["message"]) < 400
+        assert not self.port.submitted, "a refused request reached the cluster"
+        assert len(self.ledger) == 0
+        return error
+
+    async def submit(self, path: str, body: dict[str, Any]) -> list[RequestSpec]:
+        """What reaches the cluster; nobody answers, so the request times out."""
+        await self.client.post(path, json={**body, "timeout_s": 0.01})
+        submitted, self.port.submitted = self.port.submitted, []
+        assert submitted
+        return submitted
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Front]:
+    front = Front()
+    yield front
+    await front.client.aclose()
+
+
+SAMPLING: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": 5}, "model", "invalid_type"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": 2.01}, "temperature", "invalid_value"),
+    ({"temperature": 10**400}, "temperature", "invalid_json"),
+    ({"temperature": [1]}, "temperature", "invalid_type"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"top_p": 1.5}, "top_p", "invalid_value"),
+    ({"top_p": {}}, "top_p", "invalid_type"),
+    ({"top_k": -2}, "top_k", "invalid_value"),
+    ({"top_k": 2.5}, "top_k", "invalid_type"),
+    ({"top_k": True}, "top_k", "invalid_type"),
+    ({"min_p": 1.1}, "min_p", "invalid_value"),
+    ({"seed": "7"}, "seed", "invalid_type"),
+    ({"seed": 1 << 63}, "seed", "invalid_value"),
+    ({"seed": 1 << 70}, "seed", "invalid_type"),
+    ({"seed": 1.5}, "seed", "invalid_type"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": -1}, "repetition_penalty", "invalid_value"),
+    ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
+    ({"frequency_penalty": "0"}, "frequency_penalty", "invalid_type"),
+    ({"logit_bias": []}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"²": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"5": True}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"2048": 1}}, "logit_bias", "invalid_value"),
+    ({"stop": 5}, "stop", "invalid_type"),
+    ({"stop": ["a", 5]}, "stop", "invalid_type"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a", ""]}, "stop", "invalid_value"),
+    ({"stop": [str(number) for number in range(17)]}, "stop", "invalid_value"),
+    ({"stop": "x" * 1025}, "stop", "invalid_value"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "invalid_type"),
+    ({"stop_token_ids": [True]}, "stop_token_ids", "invalid_type"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [2048]}, "stop_token_ids", "invalid_value"),
+    ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
+    ({"ignore_eos": 1}, "ignore_eos", "invalid_type"),
+    ({"n": "2"}, "n", "invalid_type"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 17}, "n", "invalid_value"),
+    ({"n": 1.0}, "n", "invalid_type"),
+    ({"n": True}, "n", "invalid_type"),
+    ({"stream": "true"}, "stream", "invalid_type"),
+    ({"stream": 1}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": []}, "stream_options", "invalid_type"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage", "invalid_type"),
+    ({"return_token_ids": "yes"}, "return_token_ids", "invalid_type"),
+    ({"include_timings": 0}, "include_timings", "invalid_type"),
+    ({"timeout_s": 0}, "timeout_s", "invalid_value"),
+    ({"timeout_s": -1}, "timeout_s", "invalid_value"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 5.0}, "max_tokens", "invalid_type"),
+    ({"max_tokens": True}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 1 << 40}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 512}, "max_tokens", "context_length_exceeded"),
+]
+
+
+@pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})])
+@pytest.mark.parametrize(("body", "param", "code"), SAMPLING)
+async def test_what_is_wrong_in_both_is_named(
+    front: Front, path: str, base: dict[str, Any], body: dict[str, Any], param: str, code: str
+) -> None:
+    error = await front.error(path, {**base, **body})
+    assert error["code"] == code
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == (None if code == "invalid_json" else param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "prompt", "missing_required_parameter"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt", "invalid_value"),
+        ({"prompt": ["hi", ""]}, "prompt", "invalid_value"),
+        ({"prompt": {}}, "prompt", "invalid_type"),
+        ({"prompt": 5}, "prompt", "invalid_type"),
+        ({"prompt": True}, "prompt", "invalid_type"),
+        ({"prompt": [True]}, "prompt", "invalid_type"),
+        ({"prompt": [1, "a"]}, "prompt", "invalid_type"),
+        ({"prompt": [1, True]}, "prompt", "invalid_type"),
+        ({"prompt": [1, 2.0]}, "prompt", "invalid_type"),
+        ({"prompt": [[1, None]]}, "prompt", "invalid_type"),
+        ({"prompt": [[[1]]]}, "prompt", "invalid_type"),
+        ({"prompt": ["a", None]}, "prompt", "invalid_type"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": [5, 2048]}, "prompt", "invalid_value"),
+        ({"prompt": [1 << 62]}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 9}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 8, "n": 9}, "prompt", "invalid_value"),
+        ({"prompt": [5] * 512}, "prompt", "context_length_exceeded"),
+        ({"prompt": [5] * 600, "max_tokens": 1}, "prompt", "context_length_exceeded"),
+        ({"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": "word " * 2000}, "prompt", "context_length_exceeded"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"prompt": "a", "echo": "yes"}, "echo", "invalid_type"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs", "invalid_value"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "invalid_type"),
+        ({"prompt": "a", "best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"prompt": "a", "n": 2, "best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"prompt": "a", "suffix": "end"}, "suffix", "unsupported_parameter"),
+        ({"prompt": "a", "messages": HI}, "messages", "unsupported_parameter"),
+    ],
+)
+async def test_what_is_wrong_in_a_completion_is_named(front: Front, body: dict[str, Any], param: str, code: str) -> None:
+    error = await front.error(COMPLETIONS, body)
+    assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "messages", "missing_required_parameter"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": {}}, "messages", "invalid_type"),
+        ({"messages": "hi"}, "messages", "invalid_type"),
+        ({"messages": ["hi"]}, "messages[0]", "invalid_type"),
+        ({"messages": [None]}, "messages[0]", "invalid_type"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [{"role": 1, "content": "hi"}]}, "messages[0].role", "invalid_type"),
+        ({"messages": [{"role": "bard", "content": "hi"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "missing_required_parameter"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
+        ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "messages[0].content", "invalid_type"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]", "invalid_type"),
+        ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "messages[0].content[0].type",
+         "missing_required_parameter"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text",
+         "missing_required_parameter"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text",
+         "invalid_type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages[0].content[0].type", "unsupported_parameter"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls",
+         "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "invalid_type"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+        ({"messages": HI, "max_completion_tokens": 5000}, "max_tokens", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages", "context_length_exceeded"),
+        ({"messages": HI, "logprobs": 5}, "logprobs", "invalid_type"),
+        ({"messages": HI, "top_logprobs": 5}, "top_logprobs", "invalid_value"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"messages": HI, "logprobs": True, "top_logprobs": True}, "top_logprobs", "invalid_type"),
+        ({"messages": HI, "echo": True}, "echo", "unsupported_parameter"),
+        ({"messages": HI, "modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+        ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
+        ({"messages": HI, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "unsupported_parameter"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_in_a_chat_is_named(front: Front, body: dict[str, Any], param: str, code: str) -> None:
+    error = await front.error(CHAT, body)
+    assert (error["param"], error["code"]) == (param, code)
+
+
+REFUSED: list[tuple[str, Any]] = [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("guided_json", {"type": "object"}),
+    ("guided_regex", "a+"),
+    ("guided_choice", ["a"]),
+    ("guided_grammar", "root"),
+    ("structured_outputs", {"regex": "a"}),
+    ("lora", "name"),
+    ("lora_path", "name"),
+    ("adapter", "name"),
+    ("use_beam_search", True),
+    ("num_beams", 4),
+    ("length_penalty", 0.5),
+    ("early_stopping", True),
+    ("logits_processors", ["a.b"]),
+    ("allowed_token_ids", []),
+    ("bad_words", ["a"]),
+    ("no_repeat_ngram_size", 2),
+    ("prompt_logprobs", 0),
+    ("truncate_prompt_tokens", 5),
+    ("skip_special_tokens", False),
+    ("include_stop_str_in_output", True),
+    ("prompt_embeds", "AAAA"),
+]
+
+
+@pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})])
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+async def test_what_is_not_there_is_refused_by_name(
+    front: Front, path: str, base: dict[str, Any], name: str, value: Any
+) -> None:
+    error = await front.error(path, {**base, name: value})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["message"].startswith(f"{name} is not supported: ")
+    assert name in refused_names()
+
+
+async def test_a_refused_feature_that_is_switched_off_is_harmless(front: Front) -> None:
+    off = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "use_beam_search": False,
+           "suffix": None, "best_of": 1, "logits_processors": None, "num_beams": 1, "skip_special_tokens": True}  # fmt: skip
+    await front.submit(COMPLETIONS, {"prompt": "hi", **off})
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nonsense", b'{"prompt": "a",}', b'{"prompt": NaN}', b'{"temperature": Infinity}', b"\xff\xfe",
+     b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 5_000, b'{"prompt": 1e999}', b"\xef\xbb\xbf{}"],
+)  # fmt: skip
+async def test_malformed_json_is_refused(front: Front, path: str, body: bytes) -> None:
+    error = await front.error(path, body)
+    assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("body", [[], "text", 5, None, True])
+async def test_a_body_that_is_no_object_is_refused(front: Front, body: Any) -> None:
+    assert (await front.error(COMPLETIONS, body))["code"] == "invalid_type"
+
+
+async def test_an_unknown_model_does_not_exist(front: Front) -> None:
+    for path, base in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})):
+        error = await front.error(path, {**base, "model": "gpt-5"}, 404)
+        assert error["code"] == "model_not_found"
+        assert "gpt-5" in error["message"] and "tiny" in error["message"]
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(front: Front) -> None:
+    error = await front.error(COMPLETIONS, {"prompt": "a" * 300_000}, 413)
+    assert error["code"] == "request_too_large"
+    assert "0.25 MiB" in error["message"]
+
+
+async def test_a_body_that_grows_over_the_limit_is_refused(front: Front) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b"x" * 65_536
+
+    answer = await front.client.post(COMPLETIONS, content=endless())
+    assert answer.status_code == 413
+    assert sent <= 6
+
+
+async def test_unknown_paths_and_methods_get_error_objects(front: Front) -> None:
+    for method, path, status in (("GET", "/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", "/v1/models", 405)):
+        answer = await front.client.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert answer.headers["allow"]
+
+
+async def test_unknown_fields_are_ignored_and_named(front: Front) -> None:
+    body = {"prompt": "hi", "max_tokens": 0, "echo": True, "user": "me", "store": True, "wéird\r\nname": 1}
+    answer = await front.client.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-alignedserve-ignored-fields"] == "user, store, w%C3%A9ird%0D%0Aname"
+    answer = await front.client.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 0, "echo": True})
+    assert "x-alignedserve-ignored-fields" not in answer.headers
+
+
+# ---- what a good request becomes
+
+
+async def test_defaults_are_openais_and_the_models(front: Front) -> None:
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": "hi"})
+    assert (spec.sampling.max_tokens, spec.sampling.temperature, spec.sampling.top_p) == (16, 1.0, 1.0)
+    assert spec.sampling.eos_token_ids == (0, 5)
+    front.model.info = fake_model_info(generation_defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 20.0})
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": "hi", "top_p": 0.5, "temperature": None})
+    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k) == (0.6, 0.5, 20)
+
+
+async def test_a_chat_may_fill_what_is_left(front: Front) -> None:
+    (spec,) = await front.submit(CHAT, {"messages": HI})
+    assert len(spec.prompt_token_ids) + spec.sampling.max_tokens == 512
+    front.model.capacity_tokens = 100
+    (spec,) = await front.submit(CHAT, {"messages": HI})
+    assert len(spec.prompt_token_ids) + spec.sampling.max_tokens == 100
+    error = await front.error(CHAT, {"messages": HI, "max_tokens": 200})
+    assert error["code"] == "context_length_exceeded" and "this cluster can hold" in error["message"]
+
+
+async def test_content_parts_are_one_text(front: Front) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    (spec,) = await front.submit(CHAT, {"messages": [{"role": "user", "content": parts}]})
+    (same,) = await front.submit(CHAT, {"messages": HI})
+    assert spec.prompt_token_ids == same.prompt_token_ids
+
+
+async def test_nulls_mean_defaults(front: Front) -> None:
+    names = ("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "echo", "best_of",
+             "stream_options", "model", "user")  # fmt: skip
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": "hi", **dict.fromkeys(names)})
+    assert spec.sampling.max_tokens == 16
+
+
+async def test_a_short_rest_shortens_the_default_only(front: Front) -> None:
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": [5] * 505})
+    assert spec.sampling.max_tokens == 7
+    await front.error(COMPLETIONS, {"prompt": [5] * 505, "max_tokens": 8})
+
+
+async def test_prompts_and_answers_are_grouped(front: Front) -> None:
+    specs = await front.submit(COMPLETIONS, {"prompt": [[7, 8], [9]], "n": 2, "seed": 11})
+    assert [len(spec.prompt_token_ids) for spec in specs] == [2, 0, 1, 0], "the first of a group carries the prompt"
+    assert [spec.group_size for spec in specs] == [2] * 4
+    assert len({spec.group_id for spec in specs}) == 2
+    assert len({spec.key.request_id for spec in specs}) == 4
+    assert [spec.sampling.seed for spec in specs] == [11, derive_seed(11, 1)] * 2
+    assert len({derive_seed(11, number) for number in range(16)}) == 16
+
+
+async def test_a_request_without_a_seed_gets_one(front: Front) -> None:
+    seeds = {(await front.submit(COMPLETIONS, {"prompt": "hi"}))[0].sampling.seed for _ in range(4)}
+    assert len(seeds) == 4
+
+
+async def test_extensions_reach_the_cluster(front: Front) -> None:
+    body = {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [9], "min_tokens": 2, "ignore_eos": True,
+            "stop": "END", "logit_bias": {"7": -100, "8": 1.5}, "logprobs": 3, "echo": True}  # fmt: skip
+    (spec,) = await front.submit(COMPLETIONS, {"prompt": "hi", **body})
+    sampling = spec.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0, 0.1, 1.2)
+    assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos, sampling.stop) == ((9,), 2, True, ("END",))
+    assert sampling.logit_bias == ((7, -100.0), (8, 1.5))
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (3, 3)
+    (spec,) = await front.submit(CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 2})
+    assert (spec.sampling.logprobs, spec.sampling.prompt_logprobs) == (2, None)
+
+
+# ---- models without everything
+
+
+async def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
+    front = Front(tokenizer=None, template=None)
+    assert (await front.error(COMPLETIONS, {"prompt": "hi"}))["param"] == "prompt"
+    assert (await front.error(COMPLETIONS, {"prompt": [5], "stop": "x"}))["param"] == "stop"
+    assert "tokenizer" in (await front.error(CHAT, {"messages": HI}))["message"]
+    assert await front.submit(COMPLETIONS, {"prompt": [5]})
+
+
+async def test_a_model_without_a_template_has_no_chat() -> None:
+    front = Front(template=None)
+    assert "--chat-template" in (await front.error(CHAT, {"messages": HI}))["message"]
+
+
+async def test_before_the_model_is_known_nothing_is_accepted() -> None:
+    front = Front(info=None)
+    answer = await front.client.post(COMPLETIONS, json={"prompt": "hi"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "unavailable"
+
+
+async def test_a_full_gateway_says_when_to_come_back(front: Front) -> None:
+    from alignedserve.gateway.planning import plan_completion
+    from alignedserve.gateway.requests import parse_completion
+
+    held = [front.ledger.open(await plan_completion(front.model, parse_completion({"prompt": "a", "n": 16}))) for _ in range(4)]
+    answer = await front.client.post(COMPLETIONS, json={"prompt": "hi"})
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    front.ledger.close(held[0])
+    await front.submit(COMPLETIONS, {"prompt": "hi"})
+
+
+# ---- the description
+
+
+def fields_of(schema: dict[str, Any]) -> set[str]:
+    return set(schema["properties"])
+
+
+async def test_the_description_names_every_field_that_is_read(front: Front) -> None:
+    from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS
+
+    document = (await front.client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    completion, chat = schemas["CompletionRequest"], schemas["ChatRequest"]
+    assert fields_of(completion) == {field.name for field in COMPLETION_FIELDS} | {"prompt", "stream_options"}
+    assert fields_of(chat) == {field.name for field in CHAT_FIELDS} | {"messages", "stream_options"}
+    assert completion["properties"]["n"] == {
+        "type": ["integer", "null"], "minimum": 1, "maximum": 16, "description": "Answers to each prompt."}  # fmt: skip
+    references = {value for value in json.dumps(document).split('"') if value.startswith("#/")}
+    assert {reference.rpartition("/")[2] for reference in references} <= set(schemas)
+
+
+async def test_the_shipped_clients_types_fit_the_description(front: Front) -> None:
+    """What openai's own types call required is in our description of the reply."""
+    document = (await front.client.get("/openapi.json")).json()
+    required = {name for name, field in ChatCompletion.model_fields.items() if field.is_required()}
+    assert required <= fields_of(document["components"]["schemas"]["ChatCompletion"])
+    assert issubclass(ChatCompletion, BaseModel)

@@ -1,0 +1,52 @@
+#!/bin/sh
+# Makes the virtual environment $1 with the package and the extras $2 (may be empty) in it. Quick when nothing changed.
+set -eu
+cd "$(dirname "$0")/.."
+venv=$1
+extras=${2:-}
+
+fail() {
+  echo "alignedserve: error: $*" >&2
+  exit 1
+}
+
+[ "$(uname -s)" = Linux ] || fail "only Linux is supported, this is $(uname -s); use a Linux machine, a container or WSL 2"
+
+find_python() {
+  for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.14; do
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "Python 3.11 or newer with the venv module is needed (Debian: apt-get install python3 python3-venv)"
+}
+
+# What the environment was made from: as long as that is the same, there is nothing to do.
+key=$(cat pyproject.toml setup.py constraints.txt tools/setup_venv.sh | sha256sum | cut -c1-16)
+stamp=$venv/.alignedserve-${extras:-base}
+[ "$(cat "$stamp" 2>/dev/null || true)" = "$key" ] && exit 0
+
+if [ ! -x "$venv/bin/python" ]; then
+  python=$(find_python)
+  echo "making $venv with $($python --version)"
+  "$python" -m venv "$venv" || fail "the virtual environment cannot be made (Debian: apt-get install python3-venv)"
+fi
+pip="$venv/bin/python -m pip --disable-pip-version-check"
+torch=$(sed -n 's/^torch==//p' constraints.txt)
+
+install_torch() {
+  if [ -e /dev/nvidia0 ] || [ -e /dev/dxg ]; then
+    $pip install -q -c constraints.txt "torch==$torch"  # the CUDA build
+  elif ! $pip install -q "torch==$torch+cpu" 2>/dev/null; then
+    # The CPU build is not where pip looks; uv knows where it is published.
+    $pip install -q -c constraints.txt uv
+    "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend=auto "torch==$torch"
+  fi
+}
+
+echo "installing alignedserve${extras:+[$extras]} and what it needs into $venv (some minutes the first time)"
+$pip install -q -c constraints.txt setuptools wheel
+"$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || install_torch
+$pip install -q -c constraints.txt --no-build-isolation -e ".${extras:+[$extras]}"
+echo "$key" > "$stamp"
