@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.cluster.processes import is_alive
-from alignedserve.cluster.runtime_dir import runtime_dir
+from alignedserve.cluster.runtime_dir import remove_stale, runtime_dir
 
 from alignedserve.errors import UnavailableError
 
@@ -57,6 +57,7 @@ def read_records() -> list[Record]:
             records.append(record)
         else:
             record.remove()
+            remove_stale(runtime_dir() / record.cluster_id)
     return sorted(records, key=lambda record: -record.started_unix_s)
 
 

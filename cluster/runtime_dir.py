@@ -12,6 +12,10 @@ from pathlib import Path
 
 from alignedserve.errors import ConfigError
 
+CLUSTER_ID_CHARACTERS = 8
+STARTING_S = 60.0
+OLD_LOG_S = 24 * 3600.0
+
 
 def runtime_dir() -> Path:
     """`$XDG_RUNTIME_DIR/alignedserve`, or `temp_dir()` where there is none; made, mode 0700.
@@ -39,11 +43,21 @@ def _private(folder: Path) -> Path:
 
 
 def clean_stale() -> None:
-    """Remove folders of clusters whose agents have ended: their sockets answer nobody."""
-    for folder in runtime_dir().iterdir():
-        sock = folder / "agent.sock"
-        if folder.is_dir() and len(folder.name) == 8 and not _answers(sock) and _is_old(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove what clusters left behind that were killed: their folders, and the logs of commands a day ago."""
+    now = time.time()
+    for entry in runtime_dir().iterdir():
+        # A cluster that is just starting has a folder before it has an agent.
+        if entry.is_dir() and len(entry.name) == CLUSTER_ID_CHARACTERS and now - entry.stat().st_mtime > STARTING_S:
+            remove_stale(entry)
+    for log in temp_dir().glob("serve-*.log"):
+        if now - log.stat().st_mtime > OLD_LOG_S:
+            log.unlink(missing_ok=True)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove a cluster's folder, unless its agent answers."""
+    if folder.is_dir() and not _answers(folder / "agent.sock"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _answers(path: Path) -> bool:
@@ -54,11 +68,6 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
         return True
-
-
-def _is_old(folder: Path) -> bool:
-    """A cluster that is just starting has a folder before it has an agent."""
-    return time.time() - folder.stat().st_mtime > 60.0
 
 
 def cluster_dir(cluster_id: str) -> Path:
@@ -73,7 +82,7 @@ def remove_cluster_dir(cluster_id: str) -> None:
 
 
 def new_cluster_id() -> str:
-    return secrets.token_hex(4)
+    return secrets.token_hex(CLUSTER_ID_CHARACTERS // 2)
 
 
 def new_token() -> str:

@@ -17,7 +17,7 @@ from alignedserve.cluster.console import Console
 from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.preflight import check_machine, check_model, check_ports
 from alignedserve.cluster.ray_session import RaySession
-from alignedserve.cluster.records import fetch_json
+from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
 
 from alignedserve import __version__
@@ -168,6 +168,7 @@ class _ServeCommand:
         if self._session.owned:
             self._descendants.note()
             self._descendants.end(CLEAR_UP_S if self._signals < 2 else 0.0)
+            read_records()  # removes those of clusters that have ended, and their sockets
         if not ending.done():
             os._exit(1)  # it hangs on what was just killed
 

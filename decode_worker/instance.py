@@ -72,7 +72,7 @@ class DecodeInstance:
         )
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
         writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan))
-        self._pool = PoolAttachment(writer, self.segments, geometry)
+        self._pool = PoolAttachment([writer], self.segments, geometry)
         await self._pool.on_view(self._view)
         pool_store = await self._pool.attached()
         from_pool, to_pool = connect(pool_store, self._cache_store), connect(self._cache_store, pool_store)

@@ -1,12 +1,121 @@
-"""The start-up probe: a few tokens through paged attention, against the model's own attention."""
+"""The start-up probe: a few tokens through paged attention, compared with the model's own attention.
+
+What a configuration does not tell, this does: a model that bypasses the attention interface, calls it more than once
+a layer, shares keys between layers, keeps a state beside them, adds a bias, or masks more than it says gives other
+logits here, or fails one of the checks of `attention.probing_attention`, and is refused before it serves a token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
+from alignedserve.engine import attention
+from alignedserve.engine.attention import ActiveForward
+from alignedserve.engine.backends.registry import BACKENDS
+from alignedserve.engine.batch import ForwardItem, build_batch
+from alignedserve.errors import AlignedServeError, ModelError, UnsupportedModelError
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from alignedserve.engine.loader import LoadedModel
 
+_BLOCK_SIZE = 4
+_BLOCKS = 8
+# Largest difference allowed, as a part of the logits' spread. Rounding in bf16 reaches a few percent; a model that
+# bypasses the interface is off by 20 to 75 % (traps.md).
+_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12, "float16": 0.05}
 
-def probe(loaded: LoadedModel) -> None:
-    """Raises UnsupportedModelError unless paged attention gives the model's own logits."""
+
+def probe(loaded: LoadedModel, backend: str = "torch") -> None:
+    """Raises UnsupportedModelError unless paged attention gives the model's own logits.
+
+    Two requests of 11 and 6 tokens are served packed, in chunks, ending with a decode row each, in blocks out of
+    order; the same prompts go through the model alone with its eager attention. The model is left as it was.
+    """
+    name = loaded.info.model_type
+    prompts = _prompts(loaded.info.vocab_size)
+    with torch.inference_mode():
+        with _attention(loaded.model, attention.PROBING):
+            served = _serve(loaded, prompts, backend)
+        with _attention(loaded.model, "eager"):
+            expected = [_alone(loaded, prompt) for prompt in prompts]
+    for found, wanted in zip(served, expected, strict=True):
+        if not bool(torch.isfinite(wanted).all()):
+            raise ModelError(f"the weights of {loaded.info.path} give NaN or infinite logits in {loaded.info.dtype}")
+        spread = float(wanted.std()) + 1e-6
+        error = float((found - wanted).abs().max()) / spread
+        if not error <= _TOLERANCE[loaded.info.dtype]:
+            raise UnsupportedModelError(
+                f"model_type {name!r} is not supported: with paged attention its logits are off by {error:.1%} of "
+                "their spread"
+            )
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.SERVING)
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    return [[(3 + 7919 * i) % vocab_size for i in range(11)], [(5 + 104729 * i) % vocab_size for i in range(6)]]
+
+
+def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> list[torch.Tensor]:
+    """Logits of every position of both prompts, in three packed passes."""
+    info = loaded.info
+    shape = (_BLOCKS, *info.geometry(_BLOCK_SIZE).block_shape)
+    cache = torch.zeros(shape, dtype=getattr(torch, info.dtype), device=loaded.device)
+    blocks = [[6, 1, 4], [7, 2]]
+    runner = BACKENDS.get(backend)(cache)
+    rows: list[list[torch.Tensor]] = [[], []]
+    for cuts in (((0, 5), (0, 1)), ((5, 10), (1, 5)), ((10, 11), (5, 6))):
+        items = [
+            ForwardItem(prompt[begin:end], begin, ids, "all")
+            for prompt, ids, (begin, end) in zip(prompts, blocks, cuts, strict=True)
+        ]
+        batch = build_batch(items, _BLOCK_SIZE, _BLOCKS, loaded.device)
+        runner.begin(batch)
+        with attention.active(ActiveForward(runner)) as forward:
+            logits = _logits(loaded, batch.input_ids, batch.position_ids)
+        _check_layers(loaded, forward.layers)
+        at = 0
+        for index, (begin, end) in enumerate(cuts):
+            rows[index].append(logits[at : at + end - begin])
+            at += end - begin
+    return [torch.cat(parts) for parts in rows]
+
+
+def _alone(loaded: LoadedModel, prompt: list[int]) -> torch.Tensor:
+    ids = torch.tensor([prompt], device=loaded.device)
+    return _logits(loaded, ids, torch.arange(len(prompt), device=loaded.device).unsqueeze(0))
+
+
+def _logits(loaded: LoadedModel, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    try:
+        output = loaded.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    except AlignedServeError:
+        raise
+    except Exception as error:  # whatever foreign model code raises when its assumptions do not hold
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"model_type {loaded.info.model_type!r} is not supported: a packed batch fails in it ({reason})"
+        ) from error
+    logits: torch.Tensor = output.logits[0].float()
+    return logits
+
+
+def _check_layers(loaded: LoadedModel, layers: list[int]) -> None:
+    if layers != list(range(loaded.info.layers)):
+        raise UnsupportedModelError(
+            f"model_type {loaded.info.model_type!r} is not supported: of its {loaded.info.layers} layers, "
+            f"{len(layers)} went through transformers' attention interface (in the order {layers[:8]}...)"
+        )

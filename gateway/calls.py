@@ -7,6 +7,7 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from alignedserve.gateway.planning import CallPlan, PromptPlan, derive_seed
 
@@ -19,6 +20,9 @@ from alignedserve.request import (
     Stopwatch,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.news import EarlyEvent
 
 
 class AnswerState(enum.Enum):
@@ -52,6 +56,7 @@ class Answer:
     prompt_scored: bool = False
     silent_until_s: float | None = None  # watched: submitted again when nothing is heard of it until then
     last_token_s: float = 0.0
+    early: list[EarlyEvent] = field(default_factory=list)  # of this epoch
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     prefill_id: str = ""
     decode_id: str = ""
@@ -67,7 +72,16 @@ class Answer:
     def next_epoch(self) -> None:
         self.epoch += 1
         self.silent_until_s = None
+        self.early.clear()
         self.state = AnswerState.UNSENT
+
+    def next_early(self) -> EarlyEvent | None:
+        """Takes out an event that waited for its predecessors, if they are all here."""
+        if self.early and not self.ended:
+            for number, early in enumerate(self.early):
+                if early.event.position <= len(self.tokens):
+                    return self.early.pop(number)
+        return None
 
     def note_instance(self, role: str, sender_id: str, prefill_id: str, decode_id: str) -> None:
         """Who served it: what the event says, else who sent it."""

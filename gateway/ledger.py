@@ -5,8 +5,9 @@ The rules, all of them safe because messages carry an epoch and tokens a positio
 - A `Loss` of the scheduler submits a request again, in a new epoch, with the tokens delivered so far; so does being
   cancelled behind the gateway's back. After MAX_SETBACKS losses in a row without a token between them the call fails
   with UnavailableError.
-- An event of an older epoch is dropped; so are tokens that were delivered before. A gap in the positions counts as a
-  loss.
+- An event of an older epoch is dropped; so are tokens that were delivered before. An event that comes before its
+  predecessors (prefill's and decode's streams are not ordered among each other) waits for them GAP_S, and then counts
+  as a loss.
 - When the link to the scheduler comes back, `hello` names the requests that have delivered tokens: they may well run
   on, with no word from the scheduler needed. All others are submitted again in a new epoch: whether the scheduler
   ever had them cannot be told.
@@ -22,9 +23,10 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from alignedserve.control.convert import failure_from_proto, timings_from_proto
+from alignedserve.control.convert import failure_from_proto
 from alignedserve.gateway.calls import Answer, AnswerState, Call
 from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.news import EarlyEvent, News, read_event
 from alignedserve.gateway.planning import CallPlan
 from alignedserve.gateway.submitter import SchedulerPort, Submitter
 from alignedserve.proto import gateway_pb2 as gw
@@ -37,12 +39,13 @@ from alignedserve.errors import (
     OverloadedError,
     UnavailableError,
 )
-from alignedserve.request import FinishReason, RequestKey, TokenLogprobs
+from alignedserve.request import FinishReason, RequestKey
 
 logger = logging.getLogger(__name__)
 
 MAX_SETBACKS = 5
 WATCH_S = 5.0
+GAP_S = 1.0
 SCHEDULER_WAIT_S = 30.0
 _FIRST_BACKOFF_S = 0.1
 
@@ -206,41 +209,40 @@ class Ledger:
             raise InvalidRequestError(f"request_id {plan.id!r} is in use", param="request_id")
 
     def _on_event(self, answer: Answer, event: gw.TokenEvent, role: str, sender_id: str, now_s: float) -> None:
-        have = len(answer.tokens)
-        if event.position > have:
-            self._lose([answer], f"tokens {have} to {event.position - 1} are missing")
-            return
         if answer.silent_until_s is not None:
             answer.silent_until_s = now_s + WATCH_S
-        answer.note_instance(role, sender_id, event.prefill_id, event.decode_id)
-        known = have - event.position  # tokens of this event that were delivered before
-        tokens = list(event.token_ids[known:] if known else event.token_ids)
-        logprobs = [_logprobs(entry) for entry in event.logprobs[known:]]
-        scores: list[TokenLogprobs] = []
-        if event.prompt_logprobs and not answer.prompt_scored:
-            answer.prompt_scored = True
-            scores = [_logprobs(entry) for entry in event.prompt_logprobs]
-        if tokens:
+        if event.position > len(answer.tokens):
+            if not answer.early:
+                asyncio.get_running_loop().call_later(GAP_S, self._check_gap, answer, answer.epoch)
+            answer.early.append(EarlyEvent(event, role, sender_id))
+            return
+        self._take(answer, event, read_event(answer, event, role, sender_id), now_s)
+        while (early := answer.next_early()) is not None:
+            self._take(answer, early.event, read_event(answer, early.event, early.role, early.sender_id), now_s)
+
+    def _take(self, answer: Answer, event: gw.TokenEvent, news: News, now_s: float) -> None:
+        if news.token_ids:
             answer.state = AnswerState.RUNNING
             answer.setbacks = 0
-            self._metrics.on_tokens(answer, len(tokens), now_s)
+            self._metrics.on_tokens(answer, len(news.token_ids), now_s)
             answer.last_token_s = now_s
-            answer.tokens.extend(tokens)
-        finish = FinishReason(event.finish_reason) if event.finish_reason else None
-        if finish is FinishReason.ERROR:
+        if news.finish is FinishReason.ERROR:
             self._drop(answer)  # it holds nothing any more: there is nothing to cancel
             raise failure_from_proto(event.failure)
-        if finish is FinishReason.CANCELLED:
-            answer.call.add(answer, tokens, logprobs, scores)
+        cancelled = news.finish is FinishReason.CANCELLED
+        if cancelled:
+            news.finish = None
+        if news.finish is not None:
+            self._finish(answer, news.finish)
+        if news.any:
+            answer.call.add(answer, news.token_ids, news.logprobs, news.prompt_logprobs, news.finish)
+        if cancelled:
             self._lose([answer], "it was cancelled by the cluster")
-            return
-        if finish is not None:
-            if event.HasField("timings"):
-                answer.stopwatch = timings_from_proto(event.timings)
-                answer.stopwatch.close(time.time_ns())
-            self._finish(answer, finish)
-        if tokens or scores or finish is not None:
-            answer.call.add(answer, tokens, logprobs, scores, finish)
+
+    def _check_gap(self, answer: Answer, epoch: int) -> None:
+        if answer.early and answer.epoch == epoch and not answer.ended:
+            missing = f"tokens {len(answer.tokens)} to {answer.early[0].event.position - 1} did not come"
+            self._lose([answer], missing)
 
     def _finish(self, answer: Answer, finish: FinishReason) -> None:
         answer.finish = finish
@@ -303,7 +305,3 @@ class Ledger:
             for answer in answers:
                 self._drop(answer)
             self._submitter.cancel(answers)
-
-
-def _logprobs(entry: gw.TokenLogprob) -> TokenLogprobs:
-    return TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from alignedserve.errors import AlignedServeError
 from alignedserve.request import FinishReason
 
 if TYPE_CHECKING:
     from alignedserve.gateway.calls import Answer
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
 
 _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

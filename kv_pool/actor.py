@@ -41,7 +41,6 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._pool: KvPool | None = None
         self._store: HostBlockStore | None = None
         self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
-        self._known: set[WriterKey] = set()  # writers that may hold a lease
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
         self._announced_free = -1
 
@@ -75,11 +74,11 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
         if self._pool is None:
             return
-        living = {(peer.process.role, peer.process.id, peer.process.incarnation) for peer in view.peers}
-        for writer in list(self._known):
-            if (writer.role, writer.id, writer.incarnation) not in living:
-                # The supervisor drops a process from the view once its node's agent has seen it end.
-                self._known.discard(writer)
+        living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
+        for writer in self._pool.writers():
+            # The supervisor drops a process from the view once its node's agent has seen it end; but a supervisor that
+            # has only just started does not know every process yet, so an open stream counts as a sign of life too.
+            if writer not in self._writers and (writer.id, writer.incarnation) not in living:
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
 
@@ -108,7 +107,6 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         writer = WriterKey(hello.role, hello.id, hello.incarnation)
         outbox: Outbox[kp.PoolWriterReply] = Outbox()
         self._writers[writer] = outbox
-        self._known.add(writer)
         assert self._pool is not None  # peers hear of this role's address once it is ready
         self._deliver(self._pool.hello(writer))
 

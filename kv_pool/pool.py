@@ -33,7 +33,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 
 MAX_REMEMBERED_EPOCHS = 1 << 16
-RESERVE_ROLES = frozenset({"decode"})
+RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its buffers
 _SUCCESSION = WriterKey("kv_pool", "succession", 0)
 
 

@@ -80,9 +80,8 @@ class PrefillInstance:
         offload = connect(cache_store, pool_store)
         self.channels = [offload, *from_pool.values(), *to_pool.values()]
         assert self._pool is not None
-        writer = self._pool.writer
-        self.offloader = Offloader(settings.id, writer, offload, pool_store.store_id)
-        self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, writer, plan.block_size)
+        self.offloader = Offloader(settings.id, self._pool.writers[0], offload, pool_store.store_id)
+        self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, self._pool.writers[1], plan.block_size)
         runner = ModelRunner(loaded, tensor)
         await asyncio.to_thread(runner.warm_up)
         self.compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
@@ -102,8 +101,12 @@ class PrefillInstance:
 
     async def _attach_pool(self, segments: SegmentClient, geometry: KvGeometry, plan: StorePlan) -> HostBlockStore:
         standing = min(self._config.prefill.queue_tokens // plan.block_size, max(1, plan.pool // 16))
-        writer = PoolWriter(self._process, self._settings.token, standing)
-        self._pool = PoolAttachment(writer, segments, geometry)
+        prompts = PoolWriter(self._process, self._settings.token, standing)
+        # What comes back from the buffers may use the pool's reserve, and prompts may not: else a full pool and full
+        # buffers would wait for each other.
+        process = pb.ProcessKey(role="write_back", id=self._process.id, incarnation=self._process.incarnation)
+        returns = PoolWriter(process, self._settings.token, 0)
+        self._pool = PoolAttachment([prompts, returns], segments, geometry)
         await self._pool.on_view(self._view)
         return await self._pool.attached()
 

@@ -80,16 +80,18 @@ class Admission:
         share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
         evictable = 0
         for view in self._instances.decode.values():
-            if view.report is not None and view.report.running > 1:
+            if view.report is not None and view.size > 1:
                 evictable += self._books.blocks_for(view.report.longest_tokens) + 1
         return min(max(share, evictable), self._ledger.capacity // 2)
 
-    def missing_blocks(self, blocks: int) -> int:
+    def missing_blocks(self, blocks: int, most_tokens: int) -> int:
         """Pool blocks that are missing to begin a prefill of `blocks`; 0 or less: it may begin.
 
-        A pool that holds nothing takes whatever fits at all, so that a large request is never stuck.
+        Beside the reserve, one such request has room to grow to `most_tokens`. A pool that holds nothing takes whatever
+        fits at all, so that a large request is never stuck.
         """
         ledger = self._ledger
         if not ledger.committed and not ledger.reserved:
             return blocks - ledger.free
-        return blocks + self.reserve_blocks() + ledger.reserved - ledger.free
+        growth = min(self._books.blocks_for(most_tokens), ledger.capacity // 4)
+        return blocks + max(self.reserve_blocks(), growth) + ledger.reserved - ledger.free

@@ -83,9 +83,8 @@ class SchedulerCore:
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether time alone can change something: a request waits."""
-        counts = self._books.table.counts
-        return bool(counts[RequestState.QUEUED] + counts[RequestState.WAITING] + counts[RequestState.PREFETCHED])
+        """Whether time alone can change something: a request waits, or decodes and may wait to be evicted."""
+        return self._books.table.counts[RequestState.PREFILLING] < len(self._books.table)
 
     def knows(self, role: str, instance_id: str) -> bool:
         """Whether the instance has joined and was not lost."""
@@ -240,8 +239,11 @@ class SchedulerCore:
     def _decode_reported(self, event: events.DecodeReported, now_s: float) -> None:
         decode = self._books.instances.decode.get(event.decode_id)
         if decode is not None:
+            waited = decode.report is not None and decode.report.pool_wait_blocks
             decode.take_report(event)
             self._books.change(event.decode_id)
+            if waited or event.pool_wait_blocks:
+                self._relief.relieve(now_s)
 
     def _pool_reported(self, event: events.PoolReported, now_s: float) -> None:
         self._books.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)

@@ -97,6 +97,8 @@ class PrefillReported:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReported:
+    """`pool_wait_blocks`: pool blocks that its evictions (and give-backs) wait for, because the pool has none free."""
+
     decode_id: str
     cache_blocks: int
     cache_free_blocks: int
@@ -107,6 +109,7 @@ class DecodeReported:
     switching: bool
     batch_buffer_requests: int
     requests_buffer_requests: int
+    pool_wait_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,10 +257,13 @@ class IterationScheduler:
         goes before its first iteration, for which it has a block: what leaves has grown since it came.
         """
         evictions: list[Evict] = []
-        while len(self._batch.running) > 1:
-            victims = [member for member in reversed(self._batch.running.values()) if member.iterations]
-            crowded = len(self._batch.running) > self._config.max_running  # after a copy out that failed
-            if not victims or (not crowded and measure_shortfall(self._batch, self._config.watermark_blocks) <= 0):
+        running = self._batch.running
+        while len(running) > 1:
+            crowded = len(running) > self._config.max_running  # after a copy out that failed
+            if not crowded and measure_shortfall(self._batch, self._config.watermark_blocks) <= 0:
+                break
+            victims = [member for member in reversed(running.values()) if member.iterations]
+            if not victims:
                 break
             evictions.append(self._evict(max(victims, key=self._claim), now_s))
         return evictions

@@ -1,7 +1,8 @@
 """Keeps room in the KV pool for evictions: else a full pool, full buffers and a full cache would wait for each other.
 
-In this order: clean copies of running requests are dropped; then, counted, a waiting request's KV, which has to be
-prefilled again (architecture.md, section 8); then a candidate is recalled, so that there is one to drop.
+In this order: clean copies of running requests are dropped; then, where an eviction has waited for a while all the
+same, a waiting request's KV, which has to be prefilled again (counted; architecture.md, section 8); then a candidate is
+recalled, so that there is one to drop.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.request_table import Record
 
-PAUSE_TICKS = 5  # the pool has so long to report that the last resort helped, before more is dropped
+PATIENCE_TICKS = 5  # evictions must have waited for so long before the last resort
 LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
 
 
@@ -18,19 +19,25 @@ class PoolRelief:
     def __init__(self, books: Books, admission: Admission) -> None:
         self._books = books
         self._admission = admission
-        self._last_resort_s = float("-inf")
+        self._last_resort_s = 0.0  # when it is due; while evictions wait
+        self._waiting = False
         self.dropped_requests = 0  # by the last resort
 
     def relieve(self, now_s: float) -> None:
+        """Look at the pool; call it with each report of the pool or of evictions that wait, and with each tick."""
         books = self._books
-        reserve = self._admission.reserve_blocks()
-        if books.ledger.free >= reserve:
-            return
-        books.drop_copies(reserve - books.ledger.free)
-        pause_s = PAUSE_TICKS * books.config.scheduler.tick_s
-        if books.ledger.free < -(-reserve // 2) and now_s - self._last_resort_s >= pause_s:
-            self._last_resort_s = now_s
+        reports = [view.report for view in books.instances.decode.values() if view.report is not None]
+        wanted = sum(report.pool_wait_blocks for report in reports)
+        missing = max(wanted, self._admission.reserve_blocks() - books.ledger.free)
+        if missing > 0:
+            books.drop_copies(missing)
+        tick_s = books.config.scheduler.tick_s
+        if wanted and not self._waiting:
+            self._last_resort_s = now_s + PATIENCE_TICKS * tick_s
+        elif wanted and now_s >= self._last_resort_s:
+            self._last_resort_s = now_s + tick_s
             self._last_resort(now_s)
+        self._waiting = wanted > 0
 
     def _last_resort(self, now_s: float) -> None:
         books = self._books

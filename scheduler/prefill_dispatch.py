@@ -31,11 +31,12 @@ class PrefillDispatch:
     def _make_room(self, group: QueuedGroup) -> bool:
         """Whether the pool has room for the group, if need be by dropping clean copies of what decodes."""
         blocks = sum(self._admission.group_blocks(group.tokens, len(group.keys)))
-        missing = self._admission.missing_blocks(blocks)
+        most_tokens = self._books.record(group.keys[0]).meta.max_total_tokens
+        missing = self._admission.missing_blocks(blocks, most_tokens)
         if missing <= 0:
             return True
         self._books.drop_copies(missing)
-        return self._admission.missing_blocks(blocks) <= 0
+        return self._admission.missing_blocks(blocks, most_tokens) <= 0
 
     def _begin(self, group: QueuedGroup, load: PrefillLoad, now_s: float) -> None:
         blocks = self._admission.group_blocks(group.tokens, len(group.keys))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.request import SamplingParams
 from alignedserve.testing.driver import Answer, Driver
+from alignedserve.testing.metrics import value
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 
@@ -53,15 +53,6 @@ async def serve(config: Config, prompts: list[list[int]], sampling: SamplingPara
             return Run(answers, (await cluster.status()).metrics)
 
 
-def value(metrics: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that carry the labels."""
-    total = 0.0
-    for line in metrics.splitlines():
-        if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
-            total += float(re.split(r"\s+", line.strip())[-1])
-    return total
-
-
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no-prefetch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_equal_generate(kind: str, prefetch: bool, tmp_path: Path) -> None:
@@ -76,7 +67,7 @@ def test_greedy_tokens_equal_generate(kind: str, prefetch: bool, tmp_path: Path)
     expected = [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
     assert [answer.error for answer in run.answers] == [None] * len(LENGTHS)
     assert [answer.tokens for answer in run.answers] == expected
-    assert len({token for tokens in expected for token in tokens}) > NEW_TOKENS, "tokens do not vary: nothing was shown"
+    assert len({token for tokens in expected for token in tokens}) > 24, "tokens do not vary: nothing was shown"
     assert value(run.metrics, "alignedserve_decode_evictions_total") > 0
     assert value(run.metrics, "alignedserve_kv_blocks", state="owned") == 0
     assert value(run.metrics, "alignedserve_kv_blocks", state="free") == value(

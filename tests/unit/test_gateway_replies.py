@@ -102,7 +102,8 @@ async def test_openai_chat(client: openai.AsyncOpenAI, cluster: FakeCluster) -> 
     assert answer.choices[0].message.content == "Hello"
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None and answer.usage.completion_tokens == len(ids("Hello")) + 1
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(ids("Hello")) + 1
 
 
 async def test_openai_chat_streamed(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
@@ -163,7 +164,8 @@ async def test_openai_logprobs_in_chat(client: openai.AsyncOpenAI, cluster: Fake
     cluster.script = scored
     answer = await client.chat.completions.create(model="tiny", messages=HI, logprobs=True, top_logprobs=2)
     logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
+    assert logprobs is not None
+    assert logprobs.content is not None
     (entry,) = logprobs.content
     assert TOKENIZER is not None
     assert (entry.token, entry.logprob) == (TOKENIZER.token_text(token), -0.5)
@@ -208,7 +210,9 @@ async def test_echo_alone_computes_nothing(http: httpx.AsyncClient, cluster: Fak
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_echo_with_logprobs_scores_the_prompt(http: httpx.AsyncClient, cluster: FakeCluster, max_tokens: int) -> None:
+async def test_echo_with_logprobs_scores_the_prompt(
+    http: httpx.AsyncClient, cluster: FakeCluster, max_tokens: int
+) -> None:
     prompt, value = ids("Return the list"), ids(" value")[0]
 
     async def score(cluster: FakeCluster, spec: RequestSpec) -> None:
@@ -282,8 +286,8 @@ async def test_timings_say_where_the_time_went(http: httpx.AsyncClient, cluster:
     cluster.script = two_workers
     answer = (await http.post("/v1/completions", json={"prompt": "a", "include_timings": True})).json()
     timings = answer["timings"]
-    assert timings.keys() == {
-        "queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "prefill_id", "decode_id"}  # fmt: skip
+    seconds = {f"{stage}_s" for stage in ("queue", "prefill", "pool", "prefetch", "handover", "decode")}
+    assert timings.keys() == seconds | {"prefill_id", "decode_id"}
     assert (timings["prefill_id"], timings["decode_id"], timings["prefill_s"]) == ("prefill-0", "decode-0", 0.25)
     answer = (await http.post("/v1/completions", json={"prompt": "a", "include_timings": True, "n": 2})).json()
     assert all("timings" in choice for choice in answer["choices"])
@@ -301,7 +305,8 @@ async def test_a_stop_string_across_tokens_cuts_the_text(http: httpx.AsyncClient
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
     assert TOKENIZER is not None
     delivered = [token for event in events[:-1] for token in event["choices"][0]["token_ids"]]
-    assert "END" in TOKENIZER.decode(delivered) and "END" not in TOKENIZER.decode(delivered[:-1])
+    assert "END" in TOKENIZER.decode(delivered)
+    assert "END" not in TOKENIZER.decode(delivered[:-1])
     await cluster.wait_for(lambda: cluster.cancelled)
     answer = (await http.post("/v1/completions", json=body)).json()
     assert answer["choices"][0]["text"] == "one two "
@@ -310,7 +315,9 @@ async def test_a_stop_string_across_tokens_cuts_the_text(http: httpx.AsyncClient
     assert answer["usage"]["completion_tokens"] == len(delivered)
 
 
-async def test_a_worker_that_finds_the_stop_string_needs_no_cancel(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+async def test_a_worker_that_finds_the_stop_string_needs_no_cancel(
+    http: httpx.AsyncClient, cluster: FakeCluster
+) -> None:
     cluster.script = playing(ids("one "), ids("END"), finish=FinishReason.STOP)
     answer = (await http.post("/v1/completions", json={"prompt": "a", "stop": "END"})).json()
     assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("one ", "stop")
@@ -318,7 +325,9 @@ async def test_a_worker_that_finds_the_stop_string_needs_no_cancel(http: httpx.A
     assert not cluster.cancelled
 
 
-async def test_text_that_only_looked_like_a_stop_string_is_released(http: httpx.AsyncClient, cluster: FakeCluster) -> None:
+async def test_text_that_only_looked_like_a_stop_string_is_released(
+    http: httpx.AsyncClient, cluster: FakeCluster
+) -> None:
     cluster.script = playing(ids("one E"), ids("N"), pause_s=0.01)
     events = await sse(http, "/v1/completions", {"prompt": "a", "stop": "END"})
     assert joined(events) == "one EN"
@@ -342,7 +351,10 @@ async def test_a_character_split_over_tokens_is_sent_whole(http: httpx.AsyncClie
 
 
 async def test_a_model_without_a_tokenizer_answers_in_token_ids(cluster: FakeCluster, tmp_path: Any) -> None:
-    async with running_gateway(cluster, model_path=tmp_path) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+    async with (
+        running_gateway(cluster, model_path=tmp_path) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as http,
+    ):
         body = {"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "logprobs": 0}
         (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
         assert (choice["text"], choice["token_ids"]) == ("", [100, 101, 102])
@@ -414,7 +426,9 @@ async def test_a_client_that_leaves_a_stream_is_cancelled(
     http: httpx.AsyncClient, cluster: FakeCluster, gateway: RunningGateway
 ) -> None:
     cluster.script = playing(*([300] for _ in range(400)), pause_s=0.01)
-    async with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 400}) as answer:
+    async with http.stream(
+        "POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 400}
+    ) as answer:
         async for line in answer.aiter_lines():
             assert line.startswith("data: ")
             break
@@ -426,7 +440,9 @@ async def test_a_curl_like_request_over_a_bare_socket(gateway: RunningGateway, c
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = b'{"prompt": "hi", "max_tokens": 2, "stream": true}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
     writer.write(head.encode() + b"Connection: close\r\nExpect: 100-continue\r\n\r\n" + body)
     answer = await asyncio.wait_for(reader.read(), 5.0)
     writer.close()

@@ -8,15 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
-
-from alignedserve.config import GatewayConfig
 from alignedserve.gateway.http_app import build_app
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.planning import ServedModel, derive_seed
 from alignedserve.gateway.refused import refused_names
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+from alignedserve.config import GatewayConfig
 from alignedserve.model import resolve_model
 from alignedserve.request import RequestKey, RequestSpec
 from alignedserve.testing.fake_cluster import fake_model_info
@@ -71,7 +71,8 @@ class Front:
         assert answer.headers["content-type"] == "application/json"
         error: dict[str, Any] = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
-        assert isinstance(error["message"], str) and len(error["message"]) < 400
+        assert isinstance(error["message"], str)
+        assert len(error["message"]) < 400
         assert not self.port.submitted, "a refused request reached the cluster"
         assert len(self.ledger) == 0
         return error
@@ -209,7 +210,9 @@ async def test_what_is_wrong_in_both_is_named(
         ({"prompt": "a", "messages": HI}, "messages", "unsupported_parameter"),
     ],
 )
-async def test_what_is_wrong_in_a_completion_is_named(front: Front, body: dict[str, Any], param: str, code: str) -> None:
+async def test_what_is_wrong_in_a_completion_is_named(
+    front: Front, body: dict[str, Any], param: str, code: str
+) -> None:
     error = await front.error(COMPLETIONS, body)
     assert (error["param"], error["code"]) == (param, code)
 
@@ -231,16 +234,31 @@ async def test_what_is_wrong_in_a_completion_is_named(front: Front, body: dict[s
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
         ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "messages[0].content", "invalid_type"),
         ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]", "invalid_type"),
-        ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "messages[0].content[0].type",
-         "missing_required_parameter"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text",
-         "missing_required_parameter"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text",
-         "invalid_type"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         "messages[0].content[0].type", "unsupported_parameter"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls",
-         "unsupported_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "hi"}]}]},
+            "messages[0].content[0].type",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            "missing_required_parameter",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages[0].content[0].text",
+            "invalid_type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "unsupported_parameter",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+            "unsupported_parameter",
+        ),
         ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "invalid_type"),
         ({"messages": HI, "max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"messages": HI, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
@@ -255,7 +273,7 @@ async def test_what_is_wrong_in_a_completion_is_named(front: Front, body: dict[s
         ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
         ({"messages": HI, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "unsupported_parameter"),
     ],
-)  # fmt: skip
+)
 async def test_what_is_wrong_in_a_chat_is_named(front: Front, body: dict[str, Any], param: str, code: str) -> None:
     error = await front.error(CHAT, body)
     assert (error["param"], error["code"]) == (param, code)
@@ -305,17 +323,38 @@ async def test_what_is_not_there_is_refused_by_name(
 
 
 async def test_a_refused_feature_that_is_switched_off_is_harmless(front: Front) -> None:
-    off = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "use_beam_search": False,
-           "suffix": None, "best_of": 1, "logits_processors": None, "num_beams": 1, "skip_special_tokens": True}  # fmt: skip
+    off = {
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "use_beam_search": False,
+        "suffix": None,
+        "best_of": 1,
+        "logits_processors": None,
+        "num_beams": 1,
+        "skip_special_tokens": True,
+    }
     await front.submit(COMPLETIONS, {"prompt": "hi", **off})
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"nonsense", b'{"prompt": "a",}', b'{"prompt": NaN}', b'{"temperature": Infinity}', b"\xff\xfe",
-     b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 5_000, b'{"prompt": 1e999}', b"\xef\xbb\xbf{}"],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"prompt": "a",}',
+        b'{"prompt": NaN}',
+        b'{"temperature": Infinity}',
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 5_000,
+        b'{"prompt": 1e999}',
+        b"\xef\xbb\xbf{}",
+    ],
+)
 async def test_malformed_json_is_refused(front: Front, path: str, body: bytes) -> None:
     error = await front.error(path, body)
     assert error["code"] == "invalid_json"
@@ -330,7 +369,8 @@ async def test_an_unknown_model_does_not_exist(front: Front) -> None:
     for path, base in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": HI})):
         error = await front.error(path, {**base, "model": "gpt-5"}, 404)
         assert error["code"] == "model_not_found"
-        assert "gpt-5" in error["message"] and "tiny" in error["message"]
+        assert "gpt-5" in error["message"]
+        assert "tiny" in error["message"]
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_read(front: Front) -> None:
@@ -389,7 +429,8 @@ async def test_a_chat_may_fill_what_is_left(front: Front) -> None:
     (spec,) = await front.submit(CHAT, {"messages": HI})
     assert len(spec.prompt_token_ids) + spec.sampling.max_tokens == 100
     error = await front.error(CHAT, {"messages": HI, "max_tokens": 200})
-    assert error["code"] == "context_length_exceeded" and "this cluster can hold" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+    assert "this cluster can hold" in error["message"]
 
 
 async def test_content_parts_are_one_text(front: Front) -> None:
@@ -400,8 +441,22 @@ async def test_content_parts_are_one_text(front: Front) -> None:
 
 
 async def test_nulls_mean_defaults(front: Front) -> None:
-    names = ("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "echo", "best_of",
-             "stream_options", "model", "user")  # fmt: skip
+    names = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "logit_bias",
+        "max_tokens",
+        "stream",
+        "logprobs",
+        "echo",
+        "best_of",
+        "stream_options",
+        "model",
+        "user",
+    )
     (spec,) = await front.submit(COMPLETIONS, {"prompt": "hi", **dict.fromkeys(names)})
     assert spec.sampling.max_tokens == 16
 
@@ -428,12 +483,27 @@ async def test_a_request_without_a_seed_gets_one(front: Front) -> None:
 
 
 async def test_extensions_reach_the_cluster(front: Front) -> None:
-    body = {"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [9], "min_tokens": 2, "ignore_eos": True,
-            "stop": "END", "logit_bias": {"7": -100, "8": 1.5}, "logprobs": 3, "echo": True}  # fmt: skip
+    body = {
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "stop_token_ids": [9],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop": "END",
+        "logit_bias": {"7": -100, "8": 1.5},
+        "logprobs": 3,
+        "echo": True,
+    }
     (spec,) = await front.submit(COMPLETIONS, {"prompt": "hi", **body})
     sampling = spec.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0, 0.1, 1.2)
-    assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos, sampling.stop) == ((9,), 2, True, ("END",))
+    assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos, sampling.stop) == (
+        (9,),
+        2,
+        True,
+        ("END",),
+    )
     assert sampling.logit_bias == ((7, -100.0), (8, 1.5))
     assert (sampling.logprobs, sampling.prompt_logprobs) == (3, 3)
     (spec,) = await front.submit(CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 2})
@@ -467,7 +537,10 @@ async def test_a_full_gateway_says_when_to_come_back(front: Front) -> None:
     from alignedserve.gateway.planning import plan_completion
     from alignedserve.gateway.requests import parse_completion
 
-    held = [front.ledger.open(await plan_completion(front.model, parse_completion({"prompt": "a", "n": 16}))) for _ in range(4)]
+    held = [
+        front.ledger.open(await plan_completion(front.model, parse_completion({"prompt": "a", "n": 16})))
+        for _ in range(4)
+    ]
     answer = await front.client.post(COMPLETIONS, json={"prompt": "hi"})
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
@@ -492,7 +565,11 @@ async def test_the_description_names_every_field_that_is_read(front: Front) -> N
     assert fields_of(completion) == {field.name for field in COMPLETION_FIELDS} | {"prompt", "stream_options"}
     assert fields_of(chat) == {field.name for field in CHAT_FIELDS} | {"messages", "stream_options"}
     assert completion["properties"]["n"] == {
-        "type": ["integer", "null"], "minimum": 1, "maximum": 16, "description": "Answers to each prompt."}  # fmt: skip
+        "type": ["integer", "null"],
+        "minimum": 1,
+        "maximum": 16,
+        "description": "Answers to each prompt.",
+    }
     references = {value for value in json.dumps(document).split('"') if value.startswith("#/")}
     assert {reference.rpartition("/")[2] for reference in references} <= set(schemas)
 

@@ -37,7 +37,18 @@ def save(backend: Backend, folder: Path, **config: Any) -> Tokenizer:
 
 def sentencepiece_like(folder: Path, *, strip: bool = True, **config: Any) -> Tokenizer:
     """Llama 2's family: a mark for spaces, single bytes as fallback, one leading space stripped."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Hello", "▁world", "!", "▁", "a", "▁a"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁Hello",
+        "▁world",
+        "!",
+        "▁",
+        "a",
+        "▁a",
+    ]
     backend = Backend(
         models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
     )
@@ -58,7 +69,8 @@ def word_pieces(folder: Path) -> Tokenizer:
 
 
 def ids_of(tokenizer: Tokenizer, *words: str) -> list[int]:
-    return [tokenizer._backend.token_to_id(word) for word in words]
+    found = [tokenizer._backend.token_to_id(word) for word in words]
+    return [token for token in found if token is not None]
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], context: list[int] | None = None) -> list[str]:
@@ -82,7 +94,8 @@ def test_any_text_comes_back_from_its_tokens(text: str) -> None:
     tokenizer = Tokenizer.from_folder(TINY)
     assert tokenizer is not None
     assert "".join(streamed(tokenizer, tokenizer.encode(text))) == text or any(
-        special in text for special in ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+        special in text
+        for special in ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
     )
 
 
@@ -118,7 +131,7 @@ def test_a_leading_space_depends_on_what_is_before(tmp_path: Path) -> None:
 
 def test_bytes_of_a_fallback_become_characters(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like(tmp_path)
-    smile = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
+    smile = ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in "😀".encode()))
     (a,) = ids_of(tokenizer, "a")
     assert streamed(tokenizer, [a, *smile, a]) == ["a", "", "", "", "😀", "a", ""]
     assert "".join(streamed(tokenizer, [a, *smile[:2], a])) == "a�a"
@@ -159,7 +172,9 @@ def reference_cut(text: str, stops: list[str]) -> str:
     st.lists(st.integers(1, 4), max_size=30),
 )
 @settings(max_examples=500, deadline=None)
-def test_a_stop_string_cuts_at_the_same_place_whatever_the_pieces(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_a_stop_string_cuts_at_the_same_place_whatever_the_pieces(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
     matcher, shown, rest = StopMatcher(stops), "", text
     for size in [*sizes, len(text)]:
         shown += matcher.push(rest[:size])
@@ -320,7 +335,9 @@ def test_a_template_that_does_not_compile_is_the_models_error() -> None:
 def test_where_a_template_comes_from(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path, {}) is None
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}))
+    config.write_text(
+        json.dumps({"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]})
+    )
     for expected in ("D", "J", "O"):
         override = ""
         if expected == "J":

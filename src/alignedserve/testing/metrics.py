@@ -1,0 +1,12 @@
+"""Reads samples out of Prometheus text."""
+
+from __future__ import annotations
+
+
+def value(metrics: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry the labels; 0 where there is none."""
+    total = 0.0
+    for line in metrics.splitlines():
+        if line.startswith((name + "{", name + " ")) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+            total += float(line.rsplit(" ", 1)[1])
+    return total
