@@ -28,8 +28,6 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }
-# Ray's processes that lost a Ray which is gone for good end after so long; it is a minute otherwise.
-OWNED_ENVIRONMENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 # For replicas only: handles of this process, which has no event loop, work in their router's own.
 REPLICA_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -57,7 +55,7 @@ class RaySession:
 
     def start(self) -> None:
         """Raises AlignedServeError where Ray cannot be started or joined."""
-        for name, value in (ENVIRONMENT | (OWNED_ENVIRONMENT if self.owned else {})).items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if self.owned:
             os.environ.pop("RAY_ADDRESS", None)

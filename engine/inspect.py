@@ -75,7 +75,7 @@ def inspect_model(
         dtype=served,
         layers=_positive(text, "num_hidden_layers", folder),
         kv_heads=_kv_heads(text, heads),
-        head_dim=getattr(text, "head_dim", None) or _positive(text, "hidden_size", folder) // heads,
+        head_dim=_attribute(text, "head_dim") or _positive(text, "hidden_size", folder) // heads,
         vocab_size=_positive(text, "vocab_size", folder),
         max_positions=_max_positions(text, folder),
         eos_token_ids=_eos_token_ids(config, text, generation),
@@ -170,11 +170,14 @@ def _rope_types(parameters: Any) -> set[str]:
 
 def _attention_reason(text: PretrainedConfig) -> str | None:
     def get(key: str) -> Any:
-        return getattr(text, key, None)
+        return _attribute(text, key)
 
     layer_types = set(get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if layer_types:
         return f"it has layers of type {', '.join(sorted(map(str, layer_types)))}"
+    for key in ("head_dim", "num_attention_heads", "num_key_value_heads", "hidden_size"):
+        if isinstance(get(key), (list, tuple)):
+            return f"its layers differ in {key}"
     if get("layers_block_type") and set(get("layers_block_type")) != {"attention"}:
         return "not all of its layers are attention"
     if get("is_causal") is False or get("use_bidirectional_attention"):
@@ -190,8 +193,6 @@ def _attention_reason(text: PretrainedConfig) -> str | None:
     for key in ("global_head_dim", "num_global_key_value_heads"):
         if get(key) and get(key) != get(key.replace("global_", "")):
             return "its layers have heads of different sizes"
-    if isinstance(get("num_key_value_heads"), (list, tuple)) or isinstance(get("num_attention_heads"), (list, tuple)):
-        return "its layers have different numbers of heads"
     if get("alibi"):
         return "its attention adds a bias by distance (ALiBi)"
     return None
@@ -200,11 +201,11 @@ def _attention_reason(text: PretrainedConfig) -> str | None:
 def _kv_heads(text: PretrainedConfig, heads: int) -> int:
     if getattr(text, "multi_query", False):
         return 1
-    return getattr(text, "num_key_value_heads", None) or heads
+    return _attribute(text, "num_key_value_heads") or heads
 
 
 def _positive(text: PretrainedConfig, key: str, folder: Path) -> int:
-    value = getattr(text, key, None)
+    value = _attribute(text, key)
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{folder / 'config.json'} has no usable {key}: {value!r}")
     return value
@@ -236,13 +237,19 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 
 def _eos_token_ids(config: PretrainedConfig, text: PretrainedConfig, generation: dict[str, Any]) -> tuple[int, ...]:
     found: set[int] = set()
-    for value in (generation.get("eos_token_id"), _attribute(config), _attribute(text)):
+    for value in (generation.get("eos_token_id"), _attribute(config, "eos_token_id"), _attribute(text, "eos_token_id")):
         found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(token for token in found if isinstance(token, int) and token >= 0))
 
 
-def _attribute(config: PretrainedConfig) -> Any:
-    return getattr(config, "eos_token_id", None)
+def _attribute(config: PretrainedConfig, key: str) -> Any:
+    """`config.key`, or None. Raises UnsupportedModelError where layers have values of their own."""
+    try:
+        return getattr(config, key, None)
+    except Exception as error:  # transformers: AmbiguousGlobalPerLayerAttributeError, not an AttributeError
+        raise UnsupportedModelError(
+            f"model_type {config.model_type!r} is not supported: its layers differ in {key}"
+        ) from error
 
 
 def _generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, float]:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _BLOCK_SIZE = 4
 _BLOCKS = 8
-# Largest difference allowed, as a part of the logits' spread. Rounding in bf16 reaches a few percent; a model that
-# bypasses the interface is off by 20 to 75 % (traps.md).
-_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12, "float16": 0.05}
+# Largest error allowed, as a part of the logits' spread. Rounding alone gives 1e-5 in fp32 and 0.01 to 0.02 in bf16
+# (fourteen architectures, six layers); a model that bypasses the interface is off by 20 to 75 % (traps.md).
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.04}
 
 
 def probe(loaded: LoadedModel, backend: str = "torch") -> None:
@@ -39,21 +39,31 @@ def probe(loaded: LoadedModel, backend: str = "torch") -> None:
     """
     name = loaded.info.model_type
     prompts = _prompts(loaded.info.vocab_size)
+    _refuse_selection(loaded)
     with torch.inference_mode():
         with _attention(loaded.model, attention.PROBING):
             served = _serve(loaded, prompts, backend)
         with _attention(loaded.model, "eager"):
             expected = [_alone(loaded, prompt) for prompt in prompts]
-    for found, wanted in zip(served, expected, strict=True):
-        if not bool(torch.isfinite(wanted).all()):
-            raise ModelError(f"the weights of {loaded.info.path} give NaN or infinite logits in {loaded.info.dtype}")
-        spread = float(wanted.std()) + 1e-6
-        error = float((found - wanted).abs().max()) / spread
-        if not error <= _TOLERANCE[loaded.info.dtype]:
-            raise UnsupportedModelError(
-                f"model_type {name!r} is not supported: with paged attention its logits are off by {error:.1%} of "
-                "their spread"
-            )
+    found, wanted = torch.cat(served), torch.cat(expected)
+    if not bool(torch.isfinite(wanted).all()):
+        raise ModelError(f"the weights of {loaded.info.path} give NaN or infinite logits in {loaded.info.dtype}")
+    error = _error(found, wanted, loaded.info.dtype)
+    if not error <= _TOLERANCE[loaded.info.dtype]:
+        raise UnsupportedModelError(
+            f"model_type {name!r} is not supported: with paged attention its logits are off by {error:.1%} of their "
+            "spread"
+        )
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor, dtype: str) -> float:
+    """Root mean square error of a position's logits over the logits' spread: the worst position's in fp32.
+
+    In lower precision the median position's: there, rounding may send a token to another expert of a mixture, which
+    moves single positions by as much as a wrong attention would move all of them.
+    """
+    positions = (found - wanted).square().mean(dim=-1).sqrt() / (wanted.std() + 1e-6)
+    return float(positions.max() if dtype == "float32" else positions.median())
 
 
 @contextmanager
@@ -75,7 +85,7 @@ def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> list[
     shape = (_BLOCKS, *info.geometry(_BLOCK_SIZE).block_shape)
     cache = torch.zeros(shape, dtype=getattr(torch, info.dtype), device=loaded.device)
     blocks = [[6, 1, 4], [7, 2]]
-    runner = BACKENDS.get(backend)(cache)
+    paged = BACKENDS.get(backend)(cache)
     rows: list[list[torch.Tensor]] = [[], []]
     for cuts in (((0, 5), (0, 1)), ((5, 10), (1, 5)), ((10, 11), (5, 6))):
         items = [
@@ -83,8 +93,8 @@ def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> list[
             for prompt, ids, (begin, end) in zip(prompts, blocks, cuts, strict=True)
         ]
         batch = build_batch(items, _BLOCK_SIZE, _BLOCKS, loaded.device)
-        runner.begin(batch)
-        with attention.active(ActiveForward(runner)) as forward:
+        paged.begin(batch)
+        with attention.active(ActiveForward(paged)) as forward:
             logits = _logits(loaded, batch.input_ids, batch.position_ids)
         _check_layers(loaded, forward.layers)
         at = 0
@@ -111,6 +121,15 @@ def _logits(loaded: LoadedModel, input_ids: torch.Tensor, position_ids: torch.Te
         ) from error
     logits: torch.Tensor = output.logits[0].float()
     return logits
+
+
+def _refuse_selection(loaded: LoadedModel) -> None:
+    """A layer that selects which keys to see ('indexer') hides them only once there are many: no probe shows it."""
+    for module in loaded.model.modules():
+        if "indexer" in type(module).__name__.lower():
+            raise UnsupportedModelError(
+                f"model_type {loaded.info.model_type!r} is not supported: it selects keys ({type(module).__name__})"
+            )
 
 
 def _check_layers(loaded: LoadedModel, layers: list[int]) -> None:

@@ -11,6 +11,8 @@ import pytest
 import pytest_asyncio
 import torch
 from alignedserve.cluster.local import LocalCluster
+from transformers import PreTrainedModel
+
 from alignedserve.config_sources import from_tree
 from alignedserve.errors import InvalidRequestError
 from alignedserve.request import SamplingParams
@@ -18,7 +20,6 @@ from alignedserve.testing.driver import Driver
 from alignedserve.testing.metrics import value
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.testing.reference import greedy, load_reference, logprobs, random_prompts
-from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

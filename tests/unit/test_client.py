@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from alignedserve.client import (
     AlignedServeError,
     CancelledError,
@@ -24,6 +23,7 @@ from alignedserve.client import (
     UnavailableError,
     Usage,
 )
+
 from alignedserve.testing.inference import LONG_TEXT, TIMINGS, ScriptedInference, ask_async, ask_sync, start_server
 
 Ask = Callable[..., Any]

@@ -45,7 +45,14 @@ ALLOWED: dict[str, set[str]] = {
 }
 # These are the scheduler's process, not its decisions: they may use the control plane.
 ACTOR_EXTRAS = {name: {"control", "proto"} for name in ("scheduler/actor.py", "scheduler/links.py")}
-TORCH_ROOMS = ("engine/", "prefill_worker/", "decode_worker/", "transfer/", "src/alignedserve/testing/", "cluster/doctor.py")
+TORCH_ROOMS = (
+    "engine/",
+    "prefill_worker/",
+    "decode_worker/",
+    "transfer/",
+    "src/alignedserve/testing/",
+    "cluster/doctor.py",
+)
 RAY_ROOMS = ("cluster/", "gateway/app.py", "src/alignedserve/testing/")
 GRPC_ROOMS = ("cluster/", "control/", "gateway/", "client/", "proto/", "src/alignedserve/testing/")
 HEAVY = ("torch", "transformers", "ray")
@@ -123,7 +130,9 @@ def test_heavy_libraries_are_imported_in_their_rooms_only(library: str, rooms: t
 
 
 def test_nothing_but_tests_imports_the_test_helpers() -> None:
-    assert not [relative(file) for _, file in sources() for module, _ in imports(file) if "testing" in module.split(".")]
+    assert not [
+        relative(file) for _, file in sources() for module, _ in imports(file) if "testing" in module.split(".")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,18 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             target = copy / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        str(copy),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")

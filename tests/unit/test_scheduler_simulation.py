@@ -10,10 +10,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-
-from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
-from alignedserve.errors import CancelledError
-from alignedserve.request import RequestKey
 from alignedserve.scheduler import actions, events
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.core import SchedulerCore
@@ -21,6 +17,10 @@ from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
 from alignedserve.scheduler.plan import Candidate
 from alignedserve.scheduler.prefill_chunks import ChunkScheduler
+
+from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.errors import CancelledError
+from alignedserve.request import RequestKey
 
 
 @dataclass
@@ -70,7 +70,10 @@ class Pool:
         )
 
     def write(self, key, kv_tokens, share_with, then):
-        """Commit the request's KV as soon as there is room; `then()` follows."""
+        """Commit the request's KV as soon as there is room, at once where it is here already; `then()` follows."""
+        if self.lengths.get(key) == kv_tokens:
+            then(len(self.blocks.blocks_of(key)), 0)
+            return
         self.waiting.append((key, kv_tokens, share_with, then))
         self.serve()
 

@@ -32,9 +32,7 @@ class ServeProcess:
     `start_s` is the time from the start to a healthy answer. `environment` is added to this process's.
     """
 
-    def __init__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> None:
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.grpc_address = f"127.0.0.1:{self.grpc_port}"

@@ -1,0 +1,217 @@
+"""`alignedserve doctor`: what this machine offers for the configuration given, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+
+from alignedserve import __version__
+from alignedserve.cluster.gpus import count_gpus
+from alignedserve.cluster.plan import pair_up, plan_roles
+from alignedserve.cluster.preflight import check_machine, check_model, check_ports
+from alignedserve.cluster.processes import usable_cores
+from alignedserve.cluster.status_command import table
+from alignedserve.config import Config
+from alignedserve.errors import AlignedServeError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
+from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
+from alignedserve.transfer.links import choose_channel
+
+REQUIRED_PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "grpcio", "protobuf", "uvloop", "orjson")
+GPU_PACKAGES = {
+    "triton": "Triton kernels",
+    "flash-attn": "flash attention",
+    "cupy": "device memory shared between processes",
+    "nccl": "copies between devices of several nodes",
+}
+_ALIASES = {
+    "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+    "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    "flash-attn": ("flash-attn", "flash_attn"),
+}
+# A shape is needed to name a store; which one plays no part in the choice of a channel.
+_ANY_GEOMETRY = KvGeometry("any", "float32", 1, 1, 1, 1)
+
+
+@dataclass
+class Report:
+    """What was found. `missing` holds one line for each thing that keeps the configuration from working."""
+
+    alignedserve: str = __version__
+    python: str = platform.python_version()
+    system: str = f"{platform.system()} {platform.release()} {platform.machine()}"
+    cores: int = 0
+    memory_total_bytes: int = 0
+    memory_available_bytes: int = 0
+    dev_shm_bytes: int = 0
+    cpu_features: list[str] = field(default_factory=list)
+    gpus: list[dict[str, str]] = field(default_factory=list)
+    torch_cuda: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    roles: list[dict[str, str]] = field(default_factory=list)
+    channels: list[dict[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run_doctor(config: Config, *, as_json: bool) -> int:
+    """Print the report; 1 where something is missing that the configuration needs."""
+    report = examine(config)
+    if as_json:
+        json.dump(asdict(report), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        print("\n".join(_lines(report)))
+    return 1 if report.missing else 0
+
+
+def examine(config: Config) -> Report:
+    report = Report(
+        cores=usable_cores(),
+        memory_total_bytes=total_memory_bytes(),
+        memory_available_bytes=available_memory_bytes(),
+        dev_shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
+        cpu_features=_cpu_features(),
+        gpus=_gpus(),
+    )
+    _examine_packages(report)
+    _examine_torch(report)
+    for check, problems in (
+        (check_model, report.missing),
+        (check_machine, report.missing),
+        (check_ports, report.notes),  # a running cluster of one's own has them
+    ):
+        try:
+            check(config)
+        except AlignedServeError as error:
+            problems.append(error.message)
+    _examine_channels(report, config)
+    return report
+
+
+def _examine_packages(report: Report) -> None:
+    for name in REQUIRED_PACKAGES:
+        version = _version(name)
+        report.packages[name] = version or "missing"
+        if not version:
+            report.missing.append(f"package {name} is not installed: pip install alignedserve")
+    for name, purpose in GPU_PACKAGES.items():
+        version = next((found for alias in _ALIASES.get(name, (name,)) if (found := _version(alias))), "")
+        report.packages[name] = version or "not installed"
+        if report.gpus and not version:
+            report.notes.append(f"{name} is not installed ({purpose}): pip install 'alignedserve[gpu]'")
+
+
+def _examine_torch(report: Report) -> None:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    report.torch_cuda = torch.version.cuda or ""
+    if report.gpus and not torch.cuda.is_available():
+        built = f"built for CUDA {report.torch_cuda}" if report.torch_cuda else "a CPU build"
+        report.missing.append(f"there are GPUs, but torch {torch.__version__} ({built}) cannot use them")
+
+
+def _examine_channels(report: Report, config: Config) -> None:
+    """Each pair of stores that blocks would be copied between, and the channel that would do it."""
+    try:
+        planned = {role.id: role for role in plan_roles(config, count_gpus())}
+    except AlignedServeError:
+        return  # said already
+    report.roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
+
+    def store(store_id: str, device: str) -> StoreHandle:
+        return StoreHandle(
+            store_id=store_id,
+            kind=CUDA if device.startswith("cuda") else HOST,
+            node_id="here",
+            geometry=_ANY_GEOMETRY,
+            slice=StoreSlice.whole(_ANY_GEOMETRY),
+            capacity_blocks=1,
+            device=device,
+        )
+
+    def copies() -> Iterator[tuple[StoreHandle, StoreHandle]]:
+        pool = store("kv_pool-0", "cpu")
+        for role in planned.values():
+            if role.role == "prefill":
+                yield store(f"{role.id}/cache", role.device), pool
+            elif role.role == "decode" and not config.cluster.prefetch:
+                yield pool, store(f"{role.id}/cache", role.device)
+        for decode_id, prefill_id in pair_up(config):
+            buffers = store(f"{prefill_id}/buffers", planned[prefill_id].device)
+            yield pool, buffers
+            yield buffers, store(f"{decode_id}/cache", planned[decode_id].device)
+
+    for source, destination in copies():
+        pair = {"source": source.store_id, "destination": destination.store_id}
+        try:
+            choice = choose_channel(source, destination, allow_slow=config.cluster.allow_slow_channel)
+        except AlignedServeError as error:
+            report.missing.append(error.message)
+            report.channels.append({**pair, "channel": "none", "reason": error.message})
+        else:
+            report.channels.append({**pair, "channel": choice.name, "reason": choice.reason})
+
+
+def _lines(report: Report) -> list[str]:
+    shm = f", /dev/shm {describe_bytes(report.dev_shm_bytes)}" if report.dev_shm_bytes else ", no /dev/shm"
+    free = describe_bytes(report.memory_available_bytes)
+    lines = [
+        f"alignedserve {report.alignedserve}, Python {report.python}, {report.system}",
+        f"cores: {report.cores}" + (f" ({', '.join(report.cpu_features)})" if report.cpu_features else ""),
+        f"memory: {free} of {describe_bytes(report.memory_total_bytes)} available{shm}",
+        f"GPUs: {len(report.gpus) or 'none'}",
+        *(f"  {gpu['name']}, {gpu['memory']}, driver {gpu['driver']}" for gpu in report.gpus),
+        f"torch's CUDA: {report.torch_cuda or 'none'}",
+        "packages: " + ", ".join(f"{name} {version}" for name, version in report.packages.items()),
+    ]
+    if report.channels:
+        columns = ("source", "destination", "channel", "reason")
+        lines += ["channels:", *("  " + line for line in table(columns, [[c[k] for k in columns] for c in report.channels]))]
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"missing: {problem}" for problem in report.missing] or ["nothing is missing"]
+    return lines
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_features() -> list[str]:
+    """Those that matter for bf16 on a CPU."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            flags = next((line.split(":", 1)[1].split() for line in file if line.startswith("flags")), [])
+    except OSError:
+        return []
+    return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+
+
+def _gpus() -> list[dict[str, str]]:
+    """As the driver's tool tells; names are unknown where there is no such tool."""
+    if not count_gpus():
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [{"name": "NVIDIA GPU", "memory": "unknown", "driver": "unknown"}] * count_gpus()
+    rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
+    return [{"name": name, "memory": memory, "driver": driver} for name, memory, driver in rows]
+
+

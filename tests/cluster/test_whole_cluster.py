@@ -1,0 +1,203 @@
+"""The product as a user runs it: `alignedserve serve`, Ray and all, over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alignedserve.client import Client
+from openai import AsyncOpenAI, OpenAI
+
+from alignedserve.testing.metrics import value
+from alignedserve.testing.models import KINDS, make_model
+from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from alignedserve.testing.serving import ServeProcess
+
+pytestmark = pytest.mark.cluster
+
+LENGTHS = (20, 31, 1, 40, 300, 33, 17, 150)
+NEW_TOKENS = 32
+IN_MAKE_TEST = ("llama", "gemma2", "gpt2")
+
+
+def is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeProcess]:
+    with ServeProcess("--model", "tiny") as running:
+        yield running
+
+
+def status(server: ServeProcess) -> dict[str, Any]:
+    command = [sys.executable, "-m", "alignedserve.cluster.cli", "status", "--json", "--url", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_every_role_is_a_process_of_its_own(server: ServeProcess) -> None:
+    roles = status(server)["roles"]
+
+    assert {role["role"] for role in roles} == {
+        "prefill",
+        "decode",
+        "kv_pool",
+        "scheduler",
+        "gateway",
+        "supervisor",
+        "node_agent",
+    }
+    pids = [role["pid"] for role in roles]
+    assert len(set(pids)) == len(pids)
+    assert all(is_alive(pid) for pid in pids)
+    assert {role["state"] for role in roles} == {"ready"}
+
+
+def test_the_openai_package_streams_and_does_not(server: ServeProcess) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+
+    whole = client.completions.create(model="tiny", prompt="Return a list of", max_tokens=24, temperature=0)
+    parts = client.completions.create(
+        model="tiny", prompt="Return a list of", max_tokens=24, temperature=0, stream=True
+    )
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "What does len do?"}], max_tokens=16, temperature=0
+    )
+
+    assert whole.choices[0].text
+    assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
+    assert chat.choices[0].message.content
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+async def test_the_async_openai_package_shares_the_cluster(server: ServeProcess) -> None:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        prompts = [f"def function_{index}(" for index in range(12)]
+        answers = await asyncio.gather(
+            *(client.completions.create(model="tiny", prompt=p, max_tokens=16, temperature=0) for p in prompts)
+        )
+        again = await client.completions.create(model="tiny", prompt=prompts[5], max_tokens=16, temperature=0)
+
+    assert answers[5].choices[0].text == again.choices[0].text
+
+
+def test_our_client_gets_the_same_over_grpc(server: ServeProcess) -> None:
+    body = {"model": "tiny", "prompt": "Return a list of", "max_tokens": 16, "temperature": 0}
+    text = server.post("/v1/completions", body)["choices"][0]["text"]
+
+    with Client(server.grpc_address, timeout_s=60) as client:
+        assert client.generate("Return a list of", max_tokens=16, temperature=0).text == text
+        assert "".join(c.text for c in client.stream("Return a list of", max_tokens=16, temperature=0)) == text
+
+
+def test_one_scrape_covers_every_store(server: ServeProcess) -> None:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        metrics = response.read().decode()
+
+    stores = ("kv_pool-0", "prefill-0/cache", "decode-0/cache")
+    for store in stores:
+        states = sum(
+            value(metrics, "alignedserve_kv_blocks", store=store, state=s) for s in ("free", "owned", "cached")
+        )
+        assert states == value(metrics, "alignedserve_kv_capacity_blocks", store=store) > 0
+
+
+def test_bad_input_disturbs_nobody(server: ServeProcess) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    stream = client.completions.create(
+        model="tiny",
+        prompt="Return a list of",
+        max_tokens=200,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    received = [next(stream)]
+    for body, expected in (
+        ({"model": "other", "prompt": "x"}, 404),
+        ({"model": "tiny", "prompt": ""}, 400),
+        ({"model": "tiny", "prompt": [1, 10**6]}, 400),
+        ({"model": "tiny", "prompt": "x", "max_tokens": 9000}, 400),
+        ({"model": "tiny", "prompt": "x", "n": 17}, 400),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post("/v1/completions", body)
+        assert refused.value.code == expected
+        assert json.loads(refused.value.read())["error"]["message"]
+    received.extend(stream)
+
+    assert received[-1].choices[0].finish_reason == "length"
+
+
+def test_a_client_that_leaves_frees_everything(server: ServeProcess) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+    stream = client.completions.create(
+        model="tiny", prompt="Return a list of", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    stream.close()
+    client.close()
+
+    deadline = time.monotonic() + 5.0
+    owned = 1.0
+    while owned and time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            owned = value(response.read().decode(), "alignedserve_kv_blocks", state="owned")
+    assert owned == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.slow) for kind in KINDS]
+)
+def test_greedy_tokens_equal_generate_through_the_whole_cluster(kind: str, tmp_path: Path) -> None:
+    folder = make_model(kind, tmp_path / kind, seed=9)
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts = random_prompts(LENGTHS, vocab_size, seed=14)
+    reference = load_reference(folder)
+    environment = {"ALIGNEDSERVE_PREFILL__TOKEN_BUDGET": "64", "ALIGNEDSERVE_KV_POOL__SIZE_GIB": "0.2"}
+
+    async def ask(url: str) -> list[list[int]]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            answers = await asyncio.gather(
+                *(
+                    client.completions.create(
+                        model=kind, prompt=p, max_tokens=NEW_TOKENS, temperature=0, extra_body=extra
+                    )
+                    for p in prompts
+                )
+            )
+        return [answer.choices[0].model_extra["token_ids"] for answer in answers]  # type: ignore[index]
+
+    with ServeProcess("--model", str(folder), environment=environment) as server:
+        served = asyncio.run(ask(server.url))
+
+    assert served == [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(number: signal.Signals) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with ServeProcess("--model", "tiny") as server:
+        pids = [role["pid"] for role in server.roles()]
+        begun = time.monotonic()
+        code = server.stop(number)
+        seconds = time.monotonic() - begun
+
+    assert code == 0
+    assert seconds < 30
+    assert [pid for pid in pids if is_alive(pid)] == []
+    assert set(os.listdir("/dev/shm")) <= before
