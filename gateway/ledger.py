@@ -44,7 +44,7 @@ from alignedserve.request import FinishReason, RequestKey
 logger = logging.getLogger(__name__)
 
 MAX_SETBACKS = 5
-WATCH_S = 5.0
+WATCH_S = 3.0
 GAP_S = 1.0
 SCHEDULER_WAIT_S = 30.0
 _FIRST_BACKOFF_S = 0.1

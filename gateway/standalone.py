@@ -52,6 +52,7 @@ class StandaloneGateway:
         config = uvicorn.Config(
             self._server.asgi_app,
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",

@@ -119,7 +119,7 @@ def test_served_together_in_chunks_equals_generate(kind: str, tmp_path: Path) ->
 ODD_SHAPES: list[dict[str, Any]] = [
     {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
     {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12},
-    {"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
+    {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20},
     {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 80},
 ]
 
