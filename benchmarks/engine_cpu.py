@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import SampleRow, Sampler
+from alignedserve.engine.sampling import Sampler, SampleRow
 from alignedserve.request import SamplingParams
 
 LENGTHS = (32, 48, 64, 100, 128, 512)

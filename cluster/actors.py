@@ -16,10 +16,10 @@ import traceback
 from typing import Any
 
 import ray
+
 from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.role_main import host_role
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
-
 from alignedserve.errors import AlignedServeError
 
 _M_ARENA_MAX = -8
@@ -62,7 +62,7 @@ class RoleActor:
 
         Raises what the role ended with, shortly before the process ends.
         """
-        while self._error is None:
+        while self._error is None:  # noqa: ASYNC110  (it is set in another thread)
             await asyncio.sleep(_ERROR_POLL_S)
         raise self._error
 

@@ -11,18 +11,19 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from alignedserve.cluster.actors import ACTORS, RoleActor
-from alignedserve.cluster.ray_launcher import RayLauncher
-from alignedserve.cluster.records import Record
-from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
-from alignedserve.cluster.supervisor import Identity, Supervisor
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 
 from alignedserve import logs
+from alignedserve.cluster.actors import ACTORS, RoleActor
+from alignedserve.cluster.ray_launcher import RayLauncher
+from alignedserve.cluster.records import Record
+from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
+from alignedserve.cluster.supervisor import Identity, Supervisor
+from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_tree, to_tree
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ GUESTS_LEAVE_S = 10.0
 ROLES_END_S = 8.0
 REPLACED_WITHIN_S = 30.0
 HUNG_AFTER_S = 10.0
+RETRY_AFTER_S = 30.0
 LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
@@ -53,17 +55,18 @@ class SupervisorDeployment:
     themselves after `supervisor.orphan_after_s`.
     """
 
-    async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:
+    async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:  # type: ignore[misc]
         self._config = from_tree(tree)
         logs.setup(self._config.log, "supervisor", "supervisor-0")
         context = serve.get_replica_context()
         launcher = RayLauncher(f"alignedserve-{context.app_name}", self._config, actors)
         self._identity = await _identity(launcher, tree)
         self._record = Record(
-            self._identity.cluster_id, _url(self._config), os.getpid(), time.time(), self._config.cluster.name
+            self._identity.cluster_id, http_url(self._config), os.getpid(), time.time(), self._config.cluster.name
         )
         self._supervisor = Supervisor(self._config, launcher, self._identity)
         self._ended = False
+        self._failed_at = 0.0
         await self._supervisor.start()
         self._record.write()
 
@@ -97,7 +100,15 @@ class SupervisorDeployment:
         }
 
     async def check_health(self) -> None:
-        """Raises where the supervisor does not do its work any more: Serve replaces it."""
+        """Raises where the supervisor does not do its work any more, or could not start the cluster.
+
+        Serve replaces it then: where nobody waits at a terminal, a start is tried until it succeeds.
+        """
+        failure = self._supervisor.core.failure
+        if failure is not None:
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at > RETRY_AFTER_S:
+                raise RuntimeError(f"the cluster cannot start, and is tried again: {failure.message}")
         silent_s = time.monotonic() - self._supervisor.ticked_at
         if not self._ended and silent_s > HUNG_AFTER_S:
             raise RuntimeError(f"the supervisor has looked at nothing for {silent_s:.0f} s")
@@ -109,7 +120,7 @@ class SupervisorDeployment:
         self._ended = True
         self._record.remove()
         deadline = time.monotonic() + GUESTS_LEAVE_S
-        while self._supervisor.core.guests and time.monotonic() < deadline:
+        while self._supervisor.core.roster.guests and time.monotonic() < deadline:
             await self._supervisor.wait_changed(0.1)
             self._supervisor.core.tick(time.monotonic())
         await self._supervisor.end_all(ROLES_END_S)
@@ -135,16 +146,16 @@ async def _identity(launcher: RayLauncher, tree: Tree) -> Identity:
     return Identity(cluster_id, new_token(), str(cluster_dir(cluster_id) / "agent.sock"))
 
 
-def _url(config: Any) -> str:
-    """Where the gateway answers on this machine: Serve's own options count, whoever set them."""
+def http_url(config: Config) -> str:
+    """Where HTTP is served on this machine: Serve's own options count, whoever set them."""
     host, port = config.gateway.host, config.gateway.port
     with contextlib.suppress(Exception):  # its place in Serve is not a public one
         from ray.serve.context import _get_global_client
 
-        options = _get_global_client().http_config
-        host, port = options.host, options.port
+        client: Any = _get_global_client()
+        host, port = client.http_config.host, client.http_config.port
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    return f"http://{shown}:{port}{config.gateway.route_prefix.rstrip('/')}"
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{config.gateway.route_prefix.rstrip('/')}"
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -156,6 +167,6 @@ def build(args: dict[str, Any]) -> Application:
 
     config = from_tree(args)
     tree = to_tree(config)
-    supervisor = SupervisorDeployment.bind(tree)
-    gateway = Gateway.options(num_replicas=config.gateway.replicas, logging_config=LOGGING)
-    return gateway.bind(tree, supervisor)
+    supervisor = cast(Any, SupervisorDeployment).bind(tree)
+    gateway = cast(Any, Gateway).options(num_replicas=config.gateway.replicas, logging_config=LOGGING)
+    return cast(Application, gateway.bind(tree, supervisor))

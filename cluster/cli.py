@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from alignedserve.cluster.refused_flags import REFUSED_FLAGS, refuse_unsupported
-
 from alignedserve import __version__
+from alignedserve.cluster.refused_flags import REFUSED_FLAGS, refuse_unsupported
 from alignedserve.errors import AlignedServeError, ConfigError, ModelError
 
 # flag -> (configuration key, how argparse reads it)
@@ -135,8 +134,8 @@ def _add_configuration(parser: argparse.ArgumentParser) -> None:
 
 def _configuration(options: argparse.Namespace) -> Any:
     import yaml
-    from alignedserve.cluster.refused_flags import explain_unknown_key
 
+    from alignedserve.cluster.refused_flags import explain_unknown_key
     from alignedserve.config_sources import load
     from alignedserve.errors import UnknownKeyError
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.cluster.members import Member, Phase, Slot
-from alignedserve.cluster.plan import REQUIRED_ROLES, PlannedRole, pair_up
-from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import supervisor_pb2 as sv
-
+from alignedserve.cluster.plan import PlannedRole, pair_up
+from alignedserve.cluster.roster import Roster
+from alignedserve.cluster.store_planner import StorePlanner
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError, ModelError, StaleError, by_code
-from alignedserve.model import ModelInfo
-from alignedserve.sizing import plan_stores
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +21,6 @@ RECONNECT_S = 0.5
 ADOPTION_S = 15.0
 STEADY_S = 60.0
 LONGEST_BACKOFF_S = 30.0
-MEMORY_GAUGE = "memory_available_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +54,11 @@ class SupervisorCore:
     def __init__(self, config: Config, planned: Sequence[PlannedRole], *, first_version: int = 1) -> None:
         self.config = config
         self.view_version = first_version
-        self.slots = {role.id: Slot(role) for role in planned}
-        self.guests: dict[str, Member] = {}
-        self.lost_guests: dict[str, float] = {}
-        self.model_info = ""
-        self.store_plan = ""
+        self.roster = Roster(planned)
+        self.planner = StorePlanner(config, planned)
         self.was_ready = False
         self.ending = False
         self.failure: pb.Failure | None = None
-        self._memory_bytes: float | None = None
         self._ticked_at: float | None = None
 
     # ---- events
@@ -73,21 +66,16 @@ class SupervisorCore:
     def begin(self, now: float, running: Iterable[str] = ()) -> list[Action]:
         """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
         found = set(running)
-        for slot in self.slots.values():
+        for slot in self.roster.slots.values():
             if slot.planned.id in found:
                 slot.enter(Phase.STARTING, now)
                 slot.deadline = now + max(ADOPTION_S, self.config.supervisor.fence_after_s)
         return self.tick(now)
 
-    def adopt_plan(self, model_info: str, store_plan: str) -> None:
-        """What an earlier supervisor decided holds on: the stores exist."""
-        self.model_info = self.model_info or model_info
-        self.store_plan = self.store_plan or store_plan
-
     def joined(self, hello: sv.RoleHello, now: float, unix_s: float = 0.0) -> pb.Failure | None:
         """A process said hello on a new stream. Returns why it is refused, or None."""
         key = hello.process
-        slot = self.slots.get(key.id)
+        slot = self.roster.slots.get(key.id)
         if slot is None:
             return self._guest_joined(hello, now, unix_s)
         if slot.planned.role != key.role:
@@ -110,7 +98,7 @@ class SupervisorCore:
 
     def heard(self, key: pb.ProcessKey, beat: sv.Heartbeat, now: float) -> list[Action]:
         """A heartbeat of a process that has joined; one of another incarnation says nothing."""
-        member = self.member(key)
+        member = self.roster.member(key)
         if member is None:
             return []
         before = (member.state, list(member.beat.stores), member.beat.HasField("failure"))
@@ -118,7 +106,7 @@ class SupervisorCore:
         member.beat = beat
         if (member.state, list(beat.stores), beat.HasField("failure")) != before:
             self._touch()
-        slot = self.slots.get(key.id)
+        slot = self.roster.slots.get(key.id)
         if slot is None:
             return []
         actions = self._note_state(slot, member, now)
@@ -127,11 +115,11 @@ class SupervisorCore:
 
     def broke(self, key: pb.ProcessKey, now: float) -> list[Action]:
         """The stream of a process that had joined is gone."""
-        if self.member(key) is None:
+        if self.roster.member(key) is None:
             return []
-        slot = self.slots.get(key.id)
+        slot = self.roster.slots.get(key.id)
         if slot is None:
-            self.lost_guests[key.id] = now + RECONNECT_S
+            self.roster.lost_guests[key.id] = now + RECONNECT_S
         elif slot.phase is Phase.JOINED:
             slot.enter(Phase.LOST, now)
         self._touch()
@@ -139,7 +127,7 @@ class SupervisorCore:
 
     def ended(self, role_id: str, generation: int, reason: str, now: float) -> list[Action]:
         """This process is known to be dead."""
-        slot = self.slots.get(role_id)
+        slot = self.roster.slots.get(role_id)
         if slot is None or slot.phase is Phase.WAITING or slot.generation != generation:
             return []
         reason = slot.end_reason or reason
@@ -165,15 +153,12 @@ class SupervisorCore:
         late = self._ticked_at is not None and now - self._ticked_at > self.config.supervisor.fence_after_s / 2
         self._ticked_at = now
         if late:  # it was this process that slept: nobody else is to blame for what was not heard meanwhile
-            self._forgive(now)
-        for role_id, until in list(self.lost_guests.items()):
-            if now >= until:
-                del self.lost_guests[role_id]
-                self.guests.pop(role_id, None)
-                self._touch()
+            self.roster.forgive(now)
+        if self.roster.drop_lost_guests(now):
+            self._touch()
         if self.ending:
             return []
-        return [action for slot in self.slots.values() if (action := self._due(slot, now)) is not None]
+        return [action for slot in self.roster.slots.values() if (action := self._due(slot, now)) is not None]
 
     def end(self) -> None:
         """Nothing is to be started any more."""
@@ -181,58 +166,31 @@ class SupervisorCore:
 
     # ---- what others see
 
-    def member(self, key: pb.ProcessKey) -> Member | None:
-        """The live process of this role, id and incarnation."""
-        slot = self.slots.get(key.id)
-        member = slot.member if slot is not None else self.guests.get(key.id)
-        return member if member is not None and member.key == key else None
-
-    def members(self) -> list[tuple[Member, bool]]:
-        """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
-        planned = [
-            (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
-        ]
-        return planned + [(member, member.key.id in self.lost_guests) for member in self.guests.values()]
-
     def view(self) -> sv.ClusterView:
         return sv.ClusterView(
             version=self.view_version,
-            peers=[member.peer(lost=lost, detailed=False) for member, lost in self.members()],
-            model_info=self.model_info,
+            peers=[member.peer(lost=lost, detailed=False) for member, lost in self.roster.members()],
+            model_info=self.planner.model_info,
             pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in pair_up(self.config)],
-            store_plan=self.store_plan,
+            store_plan=self.planner.store_plan,
         )
-
-    def missing(self) -> list[str]:
-        """Roles of which no instance is ready."""
-        ready = {slot.planned.role for slot in self.slots.values() if slot.ready}
-        return [role for role in REQUIRED_ROLES if role not in ready]
-
-    def degraded(self) -> list[str]:
-        """Instances that are not ready though another of their role is, as "decode-1: starting"."""
-        missing = set(self.missing())
-        return [
-            f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
-            for slot in self.slots.values()
-            if not slot.ready and slot.planned.role not in missing
-        ]
 
     def state(self) -> str:
         if self.failure is not None:
             return "failed"
         if not self.was_ready:
             return "starting"
-        return "degraded" if self.missing() or self.degraded() else "ready"
+        return "degraded" if self.roster.missing() or self.roster.degraded() else "ready"
 
     def status(self, cluster_id: str) -> sv.ClusterStatus:
         """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
         return sv.ClusterStatus(
-            peers=[member.peer(lost=False, detailed=True) for member, lost in self.members() if not lost],
-            model_info=self.model_info,
+            peers=[member.peer(lost=False, detailed=True) for member, lost in self.roster.members() if not lost],
+            model_info=self.planner.model_info,
             cluster_id=cluster_id,
             state=self.state(),
-            missing=self.missing(),
-            degraded=self.degraded(),
+            missing=self.roster.missing(),
+            degraded=self.roster.degraded(),
             failure=self.failure,
         )
 
@@ -240,7 +198,7 @@ class SupervisorCore:
 
     def _touch(self) -> None:
         self.view_version += 1
-        if not self.was_ready and not self.missing() and all(slot.ready for slot in self.slots.values()):
+        if not self.was_ready and self.roster.all_ready():
             self.was_ready = True
 
     def _guest_joined(self, hello: sv.RoleHello, now: float, unix_s: float) -> pb.Failure | None:
@@ -248,12 +206,12 @@ class SupervisorCore:
         key = hello.process
         if key.role != "gateway":
             return _refusal(f"no {key.role} with the id {key.id} belongs to this cluster")
-        old = self.guests.get(key.id)
+        old = self.roster.guests.get(key.id)
         if old is not None and key.incarnation < old.key.incarnation:
             return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
         if old is None or old.key.incarnation != key.incarnation:
-            self.guests[key.id] = Member(hello, now, unix_s)
-        self.lost_guests.pop(key.id, None)
+            self.roster.guests[key.id] = Member(hello, now, unix_s)
+        self.roster.lost_guests.pop(key.id, None)
         self._touch()
         return None
 
@@ -269,24 +227,15 @@ class SupervisorCore:
         return [self._fence(slot, f"it failed: {failure.message}", now)]
 
     def _note_model(self, member: Member) -> None:
-        """Decide the stores' sizes as soon as the model and the memory are known: once for the cluster's life."""
-        if MEMORY_GAUGE in member.beat.gauges and self._memory_bytes is None:
-            self._memory_bytes = member.beat.gauges[MEMORY_GAUGE]
-        if member.beat.model_info and not self.model_info:
-            self.model_info = member.beat.model_info
-            self._touch()
-        if self.store_plan or not self.model_info or self._memory_bytes is None or self.failure is not None:
+        if self.failure is not None:
             return
-        model = ModelInfo.from_json(self.model_info)
-        on_cpu = sum(1 for s in self.slots.values() if s.planned.role in ("prefill", "decode") and not s.planned.on_gpu)
         try:
-            available = max(0, int(self._memory_bytes) - on_cpu * model.weight_bytes)
-            self.store_plan = plan_stores(self.config, model, available).to_json()
+            news = self.planner.note(member)
         except AlignedServeError as error:
             self._fail(pb.Failure(code=error.code), error.message)
         else:
-            logger.info("stores, in blocks: %s", ", ".join(f"{k} {v}" for k, v in json.loads(self.store_plan).items()))
-        self._touch()
+            if news:
+                self._touch()
 
     def _due(self, slot: Slot, now: float) -> Action | None:
         limits = self.config.supervisor
@@ -302,7 +251,7 @@ class SupervisorCore:
         if slot.phase in (Phase.STARTING, Phase.JOINED) and not slot.was_ready and now > slot.deadline:
             state = slot.member.state if slot.member else "not joined"
             reason = f"{slot.planned.id} was not ready in time ({state})"
-            if not self.was_ready and slot.planned.role in self.missing():
+            if not self.was_ready and slot.planned.role in self.roster.missing():
                 self._fail(None, f"{reason}; supervisor.start_timeout_s is {limits.start_timeout_s:g}")
             return self._fence(slot, reason, now)
         return None
@@ -313,13 +262,6 @@ class SupervisorCore:
         slot.enter(Phase.ENDING, now)
         self._touch()
         return Fence(slot.planned.id, slot.generation, hello, reason)
-
-    def _forgive(self, now: float) -> None:
-        for member, _ in self.members():
-            member.heard_at = now
-        for slot in self.slots.values():
-            if slot.phase is Phase.LOST:
-                slot.since = now
 
     def _fail(self, failure: pb.Failure | None, message: str) -> None:
         if self.failure is None:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-
 from alignedserve import __version__
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import pair_up, plan_roles
@@ -27,7 +26,17 @@ from alignedserve.memory import available_memory_bytes, describe_bytes, total_me
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.links import choose_channel
 
-REQUIRED_PACKAGES = ("ray", "torch", "transformers", "tokenizers", "safetensors", "grpcio", "protobuf", "uvloop", "orjson")
+REQUIRED_PACKAGES = (
+    "ray",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "grpcio",
+    "protobuf",
+    "uvloop",
+    "orjson",
+)
 GPU_PACKAGES = {
     "triton": "Triton kernels",
     "flash-attn": "flash attention",
@@ -179,7 +188,10 @@ def _lines(report: Report) -> list[str]:
     ]
     if report.channels:
         columns = ("source", "destination", "channel", "reason")
-        lines += ["channels:", *("  " + line for line in table(columns, [[c[k] for k in columns] for c in report.channels]))]
+        lines += [
+            "channels:",
+            *("  " + line for line in table(columns, [[c[k] for k in columns] for c in report.channels])),
+        ]
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"missing: {problem}" for problem in report.missing] or ["nothing is missing"]
     return lines
@@ -213,5 +225,3 @@ def _gpus() -> list[dict[str, str]]:
         return [{"name": "NVIDIA GPU", "memory": "unknown", "driver": "unknown"}] * count_gpus()
     rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
     return [{"name": name, "memory": memory, "driver": driver} for name, memory, driver in rows]
-
-

@@ -8,7 +8,6 @@ from typing import Any
 from alignedserve.cluster.plan import MODEL_ROLES
 from alignedserve.cluster.processes import usable_cores
 from alignedserve.control.runtime import RoleSettings
-
 from alignedserve.model import SHIPPED_MODELS
 
 

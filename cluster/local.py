@@ -20,12 +20,11 @@ from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.process_launcher import NODE_ID, ProcessLauncher
 from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor import Identity, Supervisor
-from alignedserve.control.convert import failure_from_proto
-from alignedserve.proto import supervisor_pb2 as sv
-
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
+from alignedserve.control.convert import failure_from_proto
 from alignedserve.errors import UnavailableError
+from alignedserve.proto import supervisor_pb2 as sv
 
 
 class LocalCluster:
@@ -91,7 +90,7 @@ class LocalCluster:
             if failure is not None:
                 raise failure_from_proto(failure)
             if time.monotonic() > deadline:
-                missing = ", ".join(self.supervisor.core.missing() + self.supervisor.core.degraded())
+                missing = ", ".join(self.supervisor.core.roster.missing() + self.supervisor.core.roster.degraded())
                 raise UnavailableError(f"the cluster is {state} after {timeout_s:g} s; not ready: {missing}")
             await self.supervisor.wait_changed(0.5)
 

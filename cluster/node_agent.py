@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
-from alignedserve.cluster.core import MEMORY_GAUGE
+
 from alignedserve.cluster.processes import ProcessHandle, open_process
+from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import node_agent_pb2 as na
 from alignedserve.proto import node_agent_pb2_grpc as na_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.transfer.segments import SegmentServer
-
-from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import check_gpus
-
 from alignedserve.config import Config
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.memory import available_memory_bytes, describe_bytes

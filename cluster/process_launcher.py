@@ -16,7 +16,6 @@ from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.plan import Node
 from alignedserve.control.runtime import RoleSettings
-
 from alignedserve.errors import UnavailableError
 
 NODE_ID = "local"

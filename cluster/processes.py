@@ -16,7 +16,7 @@ CLOCK_SLACK_S = 0.05
 
 @dataclass(slots=True)
 class ProcessHandle:
-    """A process that cannot be mistaken: the kernel's descriptor refers to it alone, also when its pid is used again."""
+    """A process that cannot be mistaken: the kernel's descriptor stays with it when its pid is used again."""
 
     pid: int
     descriptor: int

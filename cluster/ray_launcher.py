@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from alignedserve.cluster.actors import ACTORS, RoleActor
-from alignedserve.cluster.launcher import Launcher, Running
-from alignedserve.cluster.plan import Node
-from alignedserve.control.runtime import RoleSettings
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from alignedserve.cluster.actors import ACTORS, RoleActor
+from alignedserve.cluster.launcher import Launcher, Running
+from alignedserve.cluster.plan import Node
 from alignedserve.config import Config
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RayLauncher(Launcher):
     async def _describe(self, role_id: str) -> Running | None:
         try:
             actor = await asyncio.to_thread(ray.get_actor, role_id, namespace=self._namespace)
-            said = await asyncio.wait_for(actor.describe.remote(), DESCRIBE_TIMEOUT_S)
+            said: dict[str, Any] = await asyncio.wait_for(actor.describe.remote(), DESCRIBE_TIMEOUT_S)
         except ValueError:
             return None  # it has just ended
         except (RayError, TimeoutError) as error:

@@ -13,7 +13,6 @@ from typing import Any
 
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
-
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError
 
@@ -90,13 +89,14 @@ class RaySession:
             raise AlignedServeError(f"{doing}: {_first_line(error)}") from error
         self._started = True
         with contextlib.suppress(Exception):  # only for telling where logs are
-            self._session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
+            worker: Any = ray._private.worker
+            self._session_dir = Path(worker._global_node.get_session_dir_path())
 
     def deploy(self) -> None:
         """Start Serve where it does not run, and the application on it. Returns when its replicas are up."""
-        from alignedserve.cluster.app import build
         from ray import serve
 
+        from alignedserve.cluster.app import build
         from alignedserve.config_sources import to_tree
 
         try:
@@ -109,7 +109,7 @@ class RaySession:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
             self._deployed = True
             serve.run(
-                build(to_tree(self._config)),  # type: ignore[arg-type]
+                build(to_tree(self._config)),
                 name=self.app_name,
                 route_prefix=self._config.gateway.route_prefix,
                 blocking=False,
@@ -133,15 +133,10 @@ class RaySession:
         return said
 
     def url(self) -> str:
-        """Where HTTP is served; in a Ray cluster that had Serve running, where that listens."""
-        host, port = self._config.gateway.host, self._config.gateway.port
-        with contextlib.suppress(Exception):
-            from ray.serve.context import _get_global_client
+        """Where HTTP is served."""
+        from alignedserve.cluster.app import http_url
 
-            options = _get_global_client().http_config
-            host, port = options.host, options.port
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        return http_url(self._config)
 
     def is_alive(self) -> bool:
         """Whether the application is still deployed."""
@@ -176,7 +171,7 @@ class RaySession:
     def _refuse_taken_name(self, serve: Any) -> None:
         if not self.owned and self.app_name in serve.status().applications:
             raise ConfigError(
-                f"the Ray cluster runs an application called {self.app_name!r} already; set cluster.name to another name"
+                f"the Ray cluster runs an application called {self.app_name!r} already; set cluster.name to another"
             )
 
     def _clean_sessions(self) -> None:

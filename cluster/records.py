@@ -13,7 +13,6 @@ from typing import Any
 
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import remove_stale, runtime_dir
-
 from alignedserve.errors import UnavailableError
 
 PROBE_TIMEOUT_S = 2.0

@@ -13,14 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from alignedserve import __version__
 from alignedserve.cluster.console import Console
 from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.preflight import check_machine, check_model, check_ports
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
-
-from alignedserve import __version__
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, UnavailableError
 
@@ -147,7 +146,7 @@ class _ServeCommand:
         return not health.get("missing")
 
     def _url(self) -> str:
-        return self._session.url() + self._config.gateway.route_prefix.rstrip("/")
+        return self._session.url()
 
     # ---- running
 

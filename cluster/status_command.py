@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from alignedserve.cluster.records import fetch_status, read_records
-
 from alignedserve.errors import UnavailableError
 
 COLUMNS = ("role", "id", "pid", "node", "address", "state", "holds")

@@ -14,29 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+
+from alignedserve.cluster.collector import Collector, cluster_metrics
 from alignedserve.cluster.core import Action, Fence, Launch, SupervisorCore
+from alignedserve.cluster.fencer import Fencer
 from alignedserve.cluster.launcher import Launcher
 from alignedserve.cluster.members import Phase, Slot
-from alignedserve.cluster.metrics_text import merge
 from alignedserve.cluster.plan import Node, plan_roles
+from alignedserve.config import Config
+from alignedserve.config_sources import to_tree
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.role import new_incarnation
-from alignedserve.control.rpc import RpcServer, open_channel
+from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import node_agent_pb2 as na
-from alignedserve.proto import node_agent_pb2_grpc as na_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
-from alignedserve.config import Config
-from alignedserve.config_sources import to_tree
-from alignedserve.errors import AlignedServeError
-
 logger = logging.getLogger(__name__)
-
-REPORT_WAIT_S = 0.5
-FENCE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +59,12 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._started_unix_s = time.time()
         self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}
         self._told_version = 0
-        self._reports: dict[str, asyncio.Event] = {}
-        self._collecting: asyncio.Task[None] | None = None
+        self._collector = Collector(self._outboxes)
+        self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: RpcServer | None = None
-        self.launches = 0
+        self._launches = 0
         self.ticked_at = time.monotonic()
 
     # ---- life
@@ -84,8 +80,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.address = await self._server.start()
         found = await self._launcher.find()
         for running in found:
-            self.core.adopt_plan(running.model_info, running.store_plan)
-            slot = self.core.slots.get(running.settings.id)
+            self.core.planner.adopt(running.model_info, running.store_plan)
+            slot = self.core.roster.slots.get(running.settings.id)
             if slot is None:
                 await self._launcher.kill(running.settings.id)
             else:
@@ -99,8 +95,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def end_all(self, grace_s: float = 8.0) -> None:
         """Order every role to end, kill what has not within `grace_s`, agents last. Returns when all are dead."""
         self.core.end()
-        agents = [slot for slot in self.core.slots.values() if slot.planned.role == "node_agent"]
-        others = [slot for slot in self.core.slots.values() if slot.planned.role != "node_agent"]
+        agents = [slot for slot in self.core.roster.slots.values() if slot.planned.role == "node_agent"]
+        others = [slot for slot in self.core.roster.slots.values() if slot.planned.role != "node_agent"]
         await self._end_slots(others, grace_s)
         await self._end_slots(agents, min(grace_s, 3.0))
 
@@ -160,7 +156,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
         """Everyone who lives and, with `fresh`, the metrics of this moment."""
         if fresh:
-            await self._collect()
+            await self._collector.refresh()
         status = self.core.status(self.identity.cluster_id)
         status.peers.append(
             sv.Peer(
@@ -173,7 +169,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
                 started_unix_s=self._started_unix_s,
             )
         )
-        status.metrics = merge([*(member.beat.metrics for member, _ in self.core.members()), self._own_metrics()])
+        status.metrics = cluster_metrics(self.core.roster, self._launches)
         return status
 
     # ---- inside
@@ -181,8 +177,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
     def _on_report(self, key: pb.ProcessKey, report: sv.RoleReport) -> None:
         if report.WhichOneof("body") == "heartbeat":
             self._carry_out(self.core.heard(key, report.heartbeat, time.monotonic()))
-            if (event := self._reports.get(key.id)) is not None:
-                event.set()
+            self._collector.heard(key.id)
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -220,9 +215,9 @@ class Supervisor(sv_grpc.SupervisorServicer):
 
     async def _launch(self, action: Launch) -> None:
         role_id = action.planned.id
-        self.launches += 1
+        self._launches += 1
         try:
-            await self._launcher.launch(self._settings(self.core.slots[role_id]))
+            await self._launcher.launch(self._settings(self.core.roster.slots[role_id]))
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)
         else:
@@ -235,31 +230,14 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._carry_out(self.core.ended(role_id, generation, reason, time.monotonic()))
 
     async def _end_process(self, fence: Fence) -> None:
-        """End it for certain: through its node's agent, which waits on it; through the launcher where there is none."""
         logger.warning("ending %s: %s", fence.role_id, fence.reason)
-        slot = self.core.slots[fence.role_id]
-        while slot.phase is Phase.ENDING and slot.generation == fence.generation:
-            if fence.hello is not None and await self._end_through_agent(fence.hello):
-                self._exited(fence.role_id, fence.generation, fence.reason)
-                return
-            await self._launcher.kill(fence.role_id)  # the launcher says when it has ended
-            await asyncio.sleep(1.0)
-
-    async def _end_through_agent(self, hello: sv.RoleHello, grace_s: float = 0.0) -> bool:
-        """True when the process is known to be dead; False where there is no agent to say so."""
-        agent = next((s.member for s in self.core.slots.values() if s.planned.role == "node_agent" and s.ready), None)
-        if agent is None or agent.hello.process.id == hello.process.id:
-            return False
-        channel = open_channel(agent.hello.address, self.identity.token)
-        try:
-            request = na.EndProcessRequest(process=hello.process, pid=hello.pid, grace_s=grace_s)
-            await na_grpc.NodeAgentStub(channel).EndProcess(request, timeout=FENCE_TIMEOUT_S + grace_s)
-        except grpc.aio.AioRpcError as error:
-            logger.warning("the node agent could not end %s: %s", hello.process.id, error.details())
-            return False
-        finally:
-            await channel.close()
-        return True
+        slot = self.core.roster.slots[fence.role_id]
+        if await self._fencer.end(
+            fence.role_id,
+            fence.hello,
+            lambda: slot.phase is Phase.ENDING and slot.generation == fence.generation,
+        ):
+            self._exited(fence.role_id, fence.generation, fence.reason)
 
     async def _end_slots(self, slots: list[Slot], grace_s: float) -> None:
         for slot in slots:
@@ -268,46 +246,13 @@ class Supervisor(sv_grpc.SupervisorServicer):
         await self._all_dead(slots, grace_s)
         for slot in slots:
             if slot.phase is not Phase.WAITING:
-                hello = slot.member.hello if slot.member else None
-                if hello is None or not await self._end_through_agent(hello):
-                    await self._launcher.kill(slot.planned.id)
+                await self._fencer.kill(slot)
         await self._all_dead(slots, 5.0)
 
     async def _all_dead(self, slots: list[Slot], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while any(slot.phase is not Phase.WAITING for slot in slots) and time.monotonic() < deadline:
             await self.wait_changed(min(0.2, timeout_s))
-
-    async def _collect(self) -> None:
-        """Have every role report now. One collection serves all who ask meanwhile."""
-        if self._collecting is None or self._collecting.done():
-            self._collecting = asyncio.get_running_loop().create_task(self._collect_once())
-        await asyncio.shield(self._collecting)
-
-    async def _collect_once(self) -> None:
-        self._reports = {role_id: asyncio.Event() for role_id in self._outboxes}
-        for outbox in self._outboxes.values():
-            outbox.put(sv.RoleOrder(report=pb.Empty()))
-        waits = [asyncio.ensure_future(event.wait()) for event in self._reports.values()]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=REPORT_WAIT_S)
-            for wait in late:
-                wait.cancel()
-        self._reports = {}
-
-    def _own_metrics(self) -> str:
-        roles: dict[str, int] = {}
-        for slot in self.core.slots.values():
-            roles[slot.planned.role] = roles.get(slot.planned.role, 0) + slot.ready
-        lines = [
-            "# HELP alignedserve_ready_instances Instances of a role that are ready.",
-            "# TYPE alignedserve_ready_instances gauge",
-            *(f'alignedserve_ready_instances{{role="{role}"}} {count}' for role, count in roles.items()),
-            "# HELP alignedserve_role_starts_total Processes that the supervisor has started.",
-            "# TYPE alignedserve_role_starts_total counter",
-            f"alignedserve_role_starts_total {self.launches}",
-        ]
-        return "\n".join(lines)
 
     async def _announce(self) -> None:
         await self._launcher.announce(self.address)

@@ -93,20 +93,13 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
     ) -> AsyncIterator[dw.DecodeReport]:
         if self._scheduler is not None:
             self._scheduler.close()
-            self._reset()
         outbox: Outbox[dw.DecodeReport] = Outbox()
         self._scheduler = outbox
         outbox.put(dw.DecodeReport(description=self._description()))
         async for report in serve_stream(request_iterator, outbox, self._on_command):
             yield report
         if self._scheduler is outbox:
-            self._scheduler = None
-            self._reset()
-
-    def _reset(self) -> None:
-        """The scheduler is gone, and with it who knew these requests: their gateways submit them again."""
-        if self._instance.compute is not None:
-            self._instance.compute.cancel_all()
+            self._scheduler = None  # candidates and the running batch are this instance's to decide about: they go on
 
     def _on_command(self, command: dw.DecodeCommand) -> None:
         compute = self._instance.compute
@@ -174,7 +167,9 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
         self._instance.refresh_lease()
 
     def _gateway_lost(self, address: str) -> None:
-        """Its requests are ended by the scheduler, which loses the same gateway."""
+        """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+        if self._instance.compute is not None:
+            self._instance.compute.report_lost(address)
 
     # ---- reports
 

@@ -80,8 +80,9 @@ class DecodeLoop:
     def cancel(self, keys: Sequence[RequestKey]) -> None:
         self._inbox.put(lambda outcome: self._cancel(keys, outcome))
 
-    def cancel_all(self) -> None:
-        self._inbox.put(lambda outcome: self._cancel(list(self._held), outcome))
+    def report_lost(self, gateway_address: str) -> None:
+        """Report every request of that gateway lost; the scheduler then has each cancelled here."""
+        self._inbox.put(lambda outcome: outcome.lost.extend(self._of_gateway(gateway_address)))
 
     def recall(self, keys: Sequence[RequestKey]) -> None:
         self._inbox.put(lambda _: self._scheduler.recall(keys))
@@ -156,6 +157,9 @@ class DecodeLoop:
         self._status = status
         if outcome.status_changed or outcome.holds_anything:
             self._post(outcome)
+
+    def _of_gateway(self, address: str) -> list[RequestKey]:
+        return [key for key, held in self._held.items() if held.stored.spec.gateway_address == address]
 
     # ---- candidates
 

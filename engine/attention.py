@@ -110,7 +110,7 @@ def paged_attention(
     for name, given in kwargs.items():
         if given is not None and name not in _HARMLESS:
             _refuse_unless_harmless(module, name, given)
-    layer = module.layer_idx
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=sliding_window,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def pack_linears(model: torch.nn.Module) -> int:
 
     A layer is measured once for each shape, so this costs a few milliseconds a shape.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return 0
     faster: dict[tuple[torch.Size, torch.dtype], bool] = {}
     replaced = 0
@@ -96,12 +96,12 @@ def _is_faster(weight: torch.Tensor) -> bool:
         plain_s = packed_s = 0.0
         for rows in _MEASURED_ROWS:
             x = torch.linspace(-1.0, 1.0, rows * weight.shape[1]).view(rows, -1).to(weight.dtype)
-            expected, found = F.linear(x, weight), multiply(x, packed, None)
+            expected, found = functional.linear(x, weight), multiply(x, packed, None)
             tolerance = 0.02 * float(expected.abs().max()) if weight.dtype != torch.float32 else 1e-3
             if not torch.allclose(expected.float(), found.float(), rtol=1e-3, atol=tolerance):
                 log.warning("oneDNN differs for a weight of %s: not used", tuple(weight.shape))
                 return False
-            plain_s += _seconds(lambda x=x: F.linear(x, weight))  # type: ignore[misc]
+            plain_s += _seconds(lambda x=x: functional.linear(x, weight))  # type: ignore[misc]
             packed_s += _seconds(lambda x=x: multiply(x, packed, None))  # type: ignore[misc]
     except (RuntimeError, NotImplementedError) as error:
         log.info("oneDNN cannot pack a weight of %s %s: %s", tuple(weight.shape), weight.dtype, error)

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+_PER_MODEL = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 # Keys of generation_config.json that change what `generate` writes and that no request here can ask for.
 _UNSERVED_GENERATION_KEYS = (
     "bad_words_ids",
@@ -51,9 +52,7 @@ _UNSERVED_GENERATION_KEYS = (
 )
 
 
-def inspect_model(
-    name: str, path: str | Path, dtype: str, device: str, trust_remote_code: bool = False
-) -> ModelInfo:
+def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_remote_code: bool = False) -> ModelInfo:
     """What every role must know of the model in folder `path`, served as `name` in `dtype` (or `auto`).
 
     Raises ModelError for a folder that is missing or broken, UnsupportedModelError for a model whose tokens would be
@@ -99,10 +98,13 @@ def refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, trust_r
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # transformers and its validators raise many unrelated types
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"transformers cannot read {folder / 'config.json'}: {reason}") from error
+    return config
 
 
 def _causal_lm_class(config: PretrainedConfig, trust_remote_code: bool) -> type | None:
@@ -173,29 +175,23 @@ def _attention_reason(text: PretrainedConfig) -> str | None:
         return _attribute(text, key)
 
     layer_types = set(get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if layer_types:
-        return f"it has layers of type {', '.join(sorted(map(str, layer_types)))}"
-    for key in ("head_dim", "num_attention_heads", "num_key_value_heads", "hidden_size"):
-        if isinstance(get(key), (list, tuple)):
-            return f"its layers differ in {key}"
-    if get("layers_block_type") and set(get("layers_block_type")) != {"attention"}:
-        return "not all of its layers are attention"
-    if get("is_causal") is False or get("use_bidirectional_attention"):
-        return "its attention is not causal"
-    if get("kv_lora_rank") or (get("v_head_dim") and get("v_head_dim") != (get("head_dim") or get("v_head_dim"))):
-        return "its key heads and value heads differ"
-    if get("num_kv_shared_layers"):
-        return "its layers share keys and values"
-    if get("cross_attention_layers") or get("add_cross_attention"):
-        return "it has cross-attention"
-    if get("attention_chunk_size"):
-        return "its attention is cut into chunks"
-    for key in ("global_head_dim", "num_global_key_value_heads"):
-        if get(key) and get(key) != get(key.replace("global_", "")):
-            return "its layers have heads of different sizes"
-    if get("alibi"):
-        return "its attention adds a bias by distance (ALiBi)"
-    return None
+    per_layer = [key for key in _PER_MODEL if isinstance(get(key), (list, tuple))]
+    value_size = get("v_head_dim")
+    other_size = get("global_head_dim") or get("head_dim")
+    reasons = {
+        f"it has layers of type {', '.join(sorted(map(str, layer_types)))}": layer_types,
+        f"its layers differ in {', '.join(per_layer)}": per_layer,
+        "not all of its layers are attention": set(get("layers_block_type") or ()) - {"attention"},
+        "its attention is not causal": get("is_causal") is False or get("use_bidirectional_attention"),
+        "its key heads and value heads differ": get("kv_lora_rank")
+        or (value_size and value_size != (get("head_dim") or value_size)),
+        "its layers share keys and values": get("num_kv_shared_layers"),
+        "it has cross-attention": get("cross_attention_layers") or get("add_cross_attention"),
+        "its attention is cut into chunks": get("attention_chunk_size"),
+        "its layers have heads of different sizes": other_size != get("head_dim"),
+        "its attention adds a bias by distance (ALiBi)": get("alibi"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _kv_heads(text: PretrainedConfig, heads: int) -> int:

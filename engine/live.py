@@ -24,7 +24,9 @@ class LiveRequest:
             self._ends |= frozenset(sampling.eos_token_ids)
         self._stops: StopChecker | None = None
         if sampling.stop and tokenizer is not None:
-            self._stops = StopChecker(tokenizer, sampling.stop, spec.output_token_ids)
+            self._stops = StopChecker(
+                tokenizer, sampling.stop, spec.output_token_ids, spec.prompt_token_ids, sampling.min_tokens
+            )
 
     @property
     def key(self) -> RequestKey:
@@ -35,7 +37,7 @@ class LiveRequest:
         spec = self.spec
         spec.output_token_ids.append(sampled.token_id)
         stopped = self._stops is not None and self._stops.push(sampled.token_id)
-        if len(spec.output_token_ids) >= spec.sampling.min_tokens and (stopped or sampled.token_id in self._ends):
+        if stopped or (len(spec.output_token_ids) >= spec.sampling.min_tokens and sampled.token_id in self._ends):
             return FinishReason.STOP
         if spec.remaining_tokens <= 0:
             return FinishReason.LENGTH

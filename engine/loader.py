@@ -6,6 +6,7 @@ import inspect as python_inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from alignedserve.engine import attention
 from alignedserve.engine.cpu_linear import pack_linears
 from alignedserve.engine.probe import probe
-from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,13 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
     check_model_folder(Path(info.path))
     attention.register()
     target = torch.device(device)
-    model = _from_pretrained(info, trust_remote_code).eval().requires_grad_(False).to(target)
+    model: Any = _from_pretrained(info, trust_remote_code)
+    try:
+        model = model.eval().requires_grad_(False).to(target)
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{info.name} ({info.weight_bytes / 2**30:.1f} GiB of weights) has no room on {target}"
+        ) from error
     parameters = python_inspect.signature(model.forward).parameters
     loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters)
     probe(loaded)
@@ -50,9 +57,9 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
 
 
 def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path,
             dtype=getattr(torch, info.dtype),
             attn_implementation=attention.SERVING,
@@ -66,6 +73,7 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
     except Exception as error:  # safetensors, json, OS and transformers errors of a dozen types
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
+    model, report = loaded
     for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
         names = sorted(str(name) for name in report.get(kind) or ())
         if names:
@@ -73,4 +81,5 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
     unexpected = sorted(report.get("unexpected_keys") or ())
     if unexpected:
         log.warning("%s has %d tensors that the model does not use: %s", info.path, len(unexpected), unexpected[:5])
+    assert isinstance(model, PreTrainedModel)
     return model

@@ -46,7 +46,9 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch") -> None:
         info = loaded.info
         if cache.dim() != 6 or not cache.is_contiguous():
-            raise GeometryMismatchError(f"a block store is a contiguous tensor of 6 dimensions, not {tuple(cache.shape)}")
+            raise GeometryMismatchError(
+                f"a block store is a contiguous tensor of 6 dimensions, not {tuple(cache.shape)}"
+            )
         if (cache.shape[1], cache.shape[2], cache.shape[3], cache.shape[5]) != (
             info.layers,
             info.kv_heads,
@@ -57,6 +59,8 @@ class ModelRunner:
                 f"the store {tuple(cache.shape)} does not fit {info.name}: {info.layers} layers, {info.kv_heads} KV "
                 f"heads of {info.head_dim}"
             )
+        if cache.dtype != getattr(torch, info.dtype):
+            raise GeometryMismatchError(f"the store holds {cache.dtype}, {info.name} is served in {info.dtype}")
         self.loaded = loaded
         self.cache = cache
         self.block_size = cache.shape[4]
@@ -81,9 +85,7 @@ class ModelRunner:
         self._backend.begin(batch)
         kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
         with attention.active(ActiveForward(self._backend)) as forward:
-            output = loaded.model(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs
-            )
+            output = loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs)
         if len(forward.layers) != loaded.info.layers:
             raise UnsupportedModelError(
                 f"{loaded.info.name} called attention {len(forward.layers)} times for {loaded.info.layers} layers"

@@ -27,7 +27,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.metrics import channel_lines
 
-from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
 from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,12 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
             self._reset()
 
     def _reset(self) -> None:
-        """The scheduler is gone, and with it who knew these requests: their gateways submit them again."""
-        self._instance.reset()
+        """The scheduler is gone, and with it who knew these prompts: their gateways submit them again.
+
+        What lies in the buffers stays: the decode instances decide about that.
+        """
+        if self._instance.compute is not None:
+            self._instance.compute.cancel_all()
 
     def _on_command(self, command: pw.PrefillCommand) -> None:
         kind = command.WhichOneof("body")
@@ -201,6 +205,8 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
             self._report(pw.PrefillReport(finished=keys_to_proto(outcome.finished)))
         for key, error in outcome.failed:
             self._report_failure([key], error, retry=False)
+        if outcome.lost:
+            self._report_failure(outcome.lost, UnavailableError("the gateway could not be reached"), retry=True)
         for job in outcome.prefilled:
             self._spawn(self._offload(job))
         self._report_description()
@@ -222,7 +228,9 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
             instance.compute.release(job.lead)
 
     def _gateway_lost(self, address: str) -> None:
-        """Its requests are ended by the scheduler, which loses the same gateway."""
+        """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+        if self._instance.compute is not None:
+            self._instance.compute.report_lost(address)
 
     # ---- reports
 

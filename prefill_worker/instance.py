@@ -110,14 +110,6 @@ class PrefillInstance:
         await self._pool.on_view(self._view)
         return await self._pool.attached()
 
-    def reset(self) -> None:
-        """Let go of every request."""
-        if self.compute is not None:
-            self.compute.cancel_all()
-        for buffer in self.buffers.values():
-            for key in list(buffer.requests):
-                buffer.remove(key)
-
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)

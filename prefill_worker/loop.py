@@ -57,6 +57,7 @@ class Computed:
     finished: list[RequestKey] = field(default_factory=list)
     prefilled: list[PrefilledJob] = field(default_factory=list)
     failed: list[tuple[RequestKey, AlignedServeError]] = field(default_factory=list)
+    lost: list[RequestKey] = field(default_factory=list)  # their gateway cannot be reached
 
 
 @dataclass(slots=True)
@@ -113,6 +114,10 @@ class PrefillLoop:
     def cancel_all(self) -> None:
         self._inbox.put(lambda: self._cancel(list(self._lead_of)))
 
+    def report_lost(self, gateway_address: str) -> None:
+        """Report every request of that gateway lost; the scheduler then has each cancelled here."""
+        self._inbox.put(lambda: self._post(Computed(lost=self._of_gateway(gateway_address))))
+
     def release(self, lead: RequestKey) -> None:
         """The job's KV lies elsewhere now: free its cache blocks."""
         self._inbox.put(lambda: self._chunks.release(lead))
@@ -168,6 +173,10 @@ class PrefillLoop:
             if not job.members:
                 self._drop(job)
         self._post(outcome)
+
+    def _of_gateway(self, address: str) -> list[RequestKey]:
+        members = (member for job in self._jobs.values() for member in job.members)
+        return [member.key for member in members if member.spec.gateway_address == address]
 
     def _drop(self, job: PromptJob) -> None:
         self._jobs.pop(job.lead, None)

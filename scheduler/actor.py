@@ -40,6 +40,8 @@ from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
+GATEWAY_GRACE_S = 1.0
+
 
 class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     """Role `scheduler`. Decides nothing itself: every event goes to the core, every action comes from it."""
@@ -101,19 +103,23 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     async def Link(
         self, request_iterator: AsyncIterator[sc.GatewayMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[sc.SchedulerMessage]:
-        hello = await anext(aiter(request_iterator))
-        gateway_id = hello.hello.process.id
+        hello = (await anext(aiter(request_iterator))).hello
+        gateway_id = hello.process.id
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
         self._gateways[gateway_id] = outbox
-        if self._capacity:
-            outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
+        outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
         try:
             async for message in serve_stream(request_iterator, outbox, self._on_gateway_message):
                 yield message
         finally:
             if self._gateways.get(gateway_id) is outbox:
                 del self._gateways[gateway_id]
-                self._feed(ev.GatewayLost(gateway_id))
+                # A stream may break without its gateway: one that is alive is back within moments.
+                asyncio.get_running_loop().call_later(GATEWAY_GRACE_S, self._give_up, gateway_id)
+
+    def _give_up(self, gateway_id: str) -> None:
+        if gateway_id not in self._gateways:
+            self._feed(ev.GatewayLost(gateway_id))
 
     def _on_gateway_message(self, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")
@@ -160,7 +166,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif kind == "prefilled":
             self._on_prefilled(report.prefilled)
         elif kind == "finished":
-            self._feed(ev.Finished(tuple(keys_from_proto(report.finished))))
+            self._on_finished(keys_from_proto(report.finished))
         elif kind == "joined":
             self._feed(ev.Joined(instance_id, tuple(keys_from_proto(report.joined))))
         elif kind == "returned":
@@ -225,6 +231,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         enter_stage(stored.spec.timings, Stage.POOL, time.time_ns())
         self._stored[key] = stored
         self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids)))
+
+    def _on_finished(self, keys: Sequence[RequestKey]) -> None:
+        strangers = [key for key in keys if key not in self._stored and key not in self._specs]
+        if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
+            self._release_pool(strangers)
+        self._feed(ev.Finished(tuple(keys)))
 
     def _on_failed(self, failed: pw.RequestFailures) -> None:
         keys = tuple(key_from_proto(key) for key in failed.keys)

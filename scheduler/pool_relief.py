@@ -1,8 +1,8 @@
 """Keeps room in the KV pool for evictions: else a full pool, full buffers and a full cache would wait for each other.
 
 In this order: clean copies of running requests are dropped; then, where an eviction has waited for a while all the
-same, a waiting request's KV, which has to be prefilled again (counted; architecture.md, section 8); then a candidate is
-recalled, so that there is one to drop.
+same, the KV of a request that waits, in the pool or as a candidate: it has to be prefilled again (counted;
+architecture.md, section 8).
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ class PoolRelief:
 
     def _last_resort(self, now_s: float) -> None:
         books = self._books
-        if books.in_pool:
+        record = self._cheapest() if books.in_pool else self._latest_candidate()
+        if record is not None:
             self.dropped_requests += 1
-            books.report_lost([self._cheapest()], "the KV pool is full", now_s)
-            return
-        for decode in books.instances.decode.values():
-            for held in decode.candidates.values():
-                record = next((record for record in reversed(held.values()) if not record.recalled), None)
-                if record is not None:
-                    books.recall([record])
-                    return
+            books.report_lost([record], "the KV pool is full", now_s)
 
     def _cheapest(self) -> Record:
         """Of those that came last: one that has never decoded, so that no generated token is prefilled again."""
         waiting = reversed(self._books.in_pool.values())
         latest = [record for _, record in zip(range(LOOK_BACK), waiting, strict=False)]
         return next((record for record in latest if record.kv_tokens <= record.meta.prefix_tokens), latest[0])
+
+    def _latest_candidate(self) -> Record | None:
+        """The last of the candidates that have not joined, as far as is known here."""
+        for decode in self._books.instances.decode.values():
+            for held in decode.candidates.values():
+                if held:
+                    return next(reversed(held.values()))
+        return None

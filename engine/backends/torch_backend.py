@@ -7,7 +7,7 @@ attends on its own, through `scaled_dot_product_attention`; a chunk without a ca
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from alignedserve.engine.backends.base import AttentionBackend, AttentionOptions
 from alignedserve.engine.backends.torch_decode import DecodeAttention
@@ -100,7 +100,7 @@ def _attend_span(
     """One chunk `[tokens, heads, head_dim]` over `[kv_heads, kv_tokens, head_dim]`; returns the query's shape."""
     if options.softcap is not None:
         return _attend_softcap(query, key, value, mask, options)
-    output = F.scaled_dot_product_attention(
+    output = functional.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from alignedserve.engine.backends.base import AttentionOptions
 from alignedserve.engine.batch import DecodeRows
@@ -60,7 +60,7 @@ class DecodeAttention:
         top = torch.segment_reduce(picked, "max", offsets=plan.offsets, unsafe=True)
         weights = picked.sub_(top.index_select(0, plan.segment)).exp_().to(self._cache.dtype)
         total = torch.segment_reduce(weights.float(), "sum", offsets=plan.offsets, unsafe=True)
-        summed = F.embedding_bag(
+        summed = functional.embedding_bag(
             plan.value_rows,
             self._token_rows[(layer * self._kv_heads * 2 + 1) * self._block_size :],
             plan.offsets,
@@ -108,7 +108,7 @@ class DecodeAttention:
         tokens = torch.clamp(decode.lengths, max=window) if window is not None else decode.lengths
         # Each request's tokens are repeated for each of its heads: segment (request, head) after segment.
         segment_tokens = tokens.repeat_interleave(heads)
-        offsets = F.pad(segment_tokens.cumsum(0), (1, 0))
+        offsets = functional.pad(segment_tokens.cumsum(0), (1, 0))
         segment = torch.repeat_interleave(segment_tokens)
         first = (tokens.cumsum(0) - tokens).repeat_interleave(heads) - offsets[:-1]
         token = torch.arange(segment.shape[0], device=device) + first[segment]

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import runtime_dir
+from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.control.role import RoleHost
+from alignedserve.errors import AlignedServeError, ModelError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-
-from alignedserve.config import ClusterConfig, Config, SupervisorConfig
-from alignedserve.errors import AlignedServeError, ModelError
 
 QUICK = SupervisorConfig(heartbeat_s=0.1, fence_after_s=1.0, start_timeout_s=20.0, max_start_failures=2)
 
@@ -46,9 +46,10 @@ async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind(
         assert folder.is_dir()
     expected = ["decode-0", "kv_pool-0", "node_agent-0", "prefill-0", "prefill-1", "scheduler-0", "supervisor-0"]
     assert roles == expected
-    assert status.state == "ready" and not status.missing and not status.degraded
+    assert (status.state, list(status.missing), list(status.degraded)) == ("ready", [], [])
     assert 'fake_up{instance="decode-0"} 1' in status.metrics
-    assert view.store_plan and view.model_info
+    assert view.store_plan
+    assert view.model_info
     assert [(pair.decode_id, pair.prefill_id) for pair in view.pairs] == [
         ("decode-0", "prefill-0"),
         ("decode-0", "prefill-1"),
@@ -65,7 +66,8 @@ async def test_a_role_that_dies_or_hangs_is_replaced_in_a_new_incarnation(number
         plan = cluster.view().store_plan
         cluster.kill("decode-0", number)
         after = await cluster.wait_restarted("decode-0", before.process.incarnation, 15)
-        assert after.pid != before.pid and not is_alive(before.pid)
+        assert after.pid != before.pid
+        assert not is_alive(before.pid)
         assert cluster.view().store_plan == plan
         await cluster.wait_ready(5)
 
@@ -142,6 +144,7 @@ async def test_a_supervisors_successor_goes_on_with_the_processes_it_finds() -> 
 
 async def test_only_calls_with_the_clusters_token_are_answered() -> None:
     import grpc
+
     from alignedserve.control.rpc import open_channel
     from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import SampleRow, Sampler
+from alignedserve.engine.sampling import Sampler, SampleRow
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import KINDS, MAX_POSITIONS, VOCAB_SIZE, make_model
 

@@ -1,4 +1,4 @@
-"""The core and the iteration schedulers together, in a small world with delays: nothing is lost, stuck, leaked or starved.
+"""The core and the iteration schedulers in a small world with delays: nothing is lost, stuck, leaked or starved.
 
 Everything that is not a decision is faked here: messages are in order on each link, copies and computing take time,
 every store counts its blocks. Tokens are not computed, only counted.
@@ -8,6 +8,7 @@ import heapq
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from alignedserve.scheduler import actions, events
@@ -81,13 +82,8 @@ class Pool:
         while self.waiting:
             key, kv_tokens, share_with, then = self.waiting[0]
             have = len(self.blocks.blocks_of(key))
-            shared = (
-                self.blocks.blocks_of(share_with)[: share_with and self.world.full_blocks(key)] if share_with else []
-            )
+            shared = self.blocks.blocks_of(share_with)[: self.world.full_blocks(key)]
             need = self.world.blocks_for(kv_tokens) - max(have, len(shared))
-            if not self.world.wanted(key):
-                self.waiting.popleft()
-                continue
             if self.blocks.allocate(need, key) is None:
                 return
             if not have:
@@ -96,6 +92,10 @@ class Pool:
             self.waiting.popleft()
             self.report()
             then(len(self.blocks.blocks_of(key)), need)
+
+    def discard(self, key):
+        """The writer has given up."""
+        self.waiting = deque(entry for entry in self.waiting if entry[0] != key)
 
     def release(self, action):
         for index, key in enumerate(action.keys):
@@ -173,9 +173,7 @@ class Prefill:
         for key in left:
             share = left[0] if key != left[0] else None
             kv_tokens = self.world.of(key).kv_tokens
-            self.world.pool.write(
-                key, kv_tokens, share, lambda blocks, new, key=key: self.offloaded(lead, key, kv_tokens, blocks, new)
-            )
+            self.world.pool.write(key, kv_tokens, share, partial(self.offloaded, lead, key, kv_tokens))
 
     def offloaded(self, lead, key, kv_tokens, blocks, new_blocks):
         self.forget(key)
@@ -197,6 +195,7 @@ class Prefill:
             if key in self.lead:
                 lead = self.lead[key]
                 self.forget(key)
+                self.world.pool.discard(key)
                 if lead not in self.groups and not self.chunks.cancel(lead):
                     self.chunks.release(lead)
                 self.world.stopped(key, self.name)
@@ -209,9 +208,9 @@ class Prefill:
 
     def prefetch(self, action):
         for key in action.keys:
-            if not self.world.wanted(key):
-                continue
-            kv_tokens = self.world.pool.lengths[key]
+            kv_tokens = self.world.pool.lengths.get(key)
+            if kv_tokens is None:
+                continue  # it has ended; the word is on its way here
             if self.buffers[action.buffer].allocate(self.world.blocks_for(kv_tokens), key) is None:
                 self.world.bounces += 1
                 self.world.tell_core(self.name, events.Returned(key, kv_tokens, self.world.blocks_for(kv_tokens)))
@@ -443,12 +442,6 @@ class Decode:
             self.drop(evict.key)
         self.kick()
 
-    def unwritten(self, key):
-        """A cancelled eviction that was still waiting for room in the pool."""
-        self.scheduler.copied_out(key)
-        self.drop(key)
-        self.kick()
-
     def give_back(self, key):
         self.world.given_back += 1
         kv_tokens = self.length.pop(key)
@@ -582,7 +575,7 @@ class World:
             case actions.Reject():
                 for key in action.keys:
                     assert isinstance(action.error, CancelledError)
-                    self.of(key).ended = "cancelled"
+                    assert self.of(key).ended == "cancelled"
             case actions.ReportLost():
                 for key in action.keys:
                     self.send("core", "gateway", self.resubmit, key)
@@ -591,11 +584,6 @@ class World:
 
     def of(self, key):
         return self.requests[key.request_id]
-
-    def wanted(self, key):
-        """Whether anybody still works on this epoch of the request."""
-        request = self.of(key)
-        return request.key == key and not request.ended
 
     def full_blocks(self, key):
         return self.of(key).prompt // self.block_size
@@ -614,6 +602,8 @@ class World:
 
     def resubmit(self, key):
         request = self.of(key)
+        if request.ended:
+            return  # its last tokens overtook the news of its loss
         self.resubmitted += 1
         request.epoch += 1
         request.waiting_since_s = None
@@ -622,20 +612,14 @@ class World:
     def finish(self, key, source):
         request = self.of(key)
         assert request.tokens == request.answer
-        request.ended = "finished"
+        request.ended = request.ended or "finished"
         self.tell_core(source, events.Finished((key,)))
 
     def stopped(self, key, source):
-        """A worker has let go of a cancelled request; the gateway hears of it from the worker too."""
-        request = self.of(key)
-        if request.key == key and not request.ended:
-            request.ended = "cancelled"
+        """A worker has let go of a cancelled (or lost) request."""
         self.tell_core(source, events.Finished((key,)))
 
     def give_back(self, source, key, kv_tokens):
-        if not self.wanted(key):
-            return
-
         def committed(blocks, new):
             self.tell_core(source, events.Returned(key, kv_tokens, blocks))
 
@@ -659,6 +643,7 @@ class World:
 
     def cancel(self, request):
         if not request.ended:
+            request.ended = "cancelled"
             self.tell_core("gateway", events.CancelRequested((request.key,)))
 
     def tick(self):

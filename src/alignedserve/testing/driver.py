@@ -39,6 +39,7 @@ class Answer:
     prefill_id: str = ""
     decode_id: str = ""
     times_s: list[float] = field(default_factory=list)
+    early: dict[int, gw.TokenEvent] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -130,7 +131,10 @@ class Driver(gw_grpc.TokenSinkServicer):
 
     def _on_event(self, event: gw.TokenEvent, now_s: float) -> None:
         answer = self.answers[event.key.request_id]
-        if event.position != len(answer.tokens):
+        if event.position > len(answer.tokens):  # the streams of two workers are not ordered among each other
+            answer.early[event.position] = event
+            return
+        if event.position < len(answer.tokens):
             raise AssertionError(f"{answer.key}: position {event.position} after {len(answer.tokens)} tokens")
         answer.tokens.extend(event.token_ids)
         answer.times_s.extend([now_s] * len(event.token_ids))
@@ -144,6 +148,8 @@ class Driver(gw_grpc.TokenSinkServicer):
             if event.HasField("failure"):
                 answer.error = failure_from_proto(event.failure)
             answer.done.set()
+        if (following := answer.early.pop(len(answer.tokens), None)) is not None:
+            self._on_event(following, now_s)
 
     def _on_message(self, message: sc.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")

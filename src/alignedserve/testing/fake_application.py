@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.serve import Application
@@ -47,4 +47,5 @@ class FakeGateway:
 
 def build(args: dict[str, Any]) -> Application:
     tree = to_tree(from_tree(args))
-    return FakeGateway.bind(tree, SupervisorDeployment.bind(tree, dict.fromkeys(ACTORS, FakeActor)))
+    supervisor = cast(Any, SupervisorDeployment).bind(tree, dict.fromkeys(ACTORS, FakeActor))
+    return cast(Application, cast(Any, FakeGateway).bind(tree, supervisor))

@@ -14,7 +14,7 @@ from typing import Any
 from alignedserve.cluster import role_main
 from alignedserve.cluster.node_agent import NodeAgentServer
 from alignedserve.control import runtime
-from alignedserve.control.runtime import RoleServer
+from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import by_code
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
@@ -39,6 +39,10 @@ MODEL = ModelInfo(
 class FakeRole(RoleServer):
     """Becomes ready once the stores are planned, unless its orders say otherwise."""
 
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self._planned = asyncio.Event()
+
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return []
 
@@ -50,10 +54,13 @@ class FakeRole(RoleServer):
             await asyncio.sleep(float(orders["exit"]))
             os._exit(3)
         self.set_state("loading")
-        while not (self.host and self.host.view.store_plan):
-            await asyncio.sleep(0.01)
+        await self._planned.wait()
         if "never_ready" not in orders:
             self.set_state("ready")
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        if view.store_plan:
+            self._planned.set()
 
     def describe(self) -> sv.Heartbeat:
         beat = sv.Heartbeat(holds="nothing", metrics=f'fake_up{{instance="{self.settings.id}"}} 1\n')

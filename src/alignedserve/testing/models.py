@@ -99,11 +99,12 @@ def make_model(
     config.dtype = dtype
     state = torch.random.get_rng_state()
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     finally:
         torch.random.set_rng_state(state)
     draw_weights(model, seed=seed, std=std)
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=eos, pad_token_id=0, **(generation or {}))
+    values = {"bos_token_id": 0, "eos_token_id": eos, "pad_token_id": 0, **(generation or {})}
+    model.generation_config = GenerationConfig(**values)  # type: ignore[no-untyped-call]
     path = Path(folder)
     model.to(dtype).save_pretrained(path)
     return path

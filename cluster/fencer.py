@@ -1,0 +1,74 @@
+"""Ending processes for certain: through the node's agent, which waits on them, or the launcher where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from alignedserve.cluster.launcher import Launcher
+from alignedserve.cluster.members import Slot
+from alignedserve.cluster.roster import Roster
+from alignedserve.control.rpc import open_channel
+from alignedserve.proto import node_agent_pb2 as na
+from alignedserve.proto import node_agent_pb2_grpc as na_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+AGENT_TIMEOUT_S = 10.0
+RETRY_S = 1.0
+
+
+class Fencer:
+    """Messages do not fence memory: only a process that is known to be dead writes nothing any more."""
+
+    def __init__(self, roster: Callable[[], Roster], launcher: Launcher, token: str) -> None:
+        self._roster = roster
+        self._launcher = launcher
+        self._token = token
+
+    async def end(self, role_id: str, hello: sv.RoleHello | None, still_wanted: Callable[[], bool]) -> bool:
+        """End the process, trying until it is dead or `still_wanted` is not.
+
+        True when an agent has seen it end; False when the launcher's own word (`watch`) came first.
+        """
+        while still_wanted():
+            if hello is not None and await self._through_agent(hello):
+                return True
+            await self._launcher.kill(role_id)
+            await asyncio.sleep(RETRY_S)
+        return False
+
+    async def kill(self, slot: Slot) -> None:
+        """One try; the launcher says when it has ended."""
+        hello = slot.member.hello if slot.member else None
+        if hello is None or not await self._through_agent(hello):
+            await self._launcher.kill(slot.planned.id)
+
+    async def _through_agent(self, hello: sv.RoleHello) -> bool:
+        """True when the process is known to be dead; False where there is no agent to say so."""
+        agent = self._agent(hello)
+        if agent is None:
+            return False
+        channel = open_channel(agent.address, self._token)
+        try:
+            request = na.EndProcessRequest(process=hello.process, pid=hello.pid)
+            await na_grpc.NodeAgentStub(channel).EndProcess(request, timeout=AGENT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("the node agent could not end %s: %s", hello.process.id, error.details())
+            return False
+        finally:
+            await channel.close()
+        return True
+
+    def _agent(self, hello: sv.RoleHello) -> sv.RoleHello | None:
+        """The agent of the process's node, unless it is the process itself."""
+        for slot in self._roster().slots.values():
+            if slot.planned.role == "node_agent" and slot.ready and slot.member is not None:
+                agent = slot.member.hello
+                if agent.node_id == hello.node_id and agent.process.id != hello.process.id:
+                    return agent
+        return None

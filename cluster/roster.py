@@ -1,0 +1,65 @@
+"""Who is planned, who has joined, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alignedserve.cluster.members import Member, Phase, Slot
+from alignedserve.cluster.plan import REQUIRED_ROLES, PlannedRole
+from alignedserve.proto import common_pb2 as pb
+
+
+class Roster:
+    """The planned processes, each in a slot, and guests: gateways, which Ray Serve starts and replaces."""
+
+    def __init__(self, planned: Sequence[PlannedRole]) -> None:
+        self.slots = {role.id: Slot(role) for role in planned}
+        self.guests: dict[str, Member] = {}
+        self.lost_guests: dict[str, float] = {}
+        """Guests whose stream is gone, and until when they may come back."""
+
+    def member(self, key: pb.ProcessKey) -> Member | None:
+        """The live process of this role, id and incarnation."""
+        slot = self.slots.get(key.id)
+        member = slot.member if slot is not None else self.guests.get(key.id)
+        return member if member is not None and member.key == key else None
+
+    def members(self) -> list[tuple[Member, bool]]:
+        """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
+        planned = [
+            (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
+        ]
+        return planned + [(member, member.key.id in self.lost_guests) for member in self.guests.values()]
+
+    def drop_lost_guests(self, now: float) -> bool:
+        """Forget those whose time is over; whether there were any."""
+        over = [role_id for role_id, until in self.lost_guests.items() if now >= until]
+        for role_id in over:
+            del self.lost_guests[role_id]
+            self.guests.pop(role_id, None)
+        return bool(over)
+
+    def forgive(self, now: float) -> None:
+        """Nobody is to blame for what was not heard until now."""
+        for member, _ in self.members():
+            member.heard_at = now
+        for slot in self.slots.values():
+            if slot.phase is Phase.LOST:
+                slot.since = now
+
+    def all_ready(self) -> bool:
+        return all(slot.ready for slot in self.slots.values())
+
+    def missing(self) -> list[str]:
+        """Roles of which no instance is ready."""
+        ready = {slot.planned.role for slot in self.slots.values() if slot.ready}
+        return [role for role in REQUIRED_ROLES if role not in ready]
+
+    def degraded(self) -> list[str]:
+        """Instances that are not ready though another of their role is, as "decode-1: starting"."""
+        missing = set(self.missing())
+        return [
+            f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
+            for slot in self.slots.values()
+            if not slot.ready and slot.planned.role not in missing
+        ]

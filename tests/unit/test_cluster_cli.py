@@ -1,0 +1,182 @@
+"""The command as users run it: quick where it should be, one clear line where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cluster.records import Record, read_records
+from alignedserve.testing.serving import free_port
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Records of clusters that run here are not to be seen."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "alignedserve"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "alignedserve.cluster.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
+    """The one line on stderr of a command that failed."""
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stderr.startswith("alignedserve: error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "/no/such/folder"), "'/no/such/folder' does not exist"),
+        (("--set", "decode.cach_blocks=3"), "the nearest is 'decode.cache_blocks'"),
+        (("--prefil", "2"), "the nearest is --prefill"),
+        (("--prefill", "0"), "cluster.prefill must be between 1 and 1024"),
+        (("--dtype", "int8"), "model.dtype must be one of"),
+        (("--set", "kv_pool.size_gib=100000"), "of memory are available"),
+        (("--config", "/no/such/file.yaml"), "cannot read configuration file"),
+        (("--chat-template", "/no/such/template"), "there is no file /no/such/template"),
+        (("--tensor-parallel-size", "2"), "tensor parallelism"),
+        (("--enable-prefix-caching",), "the prefix cache"),
+        (("--quantization=fp8",), "quantised weights"),
+        (("--speculative-config", "{}"), "speculative decoding"),
+        (("--set", "model.kv_cache_dtype=fp8"), "a quantised KV cache"),
+        (("--port", "8123", "--grpc-port", "8123"), "are both 8123"),
+        (("--host", "not an address"), "is no address"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line_before_anything_is_started(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    begun = time.monotonic()
+    done = run("serve", "--device", "cpu", *arguments)
+    assert said in error_line(done)
+    assert done.stdout == ""
+    assert time.monotonic() - begun < 10
+
+
+def test_more_gpus_than_there_are_is_refused() -> None:
+    assert "GPU" in error_line(run("serve", "--device", "cuda", "--prefill", "500", CUDA_VISIBLE_DEVICES=""))
+
+
+@pytest.mark.parametrize(("flag", "host"), [("--port", "127.0.0.1"), ("--grpc-port", "0.0.0.0")])
+def test_a_port_in_use_is_named(flag: str, host: str) -> None:
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = {"--port": str(free_port()), "--grpc-port": str(free_port()), flag: str(port)}
+        done = run("serve", "--device", "cpu", *(word for pair in ports.items() for word in pair))
+    assert f"{port} on {host} is in use" in error_line(done)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "bloom", "gpt_oss", "deepseek_v3"])
+def test_an_architecture_that_would_give_wrong_tokens_is_refused_by_its_model_type(
+    model_type: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert f"model_type '{model_type}' is not supported" in error_line(run("serve", "--model", str(tmp_path)))
+
+
+def test_config_shows_flags_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("cluster: {prefill: 2, decode: 3}\ngateway: {port: 1111}\n")
+    done = run("config", "--config", str(file), "--port", "3333", ALIGNEDSERVE_CLUSTER__DECODE="4")
+    assert done.returncode == 0
+    assert "  prefill: 2  # prefill instances\n" in done.stdout
+    assert "  decode: 4  #" in done.stdout
+    assert "  port: 3333  #" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("version",), ("serve", "--help"), ("config",)])
+def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    code = (
+        "import sys\nfrom alignedserve.cluster.cli import main\n"
+        f"try:\n    main({list(arguments)!r})\nexcept SystemExit:\n    pass\n"
+        "print('HEAVY', *[name for name in ('ray', 'torch', 'transformers', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "HEAVY", done.stderr
+
+
+class _Gateway(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps({"state": "ready", "roles": [{"role": "decode", "id": "decode-0", "pid": 7}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def gateway_url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Gateway)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_status_asks_the_newest_live_cluster_and_prints_json_and_nothing_else(gateway_url: str) -> None:
+    Record("00000001", "http://127.0.0.1:1", 2**22 + 1, time.time() + 10).write()
+    Record("00000002", gateway_url, os.getpid(), time.time()).write()
+    done = run("status", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"roles": [{"role": "decode", "id": "decode-0", "pid": 7}]}
+
+
+def test_status_of_a_url_prints_a_table(gateway_url: str) -> None:
+    done = run("status", "--url", gateway_url)
+    assert done.returncode == 0
+    assert "decode-0" in done.stdout
+
+
+def test_status_without_a_cluster_says_so() -> None:
+    begun = time.monotonic()
+    assert "no cluster of this user is running" in error_line(run("status"), 1)
+    assert time.monotonic() - begun < 5
+    assert "does not answer" in error_line(run("status", "--url", "http://127.0.0.1:9"), 1)
+
+
+def test_records_of_clusters_that_have_ended_are_removed_with_their_folders(own_runtime_dir: Path) -> None:
+    dead = Record("deadbeef", "http://127.0.0.1:1", 2**22 + 1, 5.0)
+    dead.write()
+    (own_runtime_dir / "deadbeef").mkdir()
+    live = Record("abcdef01", "http://127.0.0.1:2", os.getpid(), 4.0)
+    live.write()
+    (own_runtime_dir / "broken.json").write_text("{")
+    assert read_records() == [live]
+    assert not (own_runtime_dir / "deadbeef").exists()
+    assert not (own_runtime_dir / "deadbeef.json").exists()
+    assert (own_runtime_dir / "abcdef01.json").stat().st_mode & 0o077 == 0
+
+
+def test_doctor_tells_the_channel_of_each_pair_of_stores_as_json() -> None:
+    done = run("doctor", "--json", "--device", "cpu")
+    report = json.loads(done.stdout)
+    assert done.returncode == (1 if report["missing"] else 0)
+    assert {channel["channel"] for channel in report["channels"]} == {"shared-memory"}
+    assert report["cores"] >= 1

@@ -1,0 +1,246 @@
+"""The supervisor's decisions, as lists of events: no process, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from alignedserve.cluster.core import Action, Fence, Launch, SupervisorCore
+from alignedserve.cluster.plan import pair_up, plan_roles
+from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
+from alignedserve.errors import ResourceError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.sizing import StorePlan
+from alignedserve.testing.fake_roles import MODEL
+
+LIMITS = SupervisorConfig(heartbeat_s=1.0, fence_after_s=6.0, start_timeout_s=60.0, max_start_failures=3)
+ALL = ("node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0", "decode-0")
+GIB = 1 << 30
+
+
+def make_core(**cluster: int) -> SupervisorCore:
+    config = Config(cluster=ClusterConfig(device="cpu", **cluster), supervisor=LIMITS)  # type: ignore[arg-type]
+    return SupervisorCore(config, plan_roles(config, 0))
+
+
+def hello(role_id: str, incarnation: int = 1) -> sv.RoleHello:
+    role = role_id.rpartition("-")[0]
+    return sv.RoleHello(process=pb.ProcessKey(role=role, id=role_id, incarnation=incarnation), pid=1000 + incarnation)
+
+
+def beat(role_id: str, state: str = "ready") -> sv.Heartbeat:
+    message = sv.Heartbeat(state=state)
+    if role_id.startswith("node_agent"):
+        message.gauges[MEMORY_GAUGE] = 4.0 * GIB
+    if role_id.startswith(("prefill", "decode")):
+        message.model_info = MODEL.to_json()
+    return message
+
+
+def bring_up(core: SupervisorCore, now: float = 0.0) -> None:
+    core.begin(now)
+    for role_id in core.roster.slots:
+        assert core.joined(hello(role_id), now) is None
+        core.heard(hello(role_id).process, beat(role_id), now)
+
+
+def names(actions: list[Action]) -> list[tuple[str, str]]:
+    return [("launch", a.planned.id) if isinstance(a, Launch) else ("fence", a.role_id) for a in actions]
+
+
+def test_at_the_start_everything_that_does_not_run_is_launched() -> None:
+    core = make_core()
+    assert names(core.begin(0.0, ["kv_pool-0"])) == [("launch", role_id) for role_id in ALL if role_id != "kv_pool-0"]
+
+
+def test_the_cluster_is_ready_when_every_instance_is_and_says_until_then_what_is_missing() -> None:
+    core = make_core(decode=2)
+    core.begin(0.0)
+    assert core.state() == "starting"
+    assert core.roster.missing() == ["node_agent", "kv_pool", "scheduler", "prefill", "decode"]
+    for role_id in (*ALL, "decode-1"):
+        core.joined(hello(role_id), 1.0)
+        core.heard(hello(role_id).process, beat(role_id, "ready" if role_id != "decode-1" else "loading"), 1.0)
+    assert core.roster.missing() == []
+    assert core.roster.degraded() == ["decode-1: loading"]
+    core.heard(hello("decode-1").process, beat("decode-1"), 2.0)
+    assert core.state() == "ready"
+
+
+def test_the_view_grows_with_changes_only_and_names_pairs_and_plan() -> None:
+    core = make_core()
+    bring_up(core)
+    version = core.view().version
+    core.heard(hello("decode-0").process, beat("decode-0"), 1.0)
+    assert core.view().version == version
+    core.heard(hello("decode-0").process, beat("decode-0", "draining"), 2.0)
+    view = core.view()
+    assert view.version > version
+    assert [(pair.decode_id, pair.prefill_id) for pair in view.pairs] == [("decode-0", "prefill-0")]
+    assert StorePlan.from_json(view.store_plan).pool == (GIB - 500) // MODEL.geometry(16).block_bytes
+
+
+def test_an_older_incarnation_is_refused_and_its_heartbeats_say_nothing() -> None:
+    core = make_core()
+    bring_up(core)
+    assert core.joined(hello("decode-0", 5), 1.0) is None
+    refusal = core.joined(hello("decode-0", 4), 1.0)
+    assert refusal is not None
+    assert refusal.code == "stale"
+    core.heard(hello("decode-0", 1).process, beat("decode-0", "failed"), 1.0)
+    assert core.state() == "degraded"
+
+
+def test_a_broken_stream_is_lost_at_once_fenced_after_a_while_and_replaced_once_dead() -> None:
+    core = make_core()
+    bring_up(core)
+    core.broke(hello("prefill-0").process, 10.0)
+    (lost,) = [peer for peer in core.view().peers if peer.state == "lost"]
+    assert lost.process.id == "prefill-0"
+    assert core.tick(10.1) == []
+    (fence,) = core.tick(10.6)
+    assert isinstance(fence, Fence)
+    assert fence.hello is not None
+    assert core.tick(12.0) == []  # nothing is started before it is known to be dead
+    assert names(core.ended("prefill-0", fence.generation, "killed", 12.5)) == [("launch", "prefill-0")]
+    assert not [peer for peer in core.view().peers if peer.process.id == "prefill-0"]
+
+
+def test_a_process_that_comes_back_in_time_is_left_alone() -> None:
+    core = make_core()
+    bring_up(core)
+    core.broke(hello("prefill-0").process, 1.0)
+    assert core.joined(hello("prefill-0"), 1.2) is None
+    assert core.tick(2.0) == []
+    assert core.state() == "ready"
+
+
+def test_a_silent_process_is_fenced_but_not_when_it_was_the_supervisor_that_slept() -> None:
+    core = make_core()
+    bring_up(core)
+    for second in range(1, 6):
+        core.tick(float(second))
+        for role_id in ALL[:-1]:
+            core.heard(hello(role_id).process, beat(role_id), float(second))
+    assert names(core.tick(6.5)) == [("fence", "decode-0")]
+
+    slept = make_core()
+    bring_up(slept)
+    slept.tick(0.5)
+    assert slept.tick(60.0) == []
+
+
+def test_the_end_of_a_predecessor_is_not_held_against_its_successor() -> None:
+    core = make_core()
+    bring_up(core)
+    generation = core.roster.slots["decode-0"].generation
+    (launch,) = core.ended("decode-0", generation, "killed", 1.0)
+    assert isinstance(launch, Launch)
+    assert core.ended("decode-0", generation, "the launcher noticed it too", 1.1) == []
+    assert core.roster.slots["decode-0"].generation == launch.generation == generation + 1
+
+
+def test_dying_before_being_ready_too_often_fails_the_start_with_the_last_reason() -> None:
+    core = make_core()
+    core.begin(0.0)
+    now = 0.0
+    for attempt in range(1, 4):
+        core.ended("scheduler-0", attempt, "its process ended with status 1", now)
+        now += 5.0
+        core.tick(now)
+    assert core.state() == "failed"
+    assert core.failure is not None
+    assert "scheduler-0 failed to start 3 times" in core.failure.message
+    assert "launch" not in [what for what, _ in names(core.tick(now + 100.0))]
+
+
+def test_dying_again_and_again_after_the_start_is_answered_more_slowly_each_time_but_always() -> None:
+    core = make_core()
+    bring_up(core)
+    now, waits = 1.0, []
+    for _ in range(6):
+        slot = core.roster.slots["decode-0"]
+        core.ended("decode-0", slot.generation, "killed", now)
+        waits.append(max(0.0, slot.launch_at - now))
+        now += 31.0
+        core.tick(now)
+        core.joined(hello("decode-0", int(now)), now)
+        core.heard(hello("decode-0", int(now)).process, beat("decode-0"), now)
+    assert waits[0] == 0.0
+    assert waits == sorted(waits)
+    assert waits[-1] > 2.0
+    assert core.failure is None
+
+
+@pytest.mark.parametrize("code", ["model_error", "unsupported_model", "insufficient_resources"])
+def test_what_starting_again_cannot_mend_fails_the_start_at_once(code: str) -> None:
+    core = make_core()
+    core.begin(0.0)
+    core.joined(hello("prefill-0"), 1.0)
+    failed = sv.Heartbeat(state="failed", failure=pb.Failure(code=code, message="the file is broken"))
+    assert names(core.heard(hello("prefill-0").process, failed, 1.0)) == [("fence", "prefill-0")]
+    assert core.failure is not None
+    assert (core.failure.code, core.failure.message) == (code, "the file is broken")
+
+
+def test_a_pool_that_does_not_fit_fails_the_start_with_the_figures() -> None:
+    config = Config(cluster=ClusterConfig(device="cpu"), kv_pool=KvPoolConfig(size_gib=100.0), supervisor=LIMITS)
+    core = SupervisorCore(config, plan_roles(config, 0))
+    bring_up(core)
+    assert core.failure is not None
+    assert "100.00 GiB" in core.failure.message
+    assert "4.00 GiB" in core.failure.message
+
+
+def test_a_start_that_takes_too_long_names_who_was_late() -> None:
+    core = make_core()
+    core.begin(0.0)
+    core.joined(hello("decode-0"), 1.0)
+    now = 1.0
+    while core.failure is None and now < 200.0:
+        now += 1.0
+        core.heard(hello("decode-0").process, sv.Heartbeat(state="loading"), now)
+        core.tick(now)
+    assert core.failure is not None
+    assert "was not ready in time" in core.failure.message
+
+
+def test_the_plan_of_an_earlier_supervisor_stands() -> None:
+    core = make_core()
+    core.planner.adopt(MODEL.to_json(), "the earlier plan")
+    bring_up(core)
+    assert core.view().store_plan == "the earlier plan"
+
+
+def test_nothing_is_started_while_everything_is_being_ended() -> None:
+    core = make_core()
+    bring_up(core)
+    core.end()
+    assert core.ended("decode-0", 1, "ordered", 1.0) == []
+    assert core.tick(100.0) == []
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "pairs"),
+    [
+        (1, 1, [("decode-0", "prefill-0")]),
+        (3, 2, [("decode-0", "prefill-0"), ("decode-1", "prefill-1"), ("decode-0", "prefill-2")]),
+        (2, 3, [("decode-0", "prefill-0"), ("decode-1", "prefill-1"), ("decode-2", "prefill-0")]),
+    ],
+)
+def test_every_instance_has_a_pair(prefill: int, decode: int, pairs: list[tuple[str, str]]) -> None:
+    config = Config(cluster=ClusterConfig(prefill=prefill, decode=decode))
+    assert list(pair_up(config)) == pairs
+    assert not pair_up(Config(cluster=ClusterConfig(prefill=prefill, decode=decode, prefetch=False)))
+
+
+def test_instances_get_a_gpu_each_and_share_one_only_where_that_is_allowed() -> None:
+    config = Config(cluster=ClusterConfig(prefill=1, decode=1))
+    assert [role.device for role in plan_roles(config, 2) if role.on_gpu] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ResourceError, match="need 2 GPUs, but there are 1"):
+        plan_roles(config, 1)
+    shared = Config(cluster=ClusterConfig(prefill=1, decode=1, share_gpu=True))
+    assert [role.device for role in plan_roles(shared, 1) if role.on_gpu] == ["cuda:0", "cuda:0"]
+    with pytest.raises(ResourceError, match="no GPU"):
+        plan_roles(Config(cluster=ClusterConfig(device="cuda")), 0)
