@@ -145,13 +145,17 @@ def padded(model: PreTrainedModel, prompts: Tokens, new_tokens: int) -> Callable
 
 
 def measure(systems: dict[str, Callable[[], Tokens]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Run the systems in turn, `rounds` times, so that what disturbs one disturbs all. Seconds of each round."""
-    results: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in systems}
+    """Run the systems in turn, `rounds` times, so that what disturbs one disturbs all.
+
+    Seconds of each round, and of processor time: on a busy machine the latter says more.
+    """
+    results: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": []} for name in systems}
     for _ in range(rounds):
         for name, run in systems.items():
             gc.collect()
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             output = run()
+            results[name]["cpu_seconds"].append(time.process_time() - cpu_started)
             results[name]["seconds"].append(time.perf_counter() - started)
             results[name]["output"] = output
     return results
@@ -173,6 +177,8 @@ def benchmark(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     total = options.prompts * options.new_tokens
     rates = {name: total / statistics.median(result["seconds"]) for name, result in results.items()}
     best = max((rate for name, rate in rates.items() if name != "engine"), default=float("nan"))
+    cpu_s = {name: statistics.median(result["cpu_seconds"]) for name, result in results.items()}
+    best_cpu = min((value for name, value in cpu_s.items() if name != "engine"), default=float("nan"))
     ours = results["engine"]["output"]
     return {
         "dtype": dtype,
@@ -185,7 +191,9 @@ def benchmark(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
         "same_tokens": {
             name: sum(a == b for a, b in zip(ours, result["output"], strict=True)) for name, result in results.items()
         },
+        "cpu_s": {name: round(value, 3) for name, value in cpu_s.items()},
         "ratio": round(rates["engine"] / best, 3),
+        "cpu_time_ratio": round(best_cpu / cpu_s["engine"], 3),
     }
 
 
@@ -207,8 +215,10 @@ def main() -> int:
     for result in results:
         print(f"\n{result['dtype']}, {result['threads']} threads, {result['prompt_tokens']} prompt tokens")
         for name, rate in result["tokens_per_s"].items():
-            print(f"  {name:16}{rate:10.1f} tokens/s   same answers {result['same_tokens'][name]}/{options.prompts}")
-        print(f"  ratio over the better one: {result['ratio']}   phases: {result['engine_phases_s']}")
+            same = f"same answers {result['same_tokens'][name]}/{options.prompts}"
+            print(f"  {name:16}{rate:10.1f} tokens/s {result['cpu_s'][name]:8.1f} s of CPU   {same}")
+        print(f"  over the better one: {result['ratio']} (in CPU time {result['cpu_time_ratio']})")
+        print(f"  phases of the engine: {result['engine_phases_s']}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0

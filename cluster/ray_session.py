@@ -27,6 +27,8 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }
+# With Serve's HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1, see docs/adr) a replica waits 30 s before it ends otherwise.
+HA_PROXY_ENVIRONMENT = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
 # For replicas only: handles of this process, which has no event loop, work in their router's own.
 REPLICA_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -54,7 +56,8 @@ class RaySession:
 
     def start(self) -> None:
         """Raises AlignedServeError where Ray cannot be started or joined."""
-        for name, value in ENVIRONMENT.items():
+        ha_proxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        for name, value in (ENVIRONMENT | (HA_PROXY_ENVIRONMENT if ha_proxy else {})).items():
             os.environ.setdefault(name, value)
         if self.owned:
             os.environ.pop("RAY_ADDRESS", None)
@@ -96,7 +99,6 @@ class RaySession:
         """Start Serve where it does not run, and the application on it. Returns when its replicas are up."""
         from ray import serve
 
-        from alignedserve.cluster.app import build
         from alignedserve.config_sources import to_tree
 
         try:
@@ -109,7 +111,7 @@ class RaySession:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
             self._deployed = True
             serve.run(
-                build(to_tree(self._config)),
+                self.build(to_tree(self._config)),
                 name=self.app_name,
                 route_prefix=self._config.gateway.route_prefix,
                 blocking=False,
@@ -118,6 +120,13 @@ class RaySession:
             raise
         except Exception as error:  # as above
             raise AlignedServeError(f"the application could not be deployed: {_first_line(error)}") from error
+
+    @staticmethod
+    def build(tree: dict[str, Any]) -> Any:
+        """The application; `alignedserve.testing.fake_serve` has another."""
+        from alignedserve.cluster.app import build
+
+        return build(tree)
 
     def progress(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
         """What the supervisor says; None while there is none."""

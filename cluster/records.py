@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.cluster.processes import is_alive
-from alignedserve.cluster.runtime_dir import remove_stale, runtime_dir
+from alignedserve.cluster.runtime_dir import record_dirs, remove_stale, runtime_dir
 from alignedserve.errors import UnavailableError
 
 PROBE_TIMEOUT_S = 2.0
@@ -47,7 +47,7 @@ def read_records() -> list[Record]:
     A supervisor that has just died may be about to be replaced: its successor writes the record again.
     """
     records = []
-    for path in runtime_dir().glob("*.json"):
+    for path in (path for folder in record_dirs() for path in folder.glob("*.json")):
         try:
             record = Record(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
@@ -55,8 +55,8 @@ def read_records() -> list[Record]:
         if is_alive(record.pid):
             records.append(record)
         else:
-            record.remove()
-            remove_stale(runtime_dir() / record.cluster_id)
+            path.unlink(missing_ok=True)
+            remove_stale(path.parent / record.cluster_id)
     return sorted(records, key=lambda record: -record.started_unix_s)
 
 

@@ -12,18 +12,26 @@ from pathlib import Path
 
 from alignedserve.errors import ConfigError
 
+OVERRIDE = "ALIGNEDSERVE_RUNTIME_DIR"
 CLUSTER_ID_CHARACTERS = 8
 STARTING_S = 60.0
 OLD_LOG_S = 24 * 3600.0
 
 
 def runtime_dir() -> Path:
-    """`$XDG_RUNTIME_DIR/alignedserve`, or `temp_dir()` where there is none; made, mode 0700.
+    """`$ALIGNEDSERVE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/alignedserve`, else `temp_dir()`; made, mode 0700.
 
     Raises ConfigError where somebody else owns it.
     """
+    if own := os.environ.get(OVERRIDE):
+        return _private(Path(own))
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     return _private(Path(base) / "alignedserve") if base and os.access(base, os.W_OK) else temp_dir()
+
+
+def record_dirs() -> list[Path]:
+    """Where records may lie: a cluster may have been started in a session that has no XDG_RUNTIME_DIR."""
+    return [runtime_dir()] if os.environ.get(OVERRIDE) else list(dict.fromkeys((runtime_dir(), temp_dir())))
 
 
 def temp_dir() -> Path:

@@ -16,7 +16,8 @@ from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.block_store import BlockStore, attach_store
 from alignedserve.transfer.channel import Channel
-from alignedserve.transfer.handles import StoreHandle
+from alignedserve.transfer.device import attach_device_store
+from alignedserve.transfer.handles import CUDA, StoreHandle
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -130,13 +131,17 @@ class BufferLink:
         if self._stores:
             return
         for message in (stores.batch, stores.requests):
-            handle = StoreHandle.from_proto(message)
-            store = await asyncio.to_thread(attach_store, handle, self._segments, geometry=self._cache.geometry)
+            store = await asyncio.to_thread(self._open_store, StoreHandle.from_proto(message))
             self._stores.append(store)
             self.pulls[store.store_id] = connect(store, self._cache)
         self.requests_store_id = stores.requests.store_id
         self.evict_channel = connect(self._cache, self._stores[1])
         self._on_lease()
+
+    def _open_store(self, handle: StoreHandle) -> BlockStore:
+        if handle.kind == CUDA:
+            return attach_device_store(handle, geometry=self._cache.geometry)
+        return attach_store(handle, self._segments, geometry=self._cache.geometry)
 
     def _on_down(self) -> None:
         self._leased.clear()

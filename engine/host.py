@@ -19,6 +19,8 @@ from alignedserve.geometry import KvGeometry
 from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
+from alignedserve.transfer.device import DeviceBlockStore
+from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,15 @@ def cache_store(
     if device == "cpu":
         store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id)
         return store, allocate_cache(geometry, blocks, device, store.as_memory())
-    from alignedserve.transfer.device import DeviceBlockStore
-
     tensor = allocate_cache(geometry, blocks, device)
     return DeviceBlockStore(store_id, geometry, tensor, node_id=node_id), tensor
+
+
+def buffer_store(
+    store_id: str, geometry: KvGeometry, blocks: int, device: str, node_id: str, segments: SegmentClient
+) -> BlockStore:
+    """A store that other processes of the node attach: on the instance's device, or in a segment of the node agent."""
+    if device == "cpu":
+        return HostBlockStore.create(segments, store_id, geometry, blocks, node_id=node_id)
+    tensor = allocate_cache(geometry, blocks, device)
+    return DeviceBlockStore(store_id, geometry, tensor, node_id=node_id, shared=True)

@@ -57,7 +57,7 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
 
 
 def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             info.path,

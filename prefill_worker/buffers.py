@@ -8,7 +8,7 @@ from alignedserve.control.convert import key_from_proto
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.block_store import BlockStore
 
 from alignedserve.request import RequestKey
 
@@ -33,7 +33,7 @@ class Placement:
 class CandidateBuffer:
     """One buffer: a store that paired decode instances attach, and the count of its blocks."""
 
-    def __init__(self, kind: BufferKind, store: HostBlockStore) -> None:
+    def __init__(self, kind: BufferKind, store: BlockStore) -> None:
         self.kind = kind
         self.store = store
         self.allocator = BlockAllocator(store.capacity_blocks, store.store_id)

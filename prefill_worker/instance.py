@@ -95,7 +95,7 @@ class PrefillInstance:
         for kind, blocks in sizes.items():
             # A successor takes new memory: a predecessor that was stopped may still write to the old.
             name = f"{self._settings.id}/{BUFFER_NAMES[kind]}-{self._process.incarnation}"
-            store = HostBlockStore.create(segments, name, geometry, blocks, node_id=self._settings.node_id)
+            store = host.buffer_store(name, geometry, blocks, self._settings.device, self._settings.node_id, segments)
             buffers[kind] = CandidateBuffer(kind, store)
         return buffers
 

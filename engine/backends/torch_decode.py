@@ -17,7 +17,7 @@ from alignedserve.engine.backends.base import AttentionOptions
 from alignedserve.engine.batch import DecodeRows
 from alignedserve.errors import AlignedServeError
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class ClusterConfig:
     share_gpu: bool = _key(False, "let several instances share one GPU")
     prefetch: bool = _key(True, "prefetch candidate batches through the buffers of prefill instances")
     allow_slow_channel: bool = _key(False, "start even where a faster channel was configured than there is")
-    name: str = _key("default", "names the cluster: two of one user with the same name refuse each other")
+    name: str = _key("default", "the application's name in Ray: two in one Ray cluster need different ones")
     threads: int = _key(0, "CPU threads of one model-holding worker; 0: all cores", low=0, high=1024)
 
 

@@ -22,8 +22,8 @@ from alignedserve.testing.serving import free_port
 @pytest.fixture(autouse=True)
 def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Records of clusters that run here are not to be seen."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "alignedserve"
+    monkeypatch.setenv("ALIGNEDSERVE_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -157,5 +157,7 @@ async def test_only_calls_with_the_clusters_token_are_answered() -> None:
 
 
 def test_the_runtime_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALIGNEDSERVE_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_dir() == tmp_path / "alignedserve"
     assert runtime_dir().stat().st_mode & 0o777 == 0o700

@@ -1,13 +1,13 @@
 """Blocks are free, owned or cached; holders are counted; leases and quarantine keep the books balanced."""
 
 import pytest
-from alignedserve.scheduler.block_allocator import BlockAllocator, BlockState
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from alignedserve.errors import AccountingError, StaleError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator, BlockState
 
 A, B = RequestKey("a"), RequestKey("b")
 

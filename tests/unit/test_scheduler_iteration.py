@@ -3,14 +3,14 @@
 import random
 
 import pytest
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.plan import Candidate
 
 from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.plan import Candidate
 
 BATCH, REQUESTS = BufferKind.BATCH, BufferKind.REQUESTS
 

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 
 A, B, C = (RequestKey(name) for name in "abc")
 

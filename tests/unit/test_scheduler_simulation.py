@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+
+from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.errors import CancelledError
+from alignedserve.request import RequestKey
 from alignedserve.scheduler import actions, events
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.core import SchedulerCore
@@ -18,10 +22,6 @@ from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
 from alignedserve.scheduler.plan import Candidate
 from alignedserve.scheduler.prefill_chunks import ChunkScheduler
-
-from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
-from alignedserve.errors import CancelledError
-from alignedserve.request import RequestKey
 
 
 @dataclass

@@ -99,12 +99,12 @@ def make_model(
     config.dtype = dtype
     state = torch.random.get_rng_state()
     try:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     finally:
         torch.random.set_rng_state(state)
     draw_weights(model, seed=seed, std=std)
     values = {"bos_token_id": 0, "eos_token_id": eos, "pad_token_id": 0, **(generation or {})}
-    model.generation_config = GenerationConfig(**values)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(**values)
     path = Path(folder)
     model.to(dtype).save_pretrained(path)
     return path

@@ -1,0 +1,119 @@
+"""`alignedserve serve` on Ray with roles that only join: start, status, replacement, an end that leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster.descendants import Descendants
+from alignedserve.cluster.processes import is_alive
+from alignedserve.testing.serving import ServeProcess
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+class FakeServe(ServeProcess):
+    @property
+    def command(self) -> Sequence[str]:
+        words = list(super().command)
+        words[words.index("alignedserve.cluster.cli")] = "alignedserve.testing.fake_serve"
+        return words
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ALIGNEDSERVE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[Descendants]:
+    """Every process that the test has started is gone in the end, without being killed here."""
+    descendants = Descendants()
+    yield descendants
+    assert descendants.end(5.0) == 0
+
+
+def status() -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "alignedserve.cluster.cli", "status", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    roles: list[dict[str, Any]] = json.loads(done.stdout)["roles"]
+    return roles
+
+
+def wait_replaced(role_id: str, old_pid: int, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if any(r["id"] == role_id and r["pid"] != old_pid and r["state"] == "ready" for r in status()):
+                return
+        except AssertionError:  # the supervisor itself may be the one that is replaced
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"{role_id} did not come back")
+
+
+def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
+    nothing_left: Descendants, own_runtime_dir: Path
+) -> None:
+    with FakeServe("--device", "cpu") as server:
+        begun = time.monotonic()
+        roles = {role["id"]: role["pid"] for role in status()}
+        assert time.monotonic() - begun < 2.0
+        assert {"node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0", "decode-0", "supervisor-0"} <= set(roles)
+        assert all(is_alive(pid) for pid in roles.values())
+        wait_printed(server, "serving tiny on")
+        assert "curl http://127.0.0.1" in server.output
+        for role_id in ("decode-0", "node_agent-0", "supervisor-0", "kv_pool-0"):
+            os.kill(roles[role_id], signal.SIGKILL)
+            wait_replaced(role_id, roles[role_id])
+        after = {role["id"]: role["pid"] for role in status()}
+        assert after["prefill-0"] == roles["prefill-0"]
+        assert after["scheduler-0"] == roles["scheduler-0"]
+        nothing_left.note()
+        begun = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begun < 30
+        assert list(own_runtime_dir.iterdir()) == []
+        assert [line for line in server.output.splitlines() if "WARN" in line or "Traceback" in line] == []
+
+
+def test_a_role_that_cannot_start_ends_the_command_with_its_reason(nothing_left: Descendants) -> None:
+    server = FakeServe("--device", "cpu", environment={"FAKE_PREFILL": "fail=model_error"})
+    begun = time.monotonic()
+    server.start()
+    nothing_left.note()
+    assert server.process.wait(60) == 1
+    assert time.monotonic() - begun < 60
+    assert "alignedserve: error: prefill-0 was told to fail" in server.output
+
+
+def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_left: Descendants) -> None:
+    with FakeServe("--device", "cpu") as killed:
+        nothing_left.note()
+        roles = status()
+        killed.process.kill()
+        nothing_left.end(0.0)
+    assert not [role for role in roles if is_alive(role["pid"])]
+    with FakeServe("--device", "cpu") as server:
+        assert {role["pid"] for role in status()}.isdisjoint({role["pid"] for role in roles})
+        nothing_left.note()
+        assert server.stop(signal.SIGINT) == 0
+
+
+def wait_printed(server: ServeProcess, text: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in server.output:
+        assert time.monotonic() < deadline, server.output
+        time.sleep(0.05)
