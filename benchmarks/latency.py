@@ -22,7 +22,6 @@ from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.engine.sampling import Sampler, SampleRow
-
 from alignedserve.model import resolve_model
 from alignedserve.request import SamplingParams
 from alignedserve.testing.metrics import value

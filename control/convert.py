@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import gateway_pb2 as gw
-
 from alignedserve import errors
 from alignedserve.errors import AlignedServeError, OverloadedError, RequestError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import (
     FinishReason,
     RequestKey,

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import grpc
+
+from alignedserve import logs
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
 from alignedserve.control.convert import failure_to_proto
 from alignedserve.control.role import RoleHost, new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
-
-from alignedserve import logs
-from alignedserve.config import Config
-from alignedserve.config_sources import from_tree
 from alignedserve.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -178,9 +178,8 @@ class RoleServer(ABC):
         """Where a restarted supervisor is, as this node's agent was told; None where that is not known."""
         if not self.settings.agent_socket:
             return None
-        from alignedserve.transfer.segments import SegmentClient
-
         from alignedserve.errors import AlignedServeError
+        from alignedserve.transfer.segments import SegmentClient
 
         client = SegmentClient(self.settings.agent_socket, self.settings.token)
         try:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import grpc
+
 from alignedserve.control.convert import failure_to_proto, key_from_proto, keys_from_proto, keys_to_proto
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
-from alignedserve.control.runtime import RoleServer, RoleSettings
-from alignedserve.control.tokens import TokenEmitter
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.control.worker import WorkerServer
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.instance import DecodeInstance
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.metrics import channel_lines
-
-from alignedserve.errors import AlignedServeError, TransferError
-from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
 
 
-class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
+class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
     """Role `decode`. Candidates come from paired buffers (or, without prefetch, on the scheduler's stream)."""
 
     role: ClassVar[str] = "decode"
@@ -39,29 +38,21 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
         self._instance = DecodeInstance(settings, self.config, self.process, self._post)
-        self._emitter = TokenEmitter(self.process, settings.token, self._gateway_lost)
         self._scheduler: Outbox[dw.DecodeReport] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
 
     # ---- the role's hooks
 
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return [(dw_grpc.add_DecodeWorkerServicer_to_server, self)]
 
-    async def on_start(self) -> None:
-        self.set_state("loading")
+    async def load(self) -> None:
         await self._instance.load(self.report)
-        self.set_state("ready")
+
+    async def unload(self) -> None:
+        await self._instance.close()
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
-
-    async def on_close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await self._emitter.close()
-        await self._instance.close()
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
@@ -118,10 +109,10 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
     # ---- from the decode thread
 
     def _post(self, outcome: Outcome) -> None:
-        self._loop.call_soon_threadsafe(self._on_outcome, outcome)
+        self.loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        self._emitter.emit(outcome.events)
+        self.emitter.emit(outcome.events)
         if outcome.joined:
             self._report(dw.DecodeReport(joined=keys_to_proto(outcome.joined)))
         if outcome.finished:
@@ -139,7 +130,7 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
             else:
                 self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=requests)))
         for order in outcome.evictions:
-            self._spawn(self._evict(order))
+            self.spawn(self._evict(order))
         if outcome.status_changed:
             self._report(dw.DecodeReport(description=self._description()))
 
@@ -156,7 +147,8 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
 
     async def _evict(self, order: EvictionOrder) -> None:
         handover, compute = self._instance.handover, self._instance.compute
-        assert handover is not None and compute is not None
+        assert handover is not None
+        assert compute is not None
         try:
             stored = await handover.evict(order)
         except AlignedServeError as error:
@@ -166,8 +158,7 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
             compute.evicted(order, stored)
         self._instance.refresh_lease()
 
-    def _gateway_lost(self, address: str) -> None:
-        """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+    def on_gateway_lost(self, address: str) -> None:
         if self._instance.compute is not None:
             self._instance.compute.report_lost(address)
 
@@ -207,16 +198,6 @@ class DecodeServer(RoleServer, dw_grpc.DecodeWorkerServicer):
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> dw.DecodeDescription:
         return self._description()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("a background task failed", exc_info=error)
 
 
 def _keys(requests: Iterable[pb.StoredRequest]) -> list[RequestKey]:

@@ -13,6 +13,7 @@ from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.block_store import BlockStore, attach_store
 from alignedserve.transfer.channel import Channel
@@ -20,8 +21,6 @@ from alignedserve.transfer.device import attach_device_store
 from alignedserve.transfer.handles import CUDA, StoreHandle
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
-
-from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.held import EvictionOrder
+from alignedserve.errors import TransferError
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
-
-from alignedserve.errors import TransferError
 
 logger = logging.getLogger(__name__)
 

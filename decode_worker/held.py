@@ -8,7 +8,6 @@ from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.engine.live import LiveRequest
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
-
 from alignedserve.request import RequestKey
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.handover import Handover
@@ -14,18 +15,16 @@ from alignedserve.engine import host
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
-
-from alignedserve.config import Config
-from alignedserve.model import ModelInfo
-from alignedserve.sizing import StorePlan
 
 
 class DecodeInstance:
@@ -38,24 +37,17 @@ class DecodeInstance:
         self._config = config
         self._process = process
         self._post = post
-        self._plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
-        self._view = sv.ClusterView()
-        self._pool: PoolAttachment | None = None
+        self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
         self._pool_channels: list[Channel] = []
         self._cache_store: BlockStore | None = None
         self._linked: dict[str, pb.ProcessKey] = {}
-        self.segments = SegmentClient(settings.agent_socket, settings.token)
         self.model: ModelInfo | None = None
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.compute: DecodeLoop | None = None
         self.handover: Handover | None = None
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        self._view = view
-        if view.store_plan and not self._plan.done():
-            self._plan.set_result(StorePlan.from_json(view.store_plan))
-        if self._pool is not None:
-            await self._pool.on_view(view)
+        await self._pool.on_view(view)
         await self._follow_pairs()
 
     async def load(self, report: Callable[[], None]) -> None:
@@ -65,16 +57,14 @@ class DecodeInstance:
         self.model = await host.inspect(config, settings.device)
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
-        plan = await self._plan
+        plan = await self._pool.plan
         geometry = self.model.geometry(plan.block_size)
         self._cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
         )
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
         writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan))
-        self._pool = PoolAttachment([writer], self.segments, geometry)
-        await self._pool.on_view(self._view)
-        pool_store = await self._pool.attached()
+        pool_store = await self._pool.attach(geometry, [writer])
         from_pool, to_pool = connect(pool_store, self._cache_store), connect(self._cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(from_pool, to_pool, writer, pool_store.store_id, plan.block_size)
@@ -100,10 +90,10 @@ class DecodeInstance:
         """Link to the buffers of the prefill instances that this one is paired with; drop those that are gone."""
         if self.handover is None or self.compute is None:
             return
-        wanted = {pair.prefill_id for pair in self._view.pairs if pair.decode_id == self._settings.id}
+        wanted = {pair.prefill_id for pair in self._pool.view.pairs if pair.decode_id == self._settings.id}
         peers = {
             peer.process.id: peer
-            for peer in self._view.peers
+            for peer in self._pool.view.peers
             if peer.process.role == "prefill" and peer.state == "ready" and peer.process.id in wanted
         }
         for prefill_id in list(self._linked):
@@ -117,14 +107,15 @@ class DecodeInstance:
                 self.handover.links[prefill_id] = self._open_link(prefill_id, peer.address)
 
     def _open_link(self, prefill_id: str, address: str) -> BufferLink:
-        assert self._cache_store is not None and self.compute is not None and self._plan.done()
+        assert self._cache_store is not None
+        assert self.compute is not None
         link = BufferLink(
             prefill_id,
             self._process,
             self._cache_store,
             self.compute,
-            self.segments,
-            self._largest_request_blocks(self._plan.result()),
+            self._pool.segments,
+            self._largest_request_blocks(self._pool.plan.result()),
             self.refresh_lease,
         )
         link.open(address, self._settings.token)
@@ -148,5 +139,4 @@ class DecodeInstance:
                 await link.close()
         for channel in self._pool_channels:
             channel.close()
-        if self._pool is not None:
-            await self._pool.close()
+        await self._pool.close()

@@ -10,20 +10,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+
 from alignedserve.control.convert import failure_event, key_from_proto, spec_from_proto, token_event
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler
+from alignedserve.errors import AlignedServeError, NumericsError, TransferError
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
 from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join, RunItem
-from alignedserve.transfer.completion import Completion
-
-from alignedserve.errors import AlignedServeError, NumericsError, TransferError
-from alignedserve.request import RequestKey, Stage
 from alignedserve.text import Tokenizer
+from alignedserve.transfer.completion import Completion
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A counter-based generator: each value is a hash of its coordinates, so that a row's draws do not depend on the batch
 it is in, on the device, or on how many candidates are left. The mixing function is `lowbias32`
-(https://nullprogram.com/blog/2018/07/31/), applied twice under two keys of 32 bits.
+(https://nullprogram.com/blog/2018/07/31/) under two keys of 32 bits.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ def row_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def exponential_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Exponential(1) noise, fp32, for `token_ids` (int32 `[rows, n]` or `[n]`) under int32 `keys` `[rows, 2]`.
+    """Exponential(1) noise, fp32 `[rows, n]`, for int32 `token_ids` `[rows or 1, n]` under int32 `keys` `[rows, 2]`.
 
-    Small values, which decide whether an unlikely token wins, are resolved to 2**-31.
+    Small values, which decide whether an unlikely token wins, are resolved to 2**-31. Never 0, never infinite.
     """
-    mixed = _lowbias32(_lowbias32(token_ids ^ keys[:, :1]) ^ keys[:, 1:])
-    # 31 bits h become (h + 0.5) / 2**31 in (0, 1); fp32 may round that up to 1, hence the clamp.
-    uniform = (mixed & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
-    return uniform.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_()
+    bits = _mix(token_ids, keys).bitwise_and_(0x7FFFFFFF).bitwise_or_(1)
+    # bits / 2**31 lies in (0, 1); fp32 may round it up to 1, hence the clamp.
+    uniform = bits.to(torch.float32).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1.0)
+    return uniform.log1p_().neg_()
 
 
-def _lowbias32(value: torch.Tensor) -> torch.Tensor:
-    value = value ^ _shift(value, 16)
-    value = value * 0x7FEB352D
-    value = value ^ _shift(value, 15)
-    value = value * _signed(0x846CA68B)
-    return value ^ _shift(value, 16)
+def _mix(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`lowbias32` of int32 `token_ids`, with one key before it and one in its middle; all products wrap."""
+    value = token_ids ^ keys[:, :1]
+    shifted = torch.empty_like(value)
+    _xor_shifted(value, 16, shifted)
+    value.mul_(0x7FEB352D)
+    _xor_shifted(value, 15, shifted)
+    value.bitwise_xor_(keys[:, 1:]).mul_(_signed(0x846CA68B))
+    _xor_shifted(value, 16, shifted)
+    return value
 
 
-def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right of int32."""
-    return (value >> bits) & ((1 << (32 - bits)) - 1)
+def _xor_shifted(value: torch.Tensor, bits: int, scratch: torch.Tensor) -> None:
+    """`value ^= value >> bits`, in place; the shift is logical, int32's own is not."""
+    torch.bitwise_right_shift(value, bits, out=scratch)
+    value.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
 
 
 def _splitmix64(value: int) -> int:

@@ -23,7 +23,9 @@ from alignedserve.engine.penalties import PenaltyState, needs_penalties
 from alignedserve.errors import NumericsError
 from alignedserve.request import SamplingParams, TokenLogprobs
 
-_CANDIDATES = 1024
+_CANDIDATES = 512  # for top_p alone, at first
+_TIES = 8  # beyond top_k
+_CACHED_ELEMENTS = 1 << 16
 _LOWEST_TEMPERATURE = 1e-5
 
 
@@ -71,7 +73,7 @@ class Sampler:
         special = [i for i, row in enumerate(rows) if not row.sampling.greedy or row.adjusts]
         chosen = best.tolist()
         if special:
-            for index, token in zip(special, _choose(logits[special], [rows[i] for i in special]), strict=True):
+            for index, token in zip(special, _choose(_take(logits, special), [rows[i] for i in special]), strict=True):
                 chosen[index] = token
         reported = _report(logits, rows, chosen)
         return [SampledToken(token, reported.get(i)) for i, token in enumerate(chosen)]
@@ -93,21 +95,29 @@ def _require_finite(top: torch.Tensor) -> None:
         raise NumericsError(f"the model computed NaN or infinite logits for {len(bad)} of {len(top)} rows", rows=bad)
 
 
+def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`tensor[rows]`; the tensor itself, not a copy, where that is all of it."""
+    if rows == list(range(len(tensor))):
+        return tensor
+    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+
+
 def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Tokens for rows that need more than an argmax. `logits` is a copy, and is changed."""
-    for index, row in enumerate(rows):
-        if row.adjusts:
-            _adjust(logits[index], row)
+    """Tokens for rows that need more than an argmax."""
+    if any(row.adjusts for row in rows):
+        logits = logits.clone()
+        for index, row in enumerate(rows):
+            if row.adjusts:
+                _adjust(logits[index], row)
     greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     chosen = [0] * len(rows)
-    for indices, tokens in (
-        (greedy, logits[greedy].argmax(dim=-1) if greedy else None),
-        (drawn, _draw(logits[drawn], [rows[i] for i in drawn]) if drawn else None),
-    ):
-        if tokens is not None:
-            for index, token in zip(indices, tokens.tolist(), strict=True):
-                chosen[index] = token
+    if greedy:
+        for index, token in zip(greedy, _take(logits, greedy).argmax(dim=-1).tolist(), strict=True):
+            chosen[index] = token
+    if drawn:
+        for index, token in zip(drawn, _draw(_take(logits, drawn), [rows[i] for i in drawn]).tolist(), strict=True):
+            chosen[index] = token
     return chosen
 
 
@@ -147,22 +157,29 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     if ranked:
         index = torch.tensor(ranked, device=device)
         lowest, picked, complete = _draw_ranked(
-            scaled[index], [sampling[i] for i in ranked], threshold[index], keys[index]
+            _take(scaled, ranked), [sampling[i] for i in ranked], threshold[index], keys[index]
         )
         tokens[index] = picked
         threshold[index] = lowest
         whole += [row for row, done in zip(ranked, complete.tolist(), strict=True) if not done]
     if whole:
         index = torch.tensor(whole, device=device)
-        tokens[index] = _draw_whole(scaled[index], threshold[index], keys[index])
+        tokens[index] = _draw_whole(_take(scaled, whole), threshold[index], keys[index])
     return tokens
 
 
 def _draw_whole(scaled: torch.Tensor, threshold: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw from all tokens of each row that reach its threshold."""
-    ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)
-    scores = scaled - exponential_noise(keys, ids.unsqueeze(0)).log_()
-    return scores.masked_fill_(scaled < threshold[:, None], -math.inf).argmax(dim=-1)
+    """Draw from all tokens of each row that reach its threshold. A few rows at a time, so that they stay in cache."""
+    rows, vocab_size = scaled.shape
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=scaled.device).unsqueeze(0)
+    step = max(1, _CACHED_ELEMENTS // vocab_size) if scaled.device.type == "cpu" else rows
+    tokens = torch.empty(rows, dtype=torch.int64, device=scaled.device)
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        scores = exponential_noise(keys[part], ids).log_().neg_().add_(scaled[part])
+        scores.masked_fill_(scaled[part] < threshold[part, None], -math.inf)
+        torch.argmax(scores, dim=-1, out=tokens[part])
+    return tokens
 
 
 def _draw_ranked(
@@ -176,17 +193,19 @@ def _draw_ranked(
     vocab_size = scaled.shape[1]
     top_k = torch.tensor([s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in sampling], device=scaled.device)
     top_p = torch.tensor([s.top_p for s in sampling], device=scaled.device, dtype=torch.float64)
-    limits = [s.top_k for s in sampling if s.top_k < vocab_size]
-    count = min(vocab_size, max(_CANDIDATES, *limits, 1))
+    looked_at = [s.top_k + _TIES if 0 < s.top_k < vocab_size else _CANDIDATES for s in sampling]
+    count = min(vocab_size, max(looked_at))
     values, ids = scaled.topk(count, dim=-1)
     lowest, short = _lowest_kept(scaled, values, top_k, top_p)
-    if bool(short.any()):
-        every = scaled[short].sort(dim=-1, descending=True).values
-        lowest[short] = _lowest_kept(scaled[short], every, top_k[short], top_p[short])[0]
+    while count < vocab_size and bool(short.any()):
+        count = min(vocab_size, 8 * count)
+        more = scaled[short].topk(count, dim=-1).values
+        lowest[short], still = _lowest_kept(scaled[short], more, top_k[short], top_p[short])
+        short[short.clone()] = still
     threshold = torch.maximum(threshold, lowest)
     scores = values - exponential_noise(keys, ids.to(torch.int32)).log_()
     best = scores.masked_fill_(values < threshold[:, None], -math.inf).argmax(dim=-1, keepdim=True)
-    complete = (values[:, -1] < threshold) | (count == vocab_size)
+    complete = (values[:, -1] < threshold) | (values.shape[1] == vocab_size)
     return threshold, ids.gather(1, best)[:, 0], complete
 
 
@@ -213,8 +232,7 @@ def _report(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: Sequence[in
     if not wanted:
         return {}
     indices = [i for i, _ in wanted]
-    part = logits if len(indices) == len(rows) else logits[indices]
-    found = _logprobs(part, [chosen[i] for i in indices], [k or 0 for _, k in wanted])
+    found = _logprobs(_take(logits, indices), [chosen[i] for i in indices], [k or 0 for _, k in wanted])
     return dict(zip(indices, found, strict=True))
 
 

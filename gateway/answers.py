@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from alignedserve.gateway.calls import Answer, Delta
 from alignedserve.gateway.planning import CallPlan, PromptPlan
-
 from alignedserve.request import FinishReason, TokenLogprobs
 from alignedserve.text import IncrementalDetokenizer, StoppableText, Tokenizer
 

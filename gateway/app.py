@@ -9,12 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import ray
-from alignedserve.control.role import new_incarnation
-from alignedserve.gateway.asgi import report
-from alignedserve.gateway.failures import grpc_status
-from alignedserve.gateway.server import GatewayServer
-from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import inference_pb2 as inf
 from ray import serve
 from ray.serve.exceptions import gRPCStatusError
 from ray.serve.grpc_util import RayServegRPCContext
@@ -22,7 +16,13 @@ from ray.serve.handle import DeploymentHandle
 
 from alignedserve import logs
 from alignedserve.config_sources import Tree, from_tree
+from alignedserve.control.role import new_incarnation
+from alignedserve.gateway.asgi import report
+from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.server import GatewayServer
 from alignedserve.model import resolve_model
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import inference_pb2 as inf
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 from urllib.parse import quote
 
 import orjson
-from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_after_header
 
 from alignedserve.errors import AlignedServeError, TooLargeError
+from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_after_header
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import Any
 
 import grpc
+
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import RoleHost
@@ -22,7 +23,6 @@ from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
-
 from alignedserve.request import RequestKey, RequestSpec
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from alignedserve.gateway.planning import CallPlan, PromptPlan, derive_seed
-
 from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.planning import CallPlan, PromptPlan, derive_seed
 from alignedserve.request import (
     FinishReason,
     RequestKey,

@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
+
+from alignedserve import logs
+from alignedserve.errors import CancelledError
 from alignedserve.gateway.asgi import (
     ClientGoneError,
     DisconnectWatch,
@@ -27,9 +30,6 @@ from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.planning import CallPlan, ServedModel
 from alignedserve.gateway.replies import Reply
 from alignedserve.gateway.requests import ChatRequest, CompletionRequest
-
-from alignedserve import logs
-from alignedserve.errors import CancelledError
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy sets an x-request-id of its own

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from alignedserve.gateway.failures import WrongTypeError
-
 from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.failures import WrongTypeError
 
 Parse = Callable[[Any, str], Any]  # value, name of the field -> checked value
 

@@ -7,6 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
+
+from alignedserve import logs
+from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.answers import AnswerView, Part
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.calls import Answer
@@ -18,9 +21,6 @@ from alignedserve.gateway.requests import parse_chat, parse_completion
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
-
-from alignedserve import logs
-from alignedserve.errors import InvalidRequestError
 from alignedserve.request import TokenLogprobs
 from alignedserve.text import Tokenizer
 

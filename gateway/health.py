@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from alignedserve.proto import supervisor_pb2 as sv
-
 from alignedserve.config import ClusterConfig
+from alignedserve.proto import supervisor_pb2 as sv
 
 NEEDED_ROLES = ("prefill", "decode", "kv_pool", "scheduler")
 

@@ -6,6 +6,14 @@ from functools import partial
 from typing import Any
 
 import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from alignedserve.config import GatewayConfig
+from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
@@ -15,14 +23,6 @@ from alignedserve.gateway.openapi import openapi_json
 from alignedserve.gateway.operations import Operations, Operator
 from alignedserve.gateway.planning import plan_chat, plan_completion
 from alignedserve.gateway.requests import parse_chat, parse_completion
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
-from alignedserve.config import GatewayConfig
-from alignedserve.errors import AlignedServeError, NotFoundError
 
 
 class _Endpoint:

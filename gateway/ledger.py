@@ -24,13 +24,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 from alignedserve.control.convert import failure_from_proto
-from alignedserve.gateway.calls import Answer, AnswerState, Call
-from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.news import EarlyEvent, News, read_event
-from alignedserve.gateway.planning import CallPlan
-from alignedserve.gateway.submitter import SchedulerPort, Submitter
-from alignedserve.proto import gateway_pb2 as gw
-
 from alignedserve.errors import (
     AlignedServeError,
     CancelledError,
@@ -39,6 +32,12 @@ from alignedserve.errors import (
     OverloadedError,
     UnavailableError,
 )
+from alignedserve.gateway.calls import Answer, AnswerState, Call
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.news import EarlyEvent, News, read_event
+from alignedserve.gateway.planning import CallPlan
+from alignedserve.gateway.submitter import SchedulerPort, Submitter
+from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey
 
 logger = logging.getLogger(__name__)

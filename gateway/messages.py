@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError
 from alignedserve.gateway.fields import shown, wrong_type
-
-from alignedserve.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096

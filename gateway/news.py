@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from alignedserve.control.convert import timings_from_proto
 from alignedserve.gateway.calls import Answer
 from alignedserve.proto import gateway_pb2 as gw
-
 from alignedserve.request import FinishReason, TokenLogprobs
 
 

@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import orjson
+
+from alignedserve import __version__
 from alignedserve.gateway.fields import TOKEN_LIMIT, Field
 from alignedserve.gateway.messages import MAX_MESSAGES, ROLES
 from alignedserve.gateway.refused import refused_names
 from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS_FIELDS
-
-from alignedserve import __version__
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]

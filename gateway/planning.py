@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from alignedserve.errors import InvalidRequestError, UnavailableError
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
 from alignedserve.gateway.requests import ChatRequest, CompletionRequest, ReplyOptions, SamplingOptions
-
-from alignedserve.errors import InvalidRequestError, UnavailableError
 from alignedserve.model import ModelInfo
 from alignedserve.request import SamplingParams
 from alignedserve.text import ChatTemplate, Tokenizer

@@ -9,7 +9,6 @@ from typing import Any
 from alignedserve.gateway.answers import AnswerView, Part
 from alignedserve.gateway.calls import Answer, Call, Delta
 from alignedserve.gateway.planning import ServedModel
-
 from alignedserve.request import Stage, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway import fields as f
 from alignedserve.gateway import refused
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
 from alignedserve.gateway.messages import parse_messages
-
-from alignedserve.errors import InvalidRequestError
 from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES
 
 MAX_STOPS = 16

@@ -17,6 +17,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from starlette.applications import Starlette
+
+from alignedserve.config import Config
 from alignedserve.gateway.backend import Backend, Locate
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, judge, role_entry
@@ -24,12 +27,9 @@ from alignedserve.gateway.http_app import build_app
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.planning import ServedModel
+from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-from starlette.applications import Starlette
-
-from alignedserve.config import Config
-from alignedserve.model import ModelInfo
 from alignedserve.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import Self
 
 import grpc
 import uvicorn
+
+from alignedserve.errors import ResourceError
 from alignedserve.gateway.grpc_service import InferenceServicer
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
-
-from alignedserve.errors import ResourceError
 
 MAX_MESSAGE_BYTES = 64 << 20
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from alignedserve.gateway.calls import Answer, AnswerState
-
 from alignedserve.request import RequestKey, RequestSpec
 
 _KEPT_CANCELS = 8192

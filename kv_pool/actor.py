@@ -24,7 +24,6 @@ from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import HostBlockStore
-
 from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
@@ -120,9 +119,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             if self._writers.get(writer) is outbox:
                 del self._writers[writer]
 
-    def _on_message(
-        self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]
-    ) -> None:
+    def _on_message(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
         self.progress += 1
         kind = message.WhichOneof("body")

@@ -1,4 +1,4 @@
-"""A worker's hold on the pool: its store mapped here, and the link to whichever process serves it now."""
+"""A worker's hold on the pool: its store mapped here, and the links to whichever process serves it now."""
 
 from __future__ import annotations
 
@@ -6,66 +6,77 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import HostBlockStore, attach_store
 from alignedserve.transfer.handles import StoreHandle
 from alignedserve.transfer.segments import SegmentClient
-
-from alignedserve.geometry import KvGeometry
 
 logger = logging.getLogger(__name__)
 
 
 class PoolAttachment:
-    """Follows the cluster's view. The memory outlives the pool's process, so a successor needs a new link only.
+    """Follows the cluster's view. The memory outlives the pool's process, so a successor needs new links only.
 
     `segments` must be the client that every mapping of this process was made with: a restarted node agent is handed
     them back through it.
     """
 
-    def __init__(self, writers: Sequence[PoolWriter], segments: SegmentClient, geometry: KvGeometry) -> None:
-        self.writers = writers
-        self.store: HostBlockStore | None = None
-        self._segments = segments
-        self._geometry = geometry
+    def __init__(self, segments: SegmentClient) -> None:
+        self.segments = segments
+        self.view = sv.ClusterView()
+        self.plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
+        self._store: HostBlockStore | None = None
+        self._geometry: KvGeometry | None = None
+        self._writers: Sequence[PoolWriter] = ()
         self._serving: pb.ProcessKey | None = None
         self._attached = asyncio.Event()
         self._agent = 0
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Attach the pool of this view, or its successor. Raises GeometryMismatchError for another model's pool."""
-        await self._follow_agent(view)
-        peer = next((peer for peer in view.peers if peer.process.role == "kv_pool" and peer.state == "ready"), None)
-        if peer is None or peer.process == self._serving or not peer.stores:
+        """Follow the pool of this view. Raises GeometryMismatchError for another model's pool."""
+        self.view = view
+        if view.store_plan and not self.plan.done():
+            self.plan.set_result(StorePlan.from_json(view.store_plan))
+        await self._follow_agent()
+        await self._follow_pool()
+
+    async def attach(self, geometry: KvGeometry, writers: Sequence[PoolWriter]) -> HostBlockStore:
+        """The pool's store, mapped, and `writers` linked to the pool's process, as soon as there is one."""
+        self._geometry, self._writers = geometry, writers
+        await self._follow_pool()
+        await self._attached.wait()
+        assert self._store is not None
+        return self._store
+
+    async def _follow_pool(self) -> None:
+        ready = (peer for peer in self.view.peers if peer.process.role == "kv_pool" and peer.state == "ready")
+        peer = next(ready, None)
+        if self._geometry is None or peer is None or peer.process == self._serving or not peer.stores:
             return
         self._serving = peer.process
         handle = StoreHandle.from_proto(peer.stores[0])
-        if self.store is None:
-            self.store = await asyncio.to_thread(attach_store, handle, self._segments, geometry=self._geometry)
+        if self._store is None:
+            self._store = await asyncio.to_thread(attach_store, handle, self.segments, geometry=self._geometry)
         logger.info("attached %s: %d blocks", handle.store_id, handle.capacity_blocks)
-        for writer in self.writers:
+        for writer in self._writers:
             await writer.connect(peer.address)
         self._attached.set()
 
-    async def _follow_agent(self, view: sv.ClusterView) -> None:
+    async def _follow_agent(self) -> None:
         """Hand a restarted node agent the descriptors of the memory that its predecessor made."""
-        agent = next((peer.process.incarnation for peer in view.peers if peer.process.role == "node_agent"), 0)
+        agent = next((peer.process.incarnation for peer in self.view.peers if peer.process.role == "node_agent"), 0)
         if agent and self._agent and agent != self._agent:
-            refused = await asyncio.to_thread(self._segments.adopt_all)
+            refused = await asyncio.to_thread(self.segments.adopt_all)
             if refused:
                 logger.warning("the node agent has other memory under these names: %s", ", ".join(refused))
         self._agent = agent or self._agent
 
-    async def attached(self) -> HostBlockStore:
-        """The pool's store, once there is one."""
-        await self._attached.wait()
-        assert self.store is not None
-        return self.store
-
     async def close(self) -> None:
-        for writer in self.writers:
+        for writer in self._writers:
             await writer.close()
-        if self.store is not None:
-            self.store.close()
+        if self._store is not None:
+            self._store.close()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from alignedserve.control.convert import key_from_proto
+from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.channel import Channel
-
-from alignedserve.errors import AlignedServeError
 
 
 async def write_back(

@@ -14,12 +14,11 @@ from typing import Any
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.errors import TransferError
+from alignedserve.kv_pool.lease import StandingLease
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
-
-from alignedserve.errors import TransferError
-from alignedserve.kv_pool.lease import StandingLease
 from alignedserve.request import RequestKey
 
 

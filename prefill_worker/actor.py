@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import grpc
+
 from alignedserve.control.convert import (
     failure_to_proto,
     keys_from_proto,
@@ -16,24 +16,23 @@ from alignedserve.control.convert import (
 )
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
-from alignedserve.control.runtime import RoleServer, RoleSettings
-from alignedserve.control.tokens import TokenEmitter
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.control.worker import WorkerServer
+from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
 from alignedserve.prefill_worker.instance import PrefillInstance
 from alignedserve.prefill_worker.loop import Computed, PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.metrics import channel_lines
-
-from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
-from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
+class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     """Role `prefill`. Commands come on the scheduler's stream; each paired decode instance has one of its own."""
 
     role: ClassVar[str] = "prefill"
@@ -41,30 +40,22 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
         self._instance = PrefillInstance(settings, self.config, self.process, self._post)
-        self._emitter = TokenEmitter(self.process, settings.token, self._gateway_lost)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
         self._decoders: dict[str, Outbox[pw.BufferEvent]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
 
     # ---- the role's hooks
 
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return [(pw_grpc.add_PrefillWorkerServicer_to_server, self)]
 
-    async def on_start(self) -> None:
-        self.set_state("loading")
+    async def load(self) -> None:
         await self._instance.load(self.report)
-        self.set_state("ready")
+
+    async def unload(self) -> None:
+        await self._instance.close()
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
-
-    async def on_close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await self._emitter.close()
-        await self._instance.close()
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
@@ -116,15 +107,16 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
             assert self._instance.compute is not None
             self._instance.compute.submit([spec_from_proto(spec) for spec in command.prefill.requests])
         elif kind == "prefetch":
-            self._spawn(self._prefetch(command.prefetch))
+            self.spawn(self._prefetch(command.prefetch))
         elif kind == "cancel":
             self._cancel(keys_from_proto(command.cancel))
         elif kind == "recall":
-            self._spawn(self._give_back(keys_from_proto(command.recall)))
+            self.spawn(self._give_back(keys_from_proto(command.recall)))
 
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
         offloader, compute = self._instance.offloader, self._instance.compute
-        assert offloader is not None and compute is not None
+        assert offloader is not None
+        assert compute is not None
         compute.cancel([key for key in keys if not offloader.cancel(key)])
 
     async def _prefetch(self, command: pw.Prefetch) -> None:
@@ -178,7 +170,7 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
             requests_buffer.adopt(command.evicted.request, decode_id, writer)
             self._report_description()
         elif kind == "give_back":
-            self._spawn(self._give_back(keys_from_proto(command.give_back)))
+            self.spawn(self._give_back(keys_from_proto(command.give_back)))
         elif kind == "want_blocks":
             granted = requests_buffer.top_up_lease(writer, command.want_blocks)
             outbox.put(pw.BufferEvent(leased=pw.BufferLease(block_ids=granted)))
@@ -197,10 +189,10 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
     # ---- from the compute thread
 
     def _post(self, outcome: Computed) -> None:
-        self._loop.call_soon_threadsafe(self._on_computed, outcome)
+        self.loop.call_soon_threadsafe(self._on_computed, outcome)
 
     def _on_computed(self, outcome: Computed) -> None:
-        self._emitter.emit(outcome.events)
+        self.emitter.emit(outcome.events)
         if outcome.finished:
             self._report(pw.PrefillReport(finished=keys_to_proto(outcome.finished)))
         for key, error in outcome.failed:
@@ -208,12 +200,13 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
         if outcome.lost:
             self._report_failure(outcome.lost, UnavailableError("the gateway could not be reached"), retry=True)
         for job in outcome.prefilled:
-            self._spawn(self._offload(job))
+            self.spawn(self._offload(job))
         self._report_description()
 
     async def _offload(self, job: PrefilledJob) -> None:
         instance = self._instance
-        assert instance.offloader is not None and instance.compute is not None
+        assert instance.offloader is not None
+        assert instance.compute is not None
         try:
             stored, gone = await instance.offloader.offload(job)
         except AlignedServeError as error:
@@ -227,8 +220,7 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
         finally:
             instance.compute.release(job.lead)
 
-    def _gateway_lost(self, address: str) -> None:
-        """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+    def on_gateway_lost(self, address: str) -> None:
         if self._instance.compute is not None:
             self._instance.compute.report_lost(address)
 
@@ -261,13 +253,3 @@ class PrefillServer(RoleServer, pw_grpc.PrefillWorkerServicer):
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> pw.PrefillDescription:
         return self._description()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("a background task failed", exc_info=error)

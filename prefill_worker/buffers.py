@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from alignedserve.control.convert import key_from_proto
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.block_store import BlockStore
-
-from alignedserve.request import RequestKey
 
 
 @dataclass(slots=True)

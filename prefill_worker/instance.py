@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine import host
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.model import ModelInfo
 from alignedserve.prefill_worker.buffers import CandidateBuffer
 from alignedserve.prefill_worker.loop import Computed, PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
@@ -18,15 +21,10 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.sizing import StorePlan
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
-
-from alignedserve.config import Config
-from alignedserve.geometry import KvGeometry
-from alignedserve.model import ModelInfo
-from alignedserve.sizing import StorePlan
 
 BUFFER_NAMES = {BufferKind.BATCH: "batch", BufferKind.REQUESTS: "requests"}
 
@@ -41,9 +39,7 @@ class PrefillInstance:
         self._config = config
         self._process = process
         self._post = post
-        self._plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
-        self._view = sv.ClusterView()
-        self._pool: PoolAttachment | None = None
+        self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
         self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
@@ -53,11 +49,7 @@ class PrefillInstance:
         self.prefetcher: Prefetcher | None = None
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        self._view = view
-        if view.store_plan and not self._plan.done():
-            self._plan.set_result(StorePlan.from_json(view.store_plan))
-        if self._pool is not None:
-            await self._pool.on_view(view)
+        await self._pool.on_view(view)
 
     async def load(self, report: Callable[[], None]) -> None:
         """Load the model, make the stores, attach the pool. `report` is called when the model's shape is known."""
@@ -66,56 +58,54 @@ class PrefillInstance:
         self.model = await host.inspect(config, settings.device)
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
-        plan = await self._plan
+        plan = await self._pool.plan
         geometry = self.model.geometry(plan.block_size)
-        segments = SegmentClient(settings.agent_socket, settings.token)
         cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id
         )
         self.cache = BlockAllocator(plan.prefill_cache, cache_store.store_id)
-        self.buffers = await asyncio.to_thread(self._make_buffers, segments, geometry, plan)
-        pool_store = await self._attach_pool(segments, geometry, plan)
+        self.buffers = await asyncio.to_thread(self._make_buffers, geometry, plan)
+        writers = self._writers(plan)
+        pool_store = await self._pool.attach(geometry, writers)
         from_pool = {kind: connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
         to_pool = {kind: connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
         offload = connect(cache_store, pool_store)
         self.channels = [offload, *from_pool.values(), *to_pool.values()]
-        assert self._pool is not None
-        self.offloader = Offloader(settings.id, self._pool.writers[0], offload, pool_store.store_id)
-        self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, self._pool.writers[1], plan.block_size)
+        self.offloader = Offloader(settings.id, writers[0], offload, pool_store.store_id)
+        self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, writers[1], plan.block_size)
         runner = ModelRunner(loaded, tensor)
         await asyncio.to_thread(runner.warm_up)
         self.compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
         self.compute.start()
 
-    def _make_buffers(
-        self, segments: SegmentClient, geometry: KvGeometry, plan: StorePlan
-    ) -> dict[BufferKind, CandidateBuffer]:
+    def _make_buffers(self, geometry: KvGeometry, plan: StorePlan) -> dict[BufferKind, CandidateBuffer]:
         sizes = {BufferKind.BATCH: plan.batch_buffer, BufferKind.REQUESTS: plan.requests_buffer}
         buffers = {}
         for kind, blocks in sizes.items():
             # A successor takes new memory: a predecessor that was stopped may still write to the old.
             name = f"{self._settings.id}/{BUFFER_NAMES[kind]}-{self._process.incarnation}"
-            store = host.buffer_store(name, geometry, blocks, self._settings.device, self._settings.node_id, segments)
+            store = host.buffer_store(
+                name, geometry, blocks, self._settings.device, self._settings.node_id, self._pool.segments
+            )
             buffers[kind] = CandidateBuffer(kind, store)
         return buffers
 
-    async def _attach_pool(self, segments: SegmentClient, geometry: KvGeometry, plan: StorePlan) -> HostBlockStore:
+    def _writers(self, plan: StorePlan) -> list[PoolWriter]:
+        """One for prompts, one for what comes back from the buffers.
+
+        The second may use the pool's reserve, and the first may not: else a full pool and full buffers would wait for
+        each other.
+        """
         standing = min(self._config.prefill.queue_tokens // plan.block_size, max(1, plan.pool // 16))
-        prompts = PoolWriter(self._process, self._settings.token, standing)
-        # What comes back from the buffers may use the pool's reserve, and prompts may not: else a full pool and full
-        # buffers would wait for each other.
         process = pb.ProcessKey(role="write_back", id=self._process.id, incarnation=self._process.incarnation)
-        returns = PoolWriter(process, self._settings.token, 0)
-        self._pool = PoolAttachment([prompts, returns], segments, geometry)
-        await self._pool.on_view(self._view)
-        return await self._pool.attached()
+        token = self._settings.token
+        return [PoolWriter(self._process, token, standing), PoolWriter(process, token, 0)]
 
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
         for channel in self.channels:
             channel.close()
-        if self._pool is not None:
-            await self._pool.close()
+        await self._pool.close()
         for buffer in self.buffers.values():
             buffer.store.close()

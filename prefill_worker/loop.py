@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from alignedserve.config import PrefillConfig
 from alignedserve.control.convert import failure_event, logprob_to_proto, token_event
 from alignedserve.engine.batch import LogitRows
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler
+from alignedserve.errors import AlignedServeError, CancelledError
 from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
-
-from alignedserve.config import PrefillConfig
-from alignedserve.errors import AlignedServeError, CancelledError
-from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
 from alignedserve.text import Tokenizer
 
 logger = logging.getLogger(__name__)

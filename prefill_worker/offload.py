@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from alignedserve.control.convert import spec_to_proto
+from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.transfer.channel import Channel
-
-from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey, RequestSpec
+from alignedserve.transfer.channel import Channel
 
 
 class Offloader:
@@ -33,7 +32,8 @@ class Offloader:
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
         """Copy and commit; returns what is stored, and the keys that were cancelled meanwhile and hold nothing.
 
-        The members of a job share its blocks. Raises TransferError where the pool cannot take it, StaleError where a newer epoch has replaced a request.
+        The members of a job share its blocks. Raises TransferError where the pool cannot
+        take it, StaleError where a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
         self._under_way.update(keys)

@@ -11,17 +11,16 @@ from collections.abc import Sequence
 
 from alignedserve.control.convert import enter_stage, key_from_proto
 from alignedserve.control.link import Outbox
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.buffers import Buffered, CandidateBuffer, Placement
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
-
-from alignedserve.errors import AlignedServeError, TransferError
-from alignedserve.request import RequestKey, Stage
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 import grpc
+
 from alignedserve.control.convert import (
     enter_stage,
     failure_from_proto,
@@ -22,6 +23,7 @@ from alignedserve.control.convert import (
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import counter_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.errors import AlignedServeError, UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -29,13 +31,11 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.links import WorkerLinks
-
-from alignedserve.errors import AlignedServeError, UnavailableError
-from alignedserve.request import RequestKey, Stage
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)

@@ -166,15 +166,19 @@ class IterationScheduler:
             self._sweep |= member.batch_id != self._batch_id
         return True
 
-    def copy_failed(self, key: RequestKey) -> None:
-        """A copy in: the request is gone here, its blocks are free. A copy out: its KV is still here, so it runs on."""
+    def copy_failed(self, key: RequestKey) -> bool:
+        """A copy has failed. True where the request runs on: it was leaving, and its KV is still here.
+
+        False where it is gone here, its blocks free: it was entering, or was cancelled meanwhile.
+        """
         member = self._batch.get(key)
         if member is None or member.phase is Phase.RUNNING:
             raise AccountingError(f"{key} is not being copied", request_id=key.request_id)
         if member.phase is Phase.ENTERING or member.cancelled:
             self._batch.remove(member)
-        else:
-            self._batch.move(member, Phase.RUNNING)
+            return False
+        self._batch.move(member, Phase.RUNNING)
+        return True
 
     def advance(self, tokens: Iterable[tuple[RequestKey, bool]]) -> None:
         """After an iteration: each request that ran has grown by a token; True: it has finished and is gone.

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alignedserve.client import Client
 from openai import AsyncOpenAI, OpenAI
 
+from alignedserve.client import Client
 from alignedserve.testing.metrics import value
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.request import SamplingParams
@@ -50,7 +51,10 @@ def test_equal_lengths_are_evicted_to_the_requests_buffer_and_come_back(tmp_path
     folder = make_model("llama", tmp_path / "m", seed=21, vocab_size=VOCAB_SIZE)
     prompts = random_prompts([24] * 12, VOCAB_SIZE, seed=22)
 
-    answers, metrics = serve(folder, prompts, decode={"cache_blocks": 90, "join_iterations": 1})
+    # Every length matches the running batch: no switch, in which evictions would go to the pool.
+    answers, metrics = serve(
+        folder, prompts, decode={"cache_blocks": 60, "join_iterations": 1}, scheduler={"join_window": 10.0}
+    )
 
     reference = load_reference(folder)
     assert [answer.tokens for answer in answers] == [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]

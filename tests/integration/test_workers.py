@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from alignedserve.cluster.local import LocalCluster
 from transformers import PreTrainedModel
 
+from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.errors import InvalidRequestError
 from alignedserve.request import SamplingParams

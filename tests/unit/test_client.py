@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from alignedserve.client import (
     AlignedServeError,
     CancelledError,
@@ -23,7 +24,6 @@ from alignedserve.client import (
     UnavailableError,
     Usage,
 )
-
 from alignedserve.testing.inference import LONG_TEXT, TIMINGS, ScriptedInference, ask_async, ask_sync, start_server
 
 Ask = Callable[..., Any]

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+
 from alignedserve.client import (
     AlignedServeError,
     AsyncClient,
@@ -21,7 +22,6 @@ from alignedserve.client import (
     DeadlineError,
     UnavailableError,
 )
-
 from alignedserve.errors import ConfigError
 from alignedserve.testing.inference import ScriptedInference, ask_async, ask_sync, start_server
 

@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from alignedserve.client import AsyncClient
-from alignedserve.gateway.standalone import StandaloneGateway
 
+from alignedserve.client import AsyncClient
 from alignedserve.errors import (
     CancelledError,
     DeadlineError,
@@ -20,6 +19,7 @@ from alignedserve.errors import (
     OverloadedError,
     ResourceError,
 )
+from alignedserve.gateway.standalone import StandaloneGateway
 from alignedserve.model import resolve_model
 from alignedserve.request import FinishReason, RequestSpec, TokenLogprobs
 from alignedserve.testing.fake_cluster import FakeCluster, playing, silent_script

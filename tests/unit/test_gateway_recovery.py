@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+
+from alignedserve.errors import CancelledError, UnavailableError
 from alignedserve.gateway import ledger as ledger_module
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
-
-from alignedserve.errors import CancelledError, UnavailableError
 from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.testing.fake_cluster import FakeCluster, counting_script, silent_script
 from alignedserve.testing.gateway import RunningGateway, running_gateway

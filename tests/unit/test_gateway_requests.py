@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from alignedserve.gateway.planning import derive_seed, plan_completion
-from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
 from openai.types.chat import ChatCompletion
 
+from alignedserve.gateway.planning import derive_seed, plan_completion
+from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
 from alignedserve.testing.fake_cluster import fake_model_info
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
 

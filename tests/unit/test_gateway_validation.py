@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from alignedserve.gateway.refused import refused_names
 
+from alignedserve.gateway.refused import refused_names
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
 
 

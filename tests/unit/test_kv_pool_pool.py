@@ -11,16 +11,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from alignedserve.kv_pool.pool import Grant, KvPool
-from alignedserve.kv_pool.records import PoolState, Record, WriterKey
-from alignedserve.kv_pool.table import SPARE_BYTES, AllocationTable, table_bytes
-from alignedserve.transfer.block_store import HostBlockStore, attach_store
-from alignedserve.transfer.handles import StoreHandle
-from alignedserve.transfer.segments import SegmentClient, SegmentServer
 
 from alignedserve.errors import AccountingError, AlignedServeError, StaleError, TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.pool import Grant, KvPool
+from alignedserve.kv_pool.records import PoolState, Record, WriterKey
+from alignedserve.kv_pool.table import SPARE_BYTES, AllocationTable, table_bytes
 from alignedserve.request import RequestKey
+from alignedserve.transfer.block_store import HostBlockStore, attach_store
+from alignedserve.transfer.handles import StoreHandle
+from alignedserve.transfer.segments import SegmentClient, SegmentServer
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
 CAPACITY = 20

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+from alignedserve.errors import GeometryMismatchError, TransferError
+from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.records import (
     Dead,
     Held,
@@ -18,9 +21,6 @@ from alignedserve.kv_pool.records import (
     encode,
 )
 from alignedserve.kv_pool.table import HEADER_BYTES, SPARE_BYTES, AllocationTable, table_bytes
-
-from alignedserve.errors import GeometryMismatchError, TransferError
-from alignedserve.geometry import KvGeometry
 from alignedserve.request import RequestKey
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)

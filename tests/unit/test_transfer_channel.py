@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from alignedserve.transfer.block_store import HostBlockStore
-from alignedserve.transfer.channel import Copy, QueuedChannel
-from alignedserve.transfer.completion import Completion
 
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.channel import Copy, QueuedChannel
+from alignedserve.transfer.completion import Completion
 
 GEOMETRY = KvGeometry("random", "float32", 1, 1, 4, 4)
 

@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from alignedserve.errors import GeometryMismatchError, TransferError  # noqa: E402
+from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
 from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
 from alignedserve.transfer.device import (  # noqa: E402
     DeviceBlockStore,
@@ -20,9 +22,6 @@ from alignedserve.transfer.handles import HOST  # noqa: E402
 from alignedserve.transfer.links import connect  # noqa: E402
 from alignedserve.transfer.pinning import Pinning  # noqa: E402
 from alignedserve.transfer.runs import Run  # noqa: E402
-
-from alignedserve.errors import GeometryMismatchError, TransferError  # noqa: E402
-from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 gpu = pytest.mark.gpu

@@ -13,12 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+
+from alignedserve.errors import ConfigError, ResourceError, TransferError, UnavailableError
 from alignedserve.transfer.prefault import prefault
 from alignedserve.transfer.segment import Segment, create_descriptor
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
 from alignedserve.transfer.wire import LENGTH, receive_message
-
-from alignedserve.errors import ConfigError, ResourceError, TransferError, UnavailableError
 
 MIB = 1 << 20
 spawn = multiprocessing.get_context("spawn")

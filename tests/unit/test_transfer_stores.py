@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from alignedserve.errors import GeometryMismatchError, TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.transfer.block_store import HostBlockStore, attach_store, segment_bytes
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
 from alignedserve.transfer.links import choose_channel, connect
 from alignedserve.transfer.runs import Run, merge_runs, split_runs
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
-
-from alignedserve.errors import GeometryMismatchError, TransferError
-from alignedserve.geometry import KvGeometry, StoreSlice
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 WHOLE = StoreSlice.whole(GEOMETRY)

@@ -1,0 +1,58 @@
+"""What prefill and decode workers share beyond a role: a way to the gateways, and tasks beside the compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Coroutine
+from typing import Any
+
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.control.tokens import TokenEmitter
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerServer(RoleServer):
+    """A role that holds a model. Subclasses load it in `load`, and are told of gateways that cannot be reached."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self.loop = asyncio.get_running_loop()
+        self.emitter = TokenEmitter(self.process, settings.token, self.on_gateway_lost)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    async def load(self) -> None:
+        """Everything up to being ready for work."""
+
+    @abstractmethod
+    async def unload(self) -> None:
+        """Let go of everything."""
+
+    @abstractmethod
+    def on_gateway_lost(self, address: str) -> None:
+        """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        await self.load()
+        self.set_state("ready")
+
+    async def on_close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await self.emitter.close()
+        await self.unload()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside everything else; what it raises is logged."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("a background task failed", exc_info=error)

@@ -1,0 +1,10 @@
+"""A whole cell in virtual time, small enough to be run ten thousand times: the real decisions, everything else counted.
+
+The core, the chunk schedulers and the iteration schedulers are the ones that serve. Messages arrive in order on each
+link, after a delay; copies and computing take time; every store counts its blocks; tokens are only counted.
+"""
+
+from alignedserve.testing.small_cell.cell import Shape, SmallCell
+from alignedserve.testing.small_cell.requests import Request
+
+__all__ = ["Request", "Shape", "SmallCell"]

@@ -1,0 +1,316 @@
+"""The small cell itself: virtual time, links, the gateway, and the core whose actions it carries out."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import actions, events
+from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.testing.small_cell.decode import Decode
+from alignedserve.testing.small_cell.pool import Pool, Write
+from alignedserve.testing.small_cell.prefill import Prefill
+from alignedserve.testing.small_cell.requests import Request
+
+
+class Part(Protocol):
+    """A process of the cell; once it is not `alive` nothing reaches it, and nothing it began goes on."""
+
+    name: str
+    alive: bool
+
+
+class Gateway:
+    name = "gateway"
+    alive = True
+
+
+class CoreProcess:
+    name = "core"
+    alive = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes, in blocks and tokens: by default too small for the load."""
+
+    seed: int = 0
+    block_size: int = 4
+    prefills: int = 1
+    decodes: int = 1
+    prefetch: bool = True
+    pool_blocks: int = 240
+    prefill_cache: int = 40
+    decode_cache: int = 40
+    batch_buffer: int = 16
+    requests_buffer: int = 12
+    max_running: int = 16
+    token_budget: int = 32
+    groups: int = 75
+    rate: float = 60.0  # groups a second
+    max_prompt: int = 60
+    max_answer: int = 40
+    cancel_share: float = 0.0
+    scheduler: SchedulerConfig = SchedulerConfig(min_batch_requests=4, leaf_tokens=4, starvation_after_s=0.5)  # noqa: RUF009
+
+    def config(self) -> Config:
+        return Config(
+            cluster=ClusterConfig(prefetch=self.prefetch),
+            kv_pool=KvPoolConfig(block_size=self.block_size),
+            prefill=PrefillConfig(token_budget=self.token_budget, max_requests=4, queue_tokens=128),
+            decode=DecodeConfig(max_running=self.max_running, join_iterations=4),
+            scheduler=self.scheduler,
+        )
+
+
+class SmallCell:
+    """Submit with `submit` or `arrive_at_random`, disturb with `lose_*`, then `run`; `check_nothing_is_left` after."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.config = shape.config()
+        self.rng = random.Random(shape.seed)
+        self.now_s = 0.0
+        self.requests: dict[str, Request] = {}
+        self.counts: Counter[str] = Counter()
+        self.log: list[tuple[float, actions.Action]] = []
+        self.coming = 0  # arrivals and other disturbances that are planned
+        self._queue: list[tuple[float, int, Part, Callable[..., None], tuple[Any, ...]]] = []
+        self._scheduled = 0
+        self._links: dict[tuple[str, str], float] = {}
+        self.core = SchedulerCore(self.config, shape.block_size)
+        self._core_process, self._gateway = CoreProcess(), Gateway()
+        prefill_ids = tuple(f"prefill-{i}" for i in range(shape.prefills))
+        decode_ids = tuple(f"decode-{i}" for i in range(shape.decodes))
+        self.pairs = dict.fromkeys(decode_ids, prefill_ids if shape.prefetch else ())
+        self.prefills: dict[str, Prefill] = {}
+        self.decodes: dict[str, Decode] = {}
+        self.pool = self._new_pool()
+        for name in prefill_ids:
+            self._new_prefill(name)
+        for name in decode_ids:
+            self._new_decode(name)
+        self.tell_core(self._gateway, events.PairsChanged(tuple(self.pairs.items())))
+
+    # time and messages
+
+    def after(self, seconds: float, owner: Part, call: Callable[..., None], *arguments: Any) -> None:
+        self._scheduled += 1
+        heapq.heappush(self._queue, (self.now_s + seconds, self._scheduled, owner, call, arguments))
+
+    def delay(self, mean_s: float) -> float:
+        return mean_s * self.rng.uniform(0.5, 2.0)
+
+    def send(self, source: Part, target: Part, method: str, *arguments: Any) -> None:
+        """Call a method of another process; the messages of one link arrive in order."""
+        self._deliver(source, target, getattr(target, method), *arguments)
+
+    def tell_core(self, source: Part, event: events.Event) -> None:
+        self._deliver(source, self._core_process, self._handle, event)
+
+    def _deliver(self, source: Part, target: Part, call: Callable[..., None], *arguments: Any) -> None:
+        link = source.name, target.name
+        arrival_s = max(self._links.get(link, 0.0), self.now_s + self.delay(0.0005))
+        self._links[link] = arrival_s
+        self.after(arrival_s - self.now_s, target, call, *arguments)
+
+    def run(self, limit_s: float = 600.0) -> None:
+        """Until nothing is left to do. Raises AssertionError where that takes longer than `limit_s` of virtual time."""
+        self._tick()
+        while self._queue:
+            self.now_s, _, owner, call, arguments = heapq.heappop(self._queue)
+            if self.now_s > limit_s:
+                raise AssertionError(f"still not done after {limit_s} s: {self.core.describe()}")
+            if owner.alive:
+                call(*arguments)
+
+    def _tick(self) -> None:
+        if self.core.needs_ticks:
+            self._handle(events.Tick())
+        for decode in self.decodes.values():
+            decode.kick()
+        if self.coming or any(not request.ended for request in self.requests.values()):
+            self.after(self.config.scheduler.tick_s / 2, self._core_process, self._tick)
+
+    # the core
+
+    def _handle(self, event: events.Event) -> None:
+        for action in self.core.handle(event, self.now_s):
+            self.log.append((self.now_s, action))
+            self._carry_out(action)
+        if self.rng.random() < 0.05:
+            self.core.check_integrity()
+
+    def _carry_out(self, action: actions.Action) -> None:
+        match action:
+            case actions.StartPrefill():
+                self._command(self.prefills.get(action.prefill_id), "start", action.keys)
+            case actions.Prefetch(prefill_id=None):
+                self._command(self.decodes.get(action.decode_id), "offer_from_pool", action)
+            case actions.Prefetch():
+                self._command(self.prefills.get(action.prefill_id or ""), "prefetch", action)
+            case actions.Recall():
+                self._command(self.decodes.get(action.decode_id), "recall", action.keys)
+            case actions.MarkUrgent():
+                self._command(self.decodes.get(action.decode_id), "mark_urgent", action.keys)
+            case actions.CancelAt():
+                holders: dict[str, Any] = {**self.prefills, **self.decodes}
+                self._command(holders.get(action.instance_id), "cancel", action.keys)
+            case actions.ReleasePool():
+                self._command(self.pool, "release", action)
+            case actions.Reject():
+                for key in action.keys:
+                    self.request(key).ended = self.request(key).ended or action.error.code
+            case actions.ReportLost():
+                for key in action.keys:
+                    self._deliver(self._core_process, self._gateway, self._resubmit, key)
+
+    def _command(self, target: Part | None, method: str, argument: Any) -> None:
+        if target is not None:
+            self.send(self._core_process, target, method, argument)
+
+    # the gateway
+
+    def request(self, key: RequestKey) -> Request:
+        return self.requests[key.request_id]
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.shape.block_size)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.requests.update({request.request_id: request for request in requests})
+        self.tell_core(self._gateway, events.Submitted(tuple(request.meta for request in requests)))
+
+    def cancel(self, request: Request) -> None:
+        if not request.ended:
+            request.ended = "cancelled"
+            self.tell_core(self._gateway, events.CancelRequested((request.key,)))
+
+    def _resubmit(self, key: RequestKey) -> None:
+        request = self.request(key)
+        if request.ended or request.key != key:
+            return  # its last tokens overtook the news of its loss
+        self.counts["resubmitted"] += 1
+        request.epoch += 1
+        request.waiting_since_s = None
+        self.submit([request])
+
+    def finish(self, source: Part, key: RequestKey) -> None:
+        """The worker sends the last token to the gateway, and says so to the core."""
+        request = self.request(key)
+        request.ended = request.ended or "finished"
+        self.tell_core(source, events.Finished((key,)))
+
+    def stopped(self, source: Part, key: RequestKey) -> None:
+        """A worker has let go of a cancelled (or lost) request."""
+        self.tell_core(source, events.Finished((key,)))
+
+    def write_back(self, source: Part, key: RequestKey, kv_tokens: int) -> None:
+        """Commit to the pool what it lacks of a request that was given back, and report it returned."""
+
+        def committed(blocks: int, new_blocks: int) -> None:
+            self.tell_core(source, events.Returned(key, kv_tokens, blocks))
+
+        self.pool.write(Write(source, key, kv_tokens, None, committed))
+
+    # load and disturbances
+
+    def at(self, time_s: float, call: Callable[[], None]) -> None:
+        """Do something at a time; the cell does not come to rest before."""
+        self.coming += 1
+
+        def do() -> None:
+            self.coming -= 1
+            call()
+
+        self.after(time_s - self.now_s, self._gateway, do)
+
+    def arrive_at_random(self) -> None:
+        """`shape.groups` groups, Poisson; most prompts of similar lengths, some of any; some groups of three."""
+        time_s = 0.0
+        for _ in range(self.shape.groups):
+            time_s += self.rng.expovariate(self.shape.rate)
+            self.at(time_s, self._arrive)
+
+    def _arrive(self) -> None:
+        shape, rng = self.shape, self.rng
+        size = rng.choice([1, 1, 1, 1, 3])
+        number = len(self.requests)
+        prompt = rng.randint(1, shape.max_prompt) if rng.random() < 0.3 else min(shape.max_prompt, rng.randint(8, 16))
+        group = []
+        for i in range(size):
+            answer = rng.randint(1, shape.max_answer)
+            most = rng.choice([answer, shape.max_answer])
+            group.append(Request(f"r{number + i}", prompt, answer, most, f"g{number}", size))
+        self.submit(group)
+        for request in group:
+            if rng.random() < shape.cancel_share:
+                self.at(self.now_s + rng.uniform(0.0, 1.0), partial(self.cancel, request))
+
+    def lose_prefill(self, name: str) -> None:
+        """Killed; its successor comes a little later."""
+        self._lose(self.prefills.pop(name), "prefill", partial(self._new_prefill, name))
+        for decode in self.decodes.values():
+            self.after(self.delay(0.002), decode, decode.source_lost, name)
+
+    def lose_decode(self, name: str) -> None:
+        self._lose(self.decodes.pop(name), "decode", partial(self._new_decode, name))
+        for prefill in self.prefills.values():
+            self.after(self.delay(0.002), prefill, prefill.drop_decode, name)
+
+    def lose_pool(self) -> None:
+        """Its memory is gone with it."""
+        lost = self.pool
+        lost.alive = False
+        self.tell_core(lost, events.InstanceLost("kv_pool", lost.name))
+        self.pool = self._new_pool()
+        for write in lost.waiting:
+            self.after(self.delay(0.002), write.writer, write.failed)
+
+    def _lose(self, part: Part, role: str, successor: Callable[[], None]) -> None:
+        part.alive = False
+        self.tell_core(part, events.InstanceLost(role, part.name))
+        self.pool.serve()
+        self.at(self.now_s + 0.2, successor)
+
+    def _new_prefill(self, name: str) -> None:
+        self._introduce("prefill", name)
+        self.prefills[name] = Prefill(self, name)
+        for decode in self.decodes.values():
+            self.after(0.0, decode, decode.refresh_lease)
+
+    def _new_decode(self, name: str) -> None:
+        self._introduce("decode", name)
+        self.decodes[name] = Decode(self, name)
+        self.after(0.0, self.decodes[name], self.decodes[name].refresh_lease)
+
+    def _new_pool(self) -> Pool:
+        self._introduce("kv_pool", Pool.name)
+        return Pool(self, self.shape.pool_blocks)
+
+    def _introduce(self, role: str, name: str) -> None:
+        newcomer = Gateway()
+        newcomer.name = name
+        self.tell_core(newcomer, events.InstanceJoined(role, name))
+
+    def check_nothing_is_left(self) -> None:
+        """Every request has ended, and nobody holds anything. Raises AssertionError."""
+        self.core.check_integrity()
+        open_requests = [request.request_id for request in self.requests.values() if not request.ended]
+        stores = [self.pool.blocks]
+        stores += [store for part in self.prefills.values() for store in (part.cache, *part.buffers.values())]
+        stores += [part.cache for part in self.decodes.values()]
+        held = {store.store_id: store.owned_blocks for store in stores if store.owned_blocks}
+        for store in stores:
+            store.check_integrity()
+        busy = [part.name for part in self.decodes.values() if not part.scheduler.holds_nothing()]
+        counted = {state: count for state, count in self.core.describe().items() if count}
+        if open_requests or held or busy or counted:
+            raise AssertionError(f"left: {open_requests[:9]} open, blocks {held}, busy {busy}, core {counted}")

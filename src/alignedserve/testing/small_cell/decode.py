@@ -1,0 +1,253 @@
+"""A decode instance of a small cell: the iteration scheduler, its copies, and iterations that only count tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind, DecodeReported, Finished, Joined, Lost, Returned
+from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
+from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, RunItem
+from alignedserve.testing.small_cell.pool import Write
+
+if TYPE_CHECKING:
+    from alignedserve.testing.small_cell.cell import SmallCell
+
+
+class Decode:
+    def __init__(self, cell: SmallCell, name: str) -> None:
+        self.cell, self.name = cell, name
+        self.alive = True
+        config = cell.config
+        self.cache = BlockAllocator(cell.shape.decode_cache, f"{name}/cache")
+        self.scheduler = IterationScheduler(
+            config.decode,
+            self.cache,
+            cell.shape.block_size,
+            starvation_after_s=config.scheduler.starvation_after_s,
+        )
+        self.source: dict[RequestKey, str] = {}  # of candidates: the prefill instance, or "" for the pool
+        self.length: dict[RequestKey, int] = {}  # KV tokens of everything that is held
+        self.broken: set[RequestKey] = set()  # being copied in, from an instance that is gone
+        self.tombstones: set[RequestKey] = set()  # cancelled before they were announced
+        self.busy = self.kicked = False
+        self.reported: tuple[int, IterationStatus, int] | None = None
+        self.report()
+
+    def report(self) -> None:
+        waits = sum(self.cell.pool.missing_blocks(write) for write in self.cell.pool.waiting if write.writer is self)
+        status = self.scheduler.status()
+        state = self.cache.free_blocks, status, waits
+        if state == self.reported:
+            return
+        self.reported = state
+        report = DecodeReported(
+            self.name,
+            self.cache.capacity,
+            self.cache.free_blocks,
+            status.running,
+            status.shortest_tokens,
+            status.longest_tokens,
+            status.batch_id,
+            status.switching,
+            status.batch_buffer_requests,
+            status.requests_buffer_requests,
+            waits,
+        )
+        self.cell.tell_core(self, report)
+
+    # candidates
+
+    def offer(self, key: RequestKey, kv_tokens: int, kind: BufferKind, batch_id: int, source: str) -> None:
+        if key in self.tombstones:
+            self.tombstones.discard(key)
+            self.release_source(key, source)
+            self.cell.stopped(self, key)
+            return
+        request = self.cell.request(key)
+        shared = request.prompt if request.group_size > 1 else 0
+        self.source[key], self.length[key] = source, kv_tokens
+        most = request.prompt + request.most
+        candidate = Candidate(key, kv_tokens, most, request.group_id, shared, kind, batch_id)
+        self.scheduler.offer(candidate, self.cell.now_s)
+        self.kick()
+
+    def offer_from_pool(self, action: Prefetch) -> None:
+        for key in action.keys:
+            kv_tokens = self.cell.pool.lengths.get(key)
+            if kv_tokens is not None:
+                self.offer(key, kv_tokens, action.buffer, action.batch_id, "")
+
+    def release_source(self, key: RequestKey, source: str) -> None:
+        if source in self.cell.prefills:
+            self.cell.send(self, self.cell.prefills[source], "consumed", key)
+
+    def withdrawn(self, key: RequestKey) -> None:
+        if self.scheduler.withdraw(key):
+            self.forget(key)
+        self.kick()
+
+    def recall(self, keys: Iterable[RequestKey]) -> None:
+        self.scheduler.recall(keys)
+        self.kick()
+
+    def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
+        self.scheduler.mark_urgent(keys)
+        self.kick()
+
+    def cancel(self, keys: Iterable[RequestKey]) -> None:
+        for key in keys:
+            outcome = self.scheduler.cancel(key)
+            if outcome is CancelOutcome.NOT_HERE:
+                self.tombstones.add(key)
+            elif outcome is not CancelOutcome.COPYING:
+                self.drop(key)
+        self.kick()
+
+    def drop(self, key: RequestKey) -> None:
+        self.release_source(key, self.source.get(key, ""))
+        self.forget(key)
+        self.cell.stopped(self, key)
+
+    def forget(self, key: RequestKey) -> None:
+        self.source.pop(key, None)
+        self.length.pop(key, None)
+        self.broken.discard(key)
+
+    def refresh_lease(self) -> None:
+        pairs = [self.cell.prefills[name] for name in self.cell.pairs[self.name] if name in self.cell.prefills]
+        self.scheduler.set_requests_buffer_lease(max((pair.top_up_lease(self.name) for pair in pairs), default=0))
+
+    def source_lost(self, prefill_id: str) -> None:
+        for key in [key for key, source in self.source.items() if source == prefill_id]:
+            if self.scheduler.withdraw(key):
+                self.forget(key)
+                self.cell.tell_core(self, Lost((key,), f"{prefill_id} was lost"))
+            else:
+                self.broken.add(key)
+        self.refresh_lease()
+        self.kick()
+
+    # the loop
+
+    def kick(self) -> None:
+        if not self.kicked and not self.busy:
+            self.kicked = True
+            self.cell.after(0.0, self, self.iterate)
+
+    def iterate(self) -> None:
+        self.kicked = False
+        if self.busy:
+            return
+        plan = self.scheduler.plan(self.cell.now_s)
+        if self.cell.rng.random() < 0.1:
+            self.scheduler.check_integrity()
+        self.cell.counts["stalled"] += plan.stalled
+        self.start_copies(plan)
+        if plan.run:
+            self.busy = True
+            longest = max(item.kv_tokens for item in plan.run)
+            self.cell.after(0.002 + 1e-5 * longest, self, self.iterated, plan.run)
+        self.report()
+
+    def iterated(self, run: Sequence[RunItem]) -> None:
+        self.busy = False
+        tokens = []
+        for item in run:
+            request = self.cell.request(item.key)
+            finished = False
+            if request.key == item.key and item.key in self.length:
+                if not item.kv_tokens == request.kv_tokens == self.length[item.key]:
+                    raise AssertionError(f"{item} does not go on where {request} is")
+                finished = request.generate(self.cell.now_s)
+                self.length[item.key] += 1
+            tokens.append((item.key, finished))
+        self.scheduler.advance(tokens)
+        for key, finished in tokens:
+            if finished:
+                self.forget(key)
+                self.cell.finish(self, key)
+        self.iterate()
+
+    # copies
+
+    def start_copies(self, plan: IterationPlan) -> None:
+        for join in plan.joins:
+            blocks = len(join.block_ids) - join.resident_blocks
+            self.cell.after(self.cell.delay(0.001 * (1 + blocks)), self, self.copied_in, join.key)
+        for evict in plan.evictions:
+            self.evict(evict)
+        for key in plan.give_back.keys:
+            self.give_back(key)
+
+    def copied_in(self, key: RequestKey) -> None:
+        if key in self.broken:
+            self.scheduler.copy_failed(key)
+            self.forget(key)
+            self.cell.tell_core(self, Lost((key,), "its source is gone"))
+        elif self.scheduler.copied_in(key):
+            self.release_source(key, self.source.pop(key))
+            self.cell.tell_core(self, Joined(self.name, (key,)))
+        else:
+            self.drop(key)
+        self.kick()
+
+    def evict(self, evict: Evict) -> None:
+        self.cell.counts["evicted"] += 1
+        request = self.cell.request(evict.key)
+        if request.key == evict.key:
+            request.waiting_since_s = self.cell.now_s
+        if evict.to_pool:
+            then = partial(self.written, evict)
+            failed = partial(self.eviction_failed, evict.key)
+            self.cell.pool.write(Write(self, evict.key, evict.kv_tokens, None, then, failed))
+            return
+        for name in self.cell.pairs[self.name]:
+            prefill = self.cell.prefills.get(name)
+            leased = prefill.buffers[BufferKind.REQUESTS].leased_to(self.name) if prefill is not None else []
+            if prefill is not None and len(leased) >= len(evict.block_ids):
+                prefill.adopt(evict.key, leased[: len(evict.block_ids)], self.name)
+                self.cell.after(self.cell.delay(0.004), self, self.evicted, evict.key, name, prefill)
+                return
+        self.cell.after(0.0, self, self.eviction_failed, evict.key)  # the lease is gone with its prefill instance
+
+    def evicted(self, key: RequestKey, name: str, prefill: object) -> None:
+        if self.cell.prefills.get(name) is not prefill:
+            self.eviction_failed(key)
+            return
+        self.source[key] = name
+        if not self.scheduler.copied_out(key):
+            self.drop(key)
+        self.refresh_lease()
+        self.kick()
+
+    def eviction_failed(self, key: RequestKey) -> None:
+        if not self.scheduler.copy_failed(key):
+            self.drop(key)
+        self.kick()
+
+    def written(self, evict: Evict, blocks: int, new_blocks: int) -> None:
+        self.cell.after(self.cell.delay(0.004), self, self.returned, evict, blocks)
+
+    def returned(self, evict: Evict, blocks: int) -> None:
+        if self.scheduler.copied_out(evict.key):
+            self.forget(evict.key)
+            self.cell.tell_core(self, Returned(evict.key, evict.kv_tokens, blocks))
+        else:
+            self.drop(evict.key)
+        self.kick()
+
+    def give_back(self, key: RequestKey) -> None:
+        self.cell.counts["given back"] += 1
+        kv_tokens, source = self.length[key], self.source[key]
+        self.forget(key)
+        if source in self.cell.prefills:
+            self.cell.send(self, self.cell.prefills[source], "give_back", key, kv_tokens)
+        elif not source:
+            self.cell.write_back(self, key, kv_tokens)
+        else:
+            self.cell.tell_core(self, Finished((key,)))

@@ -1,0 +1,177 @@
+"""A prefill instance of a small cell: chunked prefill, offload to the pool, and the two candidate buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind, Prefilled, PrefillReported, Returned
+from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.testing.small_cell.pool import Write
+
+if TYPE_CHECKING:
+    from alignedserve.testing.small_cell.cell import SmallCell
+
+
+class Prefill:
+    def __init__(self, cell: SmallCell, name: str) -> None:
+        self.cell, self.name = cell, name
+        self.alive = True
+        shape = cell.shape
+        self.cache = BlockAllocator(shape.prefill_cache, f"{name}/cache")
+        self.chunks = ChunkScheduler(self.cache, shape.block_size)
+        self.buffers = {
+            BufferKind.BATCH: BlockAllocator(shape.batch_buffer, f"{name}/batch"),
+            BufferKind.REQUESTS: BlockAllocator(shape.requests_buffer, f"{name}/requests"),
+        }
+        self.groups: dict[RequestKey, list[RequestKey]] = {}  # by the one that carries the prompt
+        self.lead: dict[RequestKey, RequestKey] = {}
+        self.candidates: dict[RequestKey, tuple[BufferKind, str]] = {}  # -> buffer, decode instance
+        self.busy = False
+        self.report()
+
+    def report(self) -> None:
+        batch, requests = self.buffers.values()
+        report = PrefillReported(
+            self.name,
+            self.chunks.pending_tokens,
+            self.cache.capacity,
+            batch.capacity,
+            batch.available_blocks,
+            requests.capacity,
+            requests.available_blocks,
+        )
+        self.cell.tell_core(self, report)
+
+    # prefill
+
+    def start(self, keys: Sequence[RequestKey]) -> None:
+        self.groups[keys[0]] = list(keys)
+        self.lead.update(dict.fromkeys(keys, keys[0]))
+        request = self.cell.request(keys[0])
+        self.chunks.add(keys[0], request.prompt + request.tokens)
+        self.compute()
+
+    def compute(self) -> None:
+        config = self.cell.config.prefill
+        plan = [] if self.busy else self.chunks.plan(config.token_budget, config.max_requests)
+        if plan:
+            self.busy = True
+            self.cell.after(0.001 + 1e-4 * sum(chunk.count for chunk in plan), self, self.computed, plan)
+
+    def computed(self, plan: Iterable[Chunk]) -> None:
+        self.busy = False
+        for chunk in plan:
+            if self.chunks.done(chunk):
+                self.offload(chunk.key)
+        self.compute()
+
+    def offload(self, lead: RequestKey) -> None:
+        for key in list(self.groups[lead]):
+            if self.cell.request(key).generate(self.cell.now_s):
+                self.forget(key)
+                self.cell.finish(self, key)
+        left = list(self.groups.get(lead, ()))
+        if not left:
+            self.chunks.release(lead)
+        for key in left:
+            share = left[0] if key != left[0] else None
+            kv_tokens = self.cell.request(key).kv_tokens
+            then = partial(self.offloaded, lead, key, kv_tokens)
+            self.cell.pool.write(Write(self, key, kv_tokens, share, then))
+
+    def offloaded(self, lead: RequestKey, key: RequestKey, kv_tokens: int, blocks: int, new_blocks: int) -> None:
+        self.forget(key)
+        if lead not in self.groups:
+            self.chunks.release(lead)
+            self.cell.after(0.0, self, self.compute)
+        self.cell.request(key).waiting_since_s = self.cell.now_s
+        self.cell.tell_core(self, Prefilled(key, kv_tokens, blocks, new_blocks))
+        self.report()
+
+    def forget(self, key: RequestKey) -> None:
+        lead = self.lead.pop(key)
+        self.groups[lead].remove(key)
+        if not self.groups[lead]:
+            del self.groups[lead]
+
+    def cancel(self, keys: Iterable[RequestKey]) -> None:
+        for key in keys:
+            if key in self.lead:
+                lead = self.lead[key]
+                self.forget(key)
+                self.cell.pool.discard(key)
+                if lead not in self.groups and not self.chunks.cancel(lead):
+                    self.chunks.release(lead)
+                self.cell.stopped(self, key)
+            elif key in self.candidates:
+                decode = self.cell.decodes.get(self.candidates[key][1])
+                self.free(key)
+                self.cell.stopped(self, key)
+                if decode is not None:
+                    self.cell.send(self, decode, "withdrawn", key)
+        self.compute()
+        self.cell.pool.serve()
+
+    # candidate buffers
+
+    def prefetch(self, action: Prefetch) -> None:
+        for key in action.keys:
+            kv_tokens = self.cell.pool.lengths.get(key)
+            if kv_tokens is None:
+                continue  # it has ended; the word is on its way here
+            blocks = self.cell.blocks_for(kv_tokens)
+            if self.buffers[action.buffer].allocate(blocks, key) is None:
+                self.cell.counts["bounced"] += 1
+                self.cell.tell_core(self, Returned(key, kv_tokens, blocks))
+                continue
+            self.candidates[key] = action.buffer, action.decode_id
+            self.cell.after(self.cell.delay(0.005), self, self.announce, action, key, kv_tokens)
+        self.report()
+
+    def announce(self, action: Prefetch, key: RequestKey, kv_tokens: int) -> None:
+        decode = self.cell.decodes.get(action.decode_id)
+        if key in self.candidates and decode is not None:
+            self.cell.send(self, decode, "offer", key, kv_tokens, action.buffer, action.batch_id, self.name)
+
+    def adopt(self, key: RequestKey, block_ids: Sequence[int], decode_id: str) -> None:
+        """An evicted request lies in blocks that were leased to its decode instance."""
+        self.buffers[BufferKind.REQUESTS].assign_leased(block_ids, decode_id, key)
+        self.candidates[key] = BufferKind.REQUESTS, decode_id
+
+    def top_up_lease(self, decode_id: str) -> int:
+        """Blocks of the requests buffer that the decode instance may evict to."""
+        buffer = self.buffers[BufferKind.REQUESTS]
+        missing = buffer.capacity // 4 - len(buffer.leased_to(decode_id))
+        if missing > 0:
+            buffer.lease(missing, decode_id)
+        return len(buffer.leased_to(decode_id))
+
+    def free(self, key: RequestKey) -> None:
+        kind, decode_id = self.candidates.pop(key)
+        self.buffers[kind].release_all(key)
+        self.report()
+        decode = self.cell.decodes.get(decode_id)
+        if decode is not None:
+            self.cell.send(self, decode, "refresh_lease")
+
+    def consumed(self, key: RequestKey) -> None:
+        if key in self.candidates:
+            self.free(key)
+
+    def give_back(self, key: RequestKey, kv_tokens: int) -> None:
+        if key in self.candidates:
+            self.free(key)
+            self.cell.write_back(self, key, kv_tokens)
+
+    def drop_decode(self, decode_id: str) -> None:
+        """A decode instance is gone: what lay here for it, and its lease, are free again."""
+        for key in [key for key, (_, wanted_by) in self.candidates.items() if wanted_by == decode_id]:
+            self.buffers[self.candidates.pop(key)[0]].release_all(key)
+        buffer = self.buffers[BufferKind.REQUESTS]
+        buffer.return_lease(buffer.leased_to(decode_id), decode_id)
+        self.report()
