@@ -90,9 +90,8 @@ def main() -> int:
                 rows = at_rest(server, options.rest_s)
     print(f"seconds to healthy: {starts}, median {statistics.median(starts)}")
     for row in rows:
-        print(
-            f"{row['process']:62}{row['rss_mib']:6} MiB RSS{row['pss_mib']:6} MiB PSS{row['cpu'] * 100:7.2f} % of a core"
-        )
+        memory = f"{row['rss_mib']:6} MiB RSS{row['pss_mib']:6} MiB PSS"
+        print(f"{row['process']:62}{memory}{row['cpu'] * 100:7.2f} % of a core")
     if options.json:
         options.json.write_text(json.dumps({"starts_s": starts, "processes": rows}, indent=2) + "\n", encoding="utf-8")
     return 0

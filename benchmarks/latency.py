@@ -1,4 +1,4 @@
-"""(b) TTFT through HTTP beyond the bare engine's prefill; (c) last prefill chunk to first decode iteration beyond copies.
+"""(b) TTFT through HTTP beyond the bare prefill; (c) last prefill chunk to first decode iteration, beyond copies.
 
 One request in flight. The engine's prefill of the same prompts is timed in this process, in turn with the cluster.
 

@@ -17,12 +17,11 @@ from alignedserve import __version__
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import pair_up, plan_roles
 from alignedserve.cluster.preflight import check_machine, check_model, check_ports
-from alignedserve.cluster.processes import usable_cores
 from alignedserve.cluster.status_command import table
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
 from alignedserve.geometry import KvGeometry, StoreSlice
-from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
+from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes, usable_cores
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.links import choose_channel
 

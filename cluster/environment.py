@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.cluster.plan import MODEL_ROLES
-from alignedserve.cluster.processes import usable_cores
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.memory import usable_cores
 from alignedserve.model import SHIPPED_MODELS
 
 

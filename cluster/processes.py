@@ -77,18 +77,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, or its control group's quota where that is less."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return cores
-
-
 def _resolve(ended: asyncio.Future[bool]) -> None:
     if not ended.done():
         ended.set_result(True)

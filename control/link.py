@@ -102,6 +102,8 @@ class DuplexLink(Generic[Out, In]):
             code = error.code()
             quiet = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s %s", code.name, error.details())
+        except Exception:  # whatever it was, the link must come back
+            logger.exception("a stream ended with an error of our own")
         finally:
             self._outbox = None
             writer.cancel()
@@ -109,7 +111,10 @@ class DuplexLink(Generic[Out, In]):
             with contextlib.suppress(asyncio.CancelledError):
                 await writer
             if self._on_down is not None:
-                await settle(self._on_down())
+                try:
+                    await settle(self._on_down())
+                except Exception:  # as above
+                    logger.exception("the end of a stream could not be handled")
 
     async def close(self) -> None:
         if self._task is not None:

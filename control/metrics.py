@@ -16,6 +16,11 @@ class StoreCount:
     owned: int
     cached: int = 0
 
+    @classmethod
+    def of(cls, store: str, capacity: int, free: int, cached: int) -> StoreCount:
+        """From counts that another thread may be changing: what is neither free nor cached is owned."""
+        return cls(store, capacity, free, max(0, capacity - free - cached), min(cached, capacity - free))
+
 
 def store_lines(instance: str, stores: Iterable[StoreCount]) -> list[str]:
     """Samples of `alignedserve_kv_blocks` and `alignedserve_kv_capacity_blocks`, without HELP and TYPE lines."""
@@ -32,4 +37,4 @@ def store_lines(instance: str, stores: Iterable[StoreCount]) -> list[str]:
 
 def counter_lines(instance: str, values: Mapping[str, float]) -> list[str]:
     """One sample a name, labelled with the instance."""
-    return [f'alignedserve_{name}{{instance="{instance}"}} {value:g}' for name, value in values.items()]
+    return [f'alignedserve_{name}{{instance="{instance}"}} {value!r}' for name, value in values.items()]

@@ -37,7 +37,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
-        self._instance = DecodeInstance(settings, self.config, self.process, self._post)
+        self._instance = DecodeInstance(settings, self.config, self.process, self._post, self._report_description)
         self._scheduler: Outbox[dw.DecodeReport] | None = None
 
     # ---- the role's hooks
@@ -64,7 +64,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
         beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}"
-        count = StoreCount(cache.store_id, cache.capacity, cache.free_blocks, cache.owned_blocks, cache.cached_blocks)
+        count = StoreCount.of(cache.store_id, cache.capacity, cache.free_blocks, cache.cached_blocks)
         values = {
             "decode_running": status.running,
             "decode_iterations_total": status.iterations,
@@ -87,10 +87,12 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         outbox: Outbox[dw.DecodeReport] = Outbox()
         self._scheduler = outbox
         outbox.put(dw.DecodeReport(description=self._description()))
-        async for report in serve_stream(request_iterator, outbox, self._on_command):
-            yield report
-        if self._scheduler is outbox:
-            self._scheduler = None  # candidates and the running batch are this instance's to decide about: they go on
+        try:
+            async for report in serve_stream(request_iterator, outbox, self._on_command):
+                yield report
+        finally:
+            if self._scheduler is outbox:
+                self._scheduler = None  # candidates and the running batch are this instance's: they go on
 
     def _on_command(self, command: dw.DecodeCommand) -> None:
         compute = self._instance.compute
@@ -112,6 +114,9 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         self.loop.call_soon_threadsafe(self._on_outcome, outcome)
 
     def _on_outcome(self, outcome: Outcome) -> None:
+        if outcome.fatal is not None:
+            self.fail(outcome.fatal)
+            return
         self.emitter.emit(outcome.events)
         if outcome.joined:
             self._report(dw.DecodeReport(joined=keys_to_proto(outcome.joined)))
@@ -132,7 +137,10 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         for order in outcome.evictions:
             self.spawn(self._evict(order))
         if outcome.status_changed:
-            self._report(dw.DecodeReport(description=self._description()))
+            self._report_description()
+
+    def _report_description(self) -> None:
+        self._report(dw.DecodeReport(description=self._description()))
 
     def _by_source(
         self, requests: Iterable[pb.StoredRequest]
@@ -179,6 +187,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             cache_blocks=instance.cache.capacity,
             cache_free_blocks=instance.cache.free_blocks,
         )
+        if instance.writer is not None:
+            description.pool_wait_blocks = instance.writer.waiting_blocks
         if instance.compute is not None:
             status = instance.compute.status
             for name in (

@@ -19,7 +19,6 @@ from alignedserve.transfer.block_store import BlockStore, attach_store
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.device import attach_device_store
 from alignedserve.transfer.handles import CUDA, StoreHandle
-from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
@@ -40,6 +39,7 @@ class BufferLink:
         loop: DecodeLoop,
         segments: SegmentClient,
         lease_blocks: int,
+        connect: Callable[[BlockStore, BlockStore], Channel],
         on_lease: Callable[[], None],
     ) -> None:
         self.prefill_id = prefill_id
@@ -51,7 +51,9 @@ class BufferLink:
         self._loop = loop
         self._segments = segments
         self._lease_blocks = lease_blocks
+        self._connect = connect
         self._on_lease = on_lease
+        self.generation = 0  # grows with each break of the stream: leases of an older one are void
         self._leased: list[int] = []
         self._taken = 0
         self._stores: list[BlockStore] = []
@@ -68,6 +70,10 @@ class BufferLink:
     @property
     def channels(self) -> list[Channel]:
         return [*self.pulls.values(), *([self.evict_channel] if self.evict_channel else [])]
+
+    @property
+    def up(self) -> bool:
+        return self._link is not None and self._link.up
 
     @property
     def leased_blocks(self) -> int:
@@ -129,12 +135,12 @@ class BufferLink:
     async def _attach(self, stores: pw.BufferStores) -> None:
         if self._stores:
             return
-        for message in (stores.batch, stores.requests):
-            store = await asyncio.to_thread(self._open_store, StoreHandle.from_proto(message))
-            self._stores.append(store)
-            self.pulls[store.store_id] = connect(store, self._cache)
+        handles = [StoreHandle.from_proto(message) for message in (stores.batch, stores.requests)]
+        opened = [await asyncio.to_thread(self._open_store, handle) for handle in handles]
+        self.pulls = {store.store_id: self._connect(store, self._cache) for store in opened}
         self.requests_store_id = stores.requests.store_id
-        self.evict_channel = connect(self._cache, self._stores[1])
+        self.evict_channel = self._connect(self._cache, opened[1])
+        self._stores = opened
         self._on_lease()
 
     def _open_store(self, handle: StoreHandle) -> BlockStore:
@@ -143,6 +149,7 @@ class BufferLink:
         return attach_store(handle, self._segments, geometry=self._cache.geometry)
 
     def _on_down(self) -> None:
+        self.generation += 1
         self._leased.clear()
         self._taken = 0
         self._on_lease()
@@ -154,6 +161,6 @@ class BufferLink:
         if self._channel is not None:
             await self._channel.close()
         for channel in self.channels:
-            channel.close()
+            await asyncio.to_thread(channel.close)
         for store in self._stores:
             store.close()

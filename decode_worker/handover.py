@@ -65,11 +65,15 @@ class Handover:
 
     async def _to_requests_buffer(self, order: EvictionOrder, link: BufferLink, blocks: list[int]) -> pb.StoredRequest:
         assert link.evict_channel is not None
+        generation = link.generation
         try:
             await link.evict_channel.copy(order.block_ids, blocks)
         except TransferError:
-            link.put_back(blocks)
+            if link.generation == generation:
+                link.put_back(blocks)
             raise
+        if link.generation != generation:
+            raise TransferError(f"the link to {link.prefill_id} broke: the blocks were no longer leased")
         stored = pb.StoredRequest()
         stored.CopyFrom(order.stored)
         stored.store_id = link.requests_store_id

@@ -18,6 +18,7 @@ class Held:
     stored: pb.StoredRequest
     live: LiveRequest | None = None
     resident: bool = False
+    cancelled: bool = False  # while a copy is in flight: what ends with it
 
     def current(self) -> pb.StoredRequest:
         """`stored`, with the tokens and times of now."""
@@ -55,6 +56,7 @@ class Outcome:
     returned: list[pb.StoredRequest] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)
     status_changed: bool = False
+    fatal: BaseException | None = None  # the loop has ended with this
 
     def drop(self, held: Held) -> None:
         """A cancelled request holds nothing here any more; what it holds at its source is to be freed."""

@@ -31,12 +31,19 @@ class DecodeInstance:
     """Built up by `load`: everything but the buffer links, which follow the cluster's view."""
 
     def __init__(
-        self, settings: RoleSettings, config: Config, process: pb.ProcessKey, post: Callable[[Outcome], None]
+        self,
+        settings: RoleSettings,
+        config: Config,
+        process: pb.ProcessKey,
+        post: Callable[[Outcome], None],
+        on_pool_wait: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._config = config
         self._process = process
         self._post = post
+        self._on_pool_wait = on_pool_wait
+        self._linking = asyncio.Lock()
         self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
         self._pool_channels: list[Channel] = []
         self._cache_store: BlockStore | None = None
@@ -44,6 +51,7 @@ class DecodeInstance:
         self.model: ModelInfo | None = None
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.compute: DecodeLoop | None = None
+        self.writer: PoolWriter | None = None
         self.handover: Handover | None = None
 
     async def on_view(self, view: sv.ClusterView) -> None:
@@ -63,9 +71,10 @@ class DecodeInstance:
             f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
         )
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
-        writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan))
+        writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan), self._on_pool_wait)
+        self.writer = writer
         pool_store = await self._pool.attach(geometry, [writer])
-        from_pool, to_pool = connect(pool_store, self._cache_store), connect(self._cache_store, pool_store)
+        from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(from_pool, to_pool, writer, pool_store.store_id, plan.block_size)
         runner = ModelRunner(loaded, tensor)
@@ -80,13 +89,25 @@ class DecodeInstance:
         self.compute.start()
         await self._follow_pairs()
 
+    def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
+        return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)
+
     def _largest_request_blocks(self, plan: StorePlan) -> int:
         """A standing lease has room for the eviction of the largest request, without emptying the store it is of."""
         assert self.model is not None
         largest = -(-self.model.max_positions // plan.block_size)
-        return max(1, min(largest, plan.decode_cache, plan.pool // 8))
+        return max(1, min(largest, plan.decode_cache, plan.pool // 16))
+
+    def _eviction_lease_blocks(self, plan: StorePlan) -> int:
+        """Room for the largest request in the requests buffer, but never so much that no late candidate fits."""
+        served = -(-self._config.cluster.decode // self._config.cluster.prefill)
+        return max(1, min(self._largest_request_blocks(plan), plan.requests_buffer * 2 // (3 * served)))
 
     async def _follow_pairs(self) -> None:
+        async with self._linking:
+            await self._link_pairs()
+
+    async def _link_pairs(self) -> None:
         """Link to the buffers of the prefill instances that this one is paired with; drop those that are gone."""
         if self.handover is None or self.compute is None:
             return
@@ -96,8 +117,11 @@ class DecodeInstance:
             for peer in self._pool.view.peers
             if peer.process.role == "prefill" and peer.state == "ready" and peer.process.id in wanted
         }
+        present = {peer.process.id for peer in self._pool.view.peers}
         for prefill_id in list(self._linked):
             peer = peers.get(prefill_id)
+            if prefill_id not in present and self.handover.links[prefill_id].up:
+                continue  # a supervisor that has just started does not know everybody yet
             if peer is None or peer.process != self._linked[prefill_id]:
                 del self._linked[prefill_id]
                 await self.handover.links.pop(prefill_id).close()
@@ -115,7 +139,8 @@ class DecodeInstance:
             self._cache_store,
             self.compute,
             self._pool.segments,
-            self._largest_request_blocks(self._pool.plan.result()),
+            self._eviction_lease_blocks(self._pool.plan.result()),
+            self._connect,
             self.refresh_lease,
         )
         link.open(address, self._settings.token)
@@ -138,5 +163,5 @@ class DecodeInstance:
             for link in list(self.handover.links.values()):
                 await link.close()
         for channel in self._pool_channels:
-            channel.close()
+            await asyncio.to_thread(channel.close)
         await self._pool.close()

@@ -16,7 +16,7 @@ from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler
-from alignedserve.errors import AlignedServeError, NumericsError, TransferError
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.events import BufferKind
@@ -104,20 +104,27 @@ class DecodeLoop:
     # ---- the thread
 
     def _run(self) -> None:
-        while True:
-            outcome = Outcome()
-            if not self._drain(outcome):
-                return
-            plan = self._scheduler.plan(time.monotonic())
-            self._start_copies(plan, outcome)
-            if plan.run:
-                if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
-                    self._post(outcome)
-                    outcome = Outcome()
-                self._iterate(plan.run, outcome)
-            self._publish(outcome)
-            if not plan.run and not self._wait():
-                return
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # the books may be wrong now: the process must be replaced
+            logger.exception("the decode loop failed")
+            self._post(Outcome(fatal=error))
+
+    def _turn(self) -> bool:
+        """One iteration boundary and the iteration after it, or a wait; False: the loop is to end."""
+        outcome = Outcome()
+        if not self._drain(outcome):
+            return False
+        plan = self._scheduler.plan(time.monotonic())
+        self._start_copies(plan, outcome)
+        if plan.run:
+            if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
+                self._post(outcome)
+                outcome = Outcome()
+            self._iterate(plan.run, outcome)
+        self._publish(outcome)
+        return bool(plan.run) or self._wait()
 
     def _drain(self, outcome: Outcome) -> bool:
         """Handle what has come in; False: the loop is to end."""
@@ -128,7 +135,7 @@ class DecodeLoop:
                 return True
             if message is None:
                 return False
-            self._handle(message, outcome)
+            message(outcome)
 
     def _wait(self) -> bool:
         """Sleep until something comes in (or a waiting candidate may have become overdue)."""
@@ -141,15 +148,9 @@ class DecodeLoop:
         if message is None:
             return False
         outcome = Outcome()
-        self._handle(message, outcome)
+        message(outcome)
         self._publish(outcome)
         return True
-
-    def _handle(self, message: Callable[[Outcome], None], outcome: Outcome) -> None:
-        try:
-            message(outcome)
-        except Exception:  # one message that cannot be handled must not end the loop
-            logger.exception("a message could not be handled")
 
     def _publish(self, outcome: Outcome) -> None:
         status = self._scheduler.status()
@@ -172,6 +173,8 @@ class DecodeLoop:
                 del self._cancelled[key]
                 outcome.drop(held)
                 continue
+            if key in self._held:
+                continue  # announced twice
             self._held[key] = held
             spec = stored.spec
             prompt = len(spec.prompt_token_ids)
@@ -200,6 +203,8 @@ class DecodeLoop:
             elif where is CancelOutcome.RUNNING:
                 del self._held[key]
                 outcome.finished.append(key)
+            else:
+                self._held[key].cancelled = True
 
     def _drop_source(self, store_ids: set[str], outcome: Outcome) -> None:
         for key, held in list(self._held.items()):
@@ -266,12 +271,17 @@ class DecodeLoop:
             assert held.live is not None
             held.live.spec.stopwatch.enter(Stage.DECODE, time.time_ns())
             self._scheduler.copy_failed(key)
+            if held.cancelled:
+                del self._held[key]
+                outcome.finished.append(key)
             return
         held.resident = False
         held.stored = stored
         if not self._scheduler.copied_out(key):
             outcome.drop(self._held.pop(key))
-        elif order.to_pool:
+        elif stored.store_id == stored.pool_id:
+            if not order.to_pool:  # the requests buffer had no room after all: it is the scheduler's again
+                self._scheduler.withdraw(key)
             del self._held[key]
             outcome.returned.append(stored)
 
@@ -292,23 +302,38 @@ class DecodeLoop:
             logits = self._runner.forward(items)
         except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
             logger.exception("an iteration of %d requests failed", len(run))
-            self._fail(lives, error, outcome)
+            for live in lives:
+                self._end(live, error, outcome)
+            self._scheduler.advance([(live.key, True) for live in lives])
             return
         self._take(lives, logits, outcome)
 
     def _take(self, lives: Sequence[LiveRequest], logits: torch.Tensor, outcome: Outcome) -> None:
+        """Choose each request's token. One that cannot be chosen for ends alone."""
+        results: list[tuple[RequestKey, bool]] = []
         try:
-            sampled = self._sampler.sample(logits, [live.row for live in lives])
-        except NumericsError as error:
-            bad = set(error.details["rows"])
-            self._fail([lives[row] for row in bad], error, outcome)
-            good = [row for row in range(len(lives)) if row not in bad]
-            if good:
-                self._take([lives[row] for row in good], logits[good], outcome)
-            return
-        self._scheduler.advance(
-            [(live.key, self._push(live, token, outcome)) for live, token in zip(lives, sampled, strict=True)]
-        )
+            sampled: list[SampledToken | Exception] = list(self._sampler.sample(logits, [live.row for live in lives]))
+        except Exception:  # find out whose fault it is
+            sampled = [self._sample_alone(live, logits[row : row + 1]) for row, live in enumerate(lives)]
+        for live, token in zip(lives, sampled, strict=True):
+            if isinstance(token, Exception):
+                self._end(live, token, outcome)
+                results.append((live.key, True))
+                continue
+            try:
+                results.append((live.key, self._push(live, token, outcome)))
+            except Exception as error:
+                logger.exception("a token could not be taken", extra={"request_id": live.key.request_id})
+                self._end(live, error, outcome)
+                results.append((live.key, True))
+        self._scheduler.advance(results)
+
+    def _sample_alone(self, live: LiveRequest, logits: torch.Tensor) -> SampledToken | Exception:
+        try:
+            return self._sampler.sample(logits, [live.row])[0]
+        except Exception as error:
+            logger.exception("no token could be chosen", extra={"request_id": live.key.request_id})
+            return error
 
     def _push(self, live: LiveRequest, sampled: SampledToken, outcome: Outcome) -> bool:
         """Append a token; True where the request ended with it."""
@@ -325,10 +350,8 @@ class DecodeLoop:
         outcome.events.append((spec.gateway_address, event))
         return finish is not None
 
-    def _fail(self, lives: Sequence[LiveRequest], error: Exception, outcome: Outcome) -> None:
+    def _end(self, live: LiveRequest, error: Exception, outcome: Outcome) -> None:
         known = error if isinstance(error, AlignedServeError) else AlignedServeError(f"decoding failed: {error}")
-        for live in lives:
-            outcome.events.append((live.spec.gateway_address, failure_event(live.spec, known)))
-            outcome.finished.append(live.key)
-            del self._held[live.key]
-        self._scheduler.advance([(live.key, True) for live in lives])
+        outcome.events.append((live.spec.gateway_address, failure_event(live.spec, known)))
+        outcome.finished.append(live.key)
+        del self._held[live.key]

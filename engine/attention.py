@@ -159,6 +159,6 @@ def _refuse_unless_harmless(module: torch.nn.Module, name: str, given: Any) -> N
 
 
 def _mask_mark(*_args: Any, local_size: int | None = None, attention_mask: Any = None, **_kwargs: Any) -> MaskMark:
-    if attention_mask is not None:
+    if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModelError("the model masks tokens of a batch that has no padding")
     return MaskMark(local_size)

@@ -59,15 +59,9 @@ class DecodeRows:
 
     rows: torch.Tensor | None  # [requests] packed positions
     lengths: torch.Tensor  # [requests] tokens attended to, the new one included
-    lengths_list: list[int]
     blocks: torch.Tensor  # [blocks] block ids, request after request
     owner: torch.Tensor  # [blocks] index of the request that each block belongs to
     first_token: torch.Tensor  # [blocks] position of each block's first token
-    blocks_list: list[int]  # [requests] blocks of each request
-
-    @property
-    def count(self) -> int:
-        return len(self.lengths_list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
     single: list[tuple[int, ForwardItem]] = []
     for item in items:
         begin, count, start = len(token_ids), len(item.token_ids), item.start
-        _check_item(item, block_size, num_blocks)
+        _check_item(item, block_size)
         token_ids += item.token_ids
         if count == 1:
             positions.append(start)
@@ -107,8 +101,8 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
             positions += range(start, start + count)
             slot_block += [item.block_ids[position // block_size] for position in range(start, start + count)]
             used = -(-(start + count) // block_size)
-            blocks = torch.tensor(item.block_ids[:used], dtype=torch.int64).to(device, non_blocking=True)
-            spans.append(Span(begin, begin + count, start, blocks))
+            blocks = _block_tensor(item.block_ids[:used], num_blocks)
+            spans.append(Span(begin, begin + count, start, blocks.to(device, non_blocking=True)))
         if item.logits == "last":
             logit_rows.append(begin + count - 1)
         elif item.logits == "all":
@@ -121,11 +115,11 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
         slot_block=torch.tensor(slot_block, dtype=torch.int64).to(device, non_blocking=True),
         slot_offset=(position_ids % block_size).to(device, non_blocking=True),
         spans=tuple(spans),
-        decode=_decode_rows(single, block_size, not spans, device) if single else None,
+        decode=_decode_rows(single, block_size, num_blocks, not spans, device) if single else None,
     )
 
 
-def _check_item(item: ForwardItem, block_size: int, num_blocks: int) -> None:
+def _check_item(item: ForwardItem, block_size: int) -> None:
     if not item.token_ids:
         raise AccountingError("an item of a forward pass has no tokens")
     needed = -(-(item.start + len(item.token_ids)) // block_size)
@@ -133,16 +127,24 @@ def _check_item(item: ForwardItem, block_size: int, num_blocks: int) -> None:
         raise AccountingError(
             f"{len(item.block_ids)} blocks of {block_size} do not cover {item.start + len(item.token_ids)} tokens"
         )
-    if min(item.block_ids) < 0 or max(item.block_ids) >= num_blocks:
+
+
+def _block_tensor(block_ids: list[int], num_blocks: int) -> torch.Tensor:
+    """`block_ids` as int64 on the CPU, checked as a whole: a kernel would read or write outside the store."""
+    blocks = torch.tensor(block_ids, dtype=torch.int64)
+    low, high = blocks.aminmax()
+    if int(low) < 0 or int(high) >= num_blocks:
         raise AccountingError(f"a block id lies outside this store of {num_blocks} blocks")
+    return blocks
 
 
 def _decode_rows(
-    single: list[tuple[int, ForwardItem]], block_size: int, whole: bool, device: torch.device
+    single: list[tuple[int, ForwardItem]], block_size: int, num_blocks: int, whole: bool, device: torch.device
 ) -> DecodeRows:
     lengths = [item.start + 1 for _, item in single]
     counts = [-(-length // block_size) for length in lengths]
-    blocks = list(chain.from_iterable(item.block_ids[:n] for (_, item), n in zip(single, counts, strict=True)))
+    ids = list(chain.from_iterable(item.block_ids[:n] for (_, item), n in zip(single, counts, strict=True)))
+    blocks = _block_tensor(ids, num_blocks)
     counts_tensor = torch.tensor(counts, dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(len(single)), counts_tensor)
     first_block = torch.cumsum(counts_tensor, 0) - counts_tensor
@@ -150,9 +152,7 @@ def _decode_rows(
     return DecodeRows(
         rows=None if whole else torch.tensor([row for row, _ in single], dtype=torch.int64).to(device),
         lengths=torch.tensor(lengths, dtype=torch.int64).to(device, non_blocking=True),
-        lengths_list=lengths,
-        blocks=torch.tensor(blocks, dtype=torch.int64).to(device, non_blocking=True),
+        blocks=blocks.to(device, non_blocking=True),
         owner=owner.to(device, non_blocking=True),
         first_token=first_token.to(device, non_blocking=True),
-        blocks_list=counts,
     )

@@ -46,7 +46,7 @@ class PackedLinear(torch.nn.Module):
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """`weight` `[out, in]` in oneDNN's own layout. Raises RuntimeError where oneDNN cannot take its dtype."""
     with torch.inference_mode(False), torch.no_grad():
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().clone(), _PACKED_FOR_ROWS)
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
     return packed
 
 

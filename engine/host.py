@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import LoadedModel, load_model
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.geometry import KvGeometry
+from alignedserve.memory import usable_cores
 from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def prepare_process(config: Config) -> None:
     """Settings of a process in which one thread computes and others pass messages."""
-    torch.set_num_threads(config.cluster.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.cluster.threads or usable_cores())
     # The event loop must get the interpreter soon after the compute thread has let a kernel go.
     sys.setswitchinterval(0.0005)
 

@@ -232,10 +232,13 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _eos_token_ids(config: PretrainedConfig, text: PretrainedConfig, generation: dict[str, Any]) -> tuple[int, ...]:
-    found: set[int] = set()
+    """All end tokens of generation_config.json, as `generate` takes them; where it names none, those of config.json."""
     for value in (generation.get("eos_token_id"), _attribute(config, "eos_token_id"), _attribute(text, "eos_token_id")):
-        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return tuple(sorted(token for token in found if isinstance(token, int) and token >= 0))
+        found = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        tokens = tuple(sorted({token for token in found if isinstance(token, int) and token >= 0}))
+        if tokens:
+            return tokens
+    return ()
 
 
 def _attribute(config: PretrainedConfig, key: str) -> Any:

@@ -119,7 +119,7 @@ class Gateway:
 
 
 def _own_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return str(ray.util.get_node_ip_address())
 
 
 class _Quiet(logging.Filter):

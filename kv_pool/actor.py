@@ -127,6 +127,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._commit(writer, message, outbox)
         elif kind == "want_blocks":
             self._deliver(self._pool.want(writer, message.want_blocks))
+            self._recall()
         elif kind == "give_back":
             self._deliver(self._pool.give_back(writer, list(message.give_back.ids)))
         elif kind == "release":
@@ -139,13 +140,28 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         share_with = key_from_proto(commit.share_with) if commit.HasField("share_with") else None
         try:
             grants = self._pool.commit(
-                writer, key_from_proto(commit.key), commit.kv_tokens, list(commit.block_ids), share_with
+                writer,
+                key_from_proto(commit.key),
+                commit.kv_tokens,
+                list(commit.block_ids),
+                share_with,
+                commit.kept_blocks,
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
             return
         outbox.put(kp.PoolWriterReply(message_id=message.message_id, committed=pb.Empty()))
         self._deliver(grants)
+
+    def _recall(self) -> None:
+        """Somebody waits for blocks: the others give back what they have at hand. The first in line keeps its own."""
+        assert self._pool is not None
+        first = self._pool.waited_for()
+        if first is None:
+            return
+        for writer, outbox in self._writers.items():
+            if writer != first:
+                outbox.put(kp.PoolWriterReply(recall=pb.Empty()))
 
     def _deliver(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
@@ -173,6 +189,9 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         kind = command.WhichOneof("body")
         if kind == "release":
             self._deliver(self._pool.release(keys_from_proto(command.release)))
+        elif kind == "drop":
+            copies = [(key_from_proto(held.key), held.kv_tokens) for held in command.drop.holdings]
+            self._deliver(self._pool.drop(copies))
         elif kind == "writer_lost":
             self._pool.writer_lost(_writer(command.writer_lost))
         elif kind == "writer_dead":

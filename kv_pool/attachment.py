@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from alignedserve.errors import TransferError, UnavailableError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
@@ -68,12 +69,18 @@ class PoolAttachment:
 
     async def _follow_agent(self) -> None:
         """Hand a restarted node agent the descriptors of the memory that its predecessor made."""
-        agent = next((peer.process.incarnation for peer in self.view.peers if peer.process.role == "node_agent"), 0)
-        if agent and self._agent and agent != self._agent:
-            refused = await asyncio.to_thread(self.segments.adopt_all)
+        ready = (peer for peer in self.view.peers if peer.process.role == "node_agent" and peer.state == "ready")
+        agent = next((peer.process.incarnation for peer in ready), 0)
+        if not agent or agent == self._agent:
+            return
+        if self._agent:
+            try:
+                refused = await asyncio.to_thread(self.segments.adopt_all)
+            except UnavailableError:
+                return  # it has gone again: its successor is in a later view
             if refused:
-                logger.warning("the node agent has other memory under these names: %s", ", ".join(refused))
-        self._agent = agent or self._agent
+                raise TransferError(f"the node agent has other memory under these names: {', '.join(refused)}")
+        self._agent = agent
 
     async def close(self) -> None:
         for writer in self._writers:

@@ -70,11 +70,10 @@ class StandingLease:
             else:
                 self._free.append(block)
 
-    def surplus(self) -> list[int]:
-        """Blocks beyond the standing ones, to be given back to the lender: they are not at hand any more."""
-        beyond = self._free[self.standing_blocks :]
-        del self._free[self.standing_blocks :]
-        return beyond
+    def give_up(self) -> list[int]:
+        """Everything at hand, to be given back to the lender: others wait for blocks."""
+        freed, self._free = self._free, []
+        return freed
 
     def broke(self) -> None:
         """The link to the lender broke: what is at hand is void until it is granted again."""

@@ -116,10 +116,12 @@ class KvPool:
         kv_tokens: int,
         block_ids: Sequence[int],
         share_with: RequestKey | None = None,
+        kept_blocks: int = 0,
     ) -> list[Grant]:
         """From now on the request holds exactly `block_ids`, in order, with the KV of its first `kv_tokens` tokens.
 
-        Each block is leased to `writer`, held by the request already (in this or an older epoch), or held by
+        The first `kept_blocks` it must hold already (a lease of the same ids does not count: their KV is gone). Each
+        of the others is leased to `writer`, held by the request already (in this or an older epoch), or held by
         `share_with`. What the request held and is not listed loses a holder. Idempotent. Refused otherwise, and then
         nothing changes: StaleError for an older epoch than was seen or a writer that is lost, TransferError where a
         block is none of these (write the request in full) or the numbers do not fit.
@@ -129,6 +131,10 @@ class KvPool:
         self._require_current(key, before)
         self._require_sound(key, kv_tokens, block_ids)
         own = set(before.block_ids) if before else set()
+        if not own.issuperset(block_ids[:kept_blocks]):
+            raise TransferError(
+                f"{self.store_id}: {key.request_id} has lost its first {kept_blocks} blocks: write it in full"
+            )
         fresh, shared = self._sort_out(writer, key, [block for block in block_ids if block not in own], share_with)
         holding = Holding(key, kv_tokens, tuple(block_ids))
         self._write_ahead(Held(holding, writer))
@@ -152,6 +158,20 @@ class KvPool:
         while len(self._released) > MAX_REMEMBERED_EPOCHS:
             self._released.popitem(last=False)
         return self._serve()
+
+    def drop(self, copies: Iterable[tuple[RequestKey, int]]) -> list[Grant]:
+        """Make room: free these requests' copies, where they still have as many tokens. A longer one came since."""
+        for key, kv_tokens in copies:
+            holding = self._holdings.get(key.request_id)
+            if holding is not None and holding.key == key and holding.kv_tokens == kv_tokens:
+                del self._holdings[key.request_id]
+                self._blocks.release_all(key.request_id)
+                self._write_down(Released(key.request_id))
+        return self._serve()
+
+    def waited_for(self) -> WriterKey | None:
+        """The writer that is next in line for blocks; None where nobody waits."""
+        return next(iter(self._wants), None)
 
     # ---- the fate of writers
 
@@ -225,9 +245,9 @@ class KvPool:
             raise StaleError(f"{self.store_id}: {writer} was declared lost: its leases are void")
 
     def _require_current(self, key: RequestKey, before: Holding | None) -> None:
-        newest = max(self._released.get(key.request_id, 0), before.key.epoch if before else 0)
+        newest = max(self._released.get(key.request_id, -1) + 1, before.key.epoch if before else 0)
         if key.epoch < newest:
-            raise StaleError(f"{self.store_id}: {key.request_id} is in epoch {newest}, epoch {key.epoch} is over")
+            raise StaleError(f"{self.store_id}: epoch {key.epoch} of {key.request_id} is over")
 
     def _require_sound(self, key: RequestKey, kv_tokens: int, block_ids: Sequence[int]) -> None:
         if not 0 < kv_tokens <= len(block_ids) * self._block_size or len(set(block_ids)) != len(block_ids):

@@ -46,7 +46,7 @@ async def _write(
     try:
         await channel.copy(list(source_ids[len(kept) :]), fresh)
         block_ids = [*kept, *fresh]
-        await pool.commit(key_from_proto(stored.spec.key), stored.kv_tokens, block_ids)
+        await pool.commit(key_from_proto(stored.spec.key), stored.kv_tokens, block_ids, kept_blocks=len(kept))
     except AlignedServeError:
         pool.give(fresh)
         raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_to_proto
@@ -21,23 +21,39 @@ from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.request import RequestKey
 
+MODEST_S = 0.5  # after a recall, no standing lease for so long
+
 
 class PoolWriter:
     """Leases blocks of one pool and commits them. `standing_blocks` is how many free ones it keeps at hand."""
 
-    def __init__(self, process: pb.ProcessKey, token: str, standing_blocks: int) -> None:
+    def __init__(
+        self,
+        process: pb.ProcessKey,
+        token: str,
+        standing_blocks: int,
+        on_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_waiting` is called when `waiting_blocks` has changed."""
         self._process = process
         self._token = token
         self._lease = StandingLease(standing_blocks)
         self._waiters: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
         self._commits: dict[int, asyncio.Future[None]] = {}
         self._ids = itertools.count(1)
+        self._modest_until = 0.0
+        self._on_waiting = on_waiting
         self._channel: TokenChannel | None = None
         self._link: DuplexLink[kp.PoolWriterMessage, kp.PoolWriterReply] | None = None
 
     @property
     def free_blocks(self) -> int:
         return self._lease.free_blocks
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that somebody here waits for, because the pool has none free."""
+        return sum(count for count, future in self._waiters if not future.done())
 
     async def connect(self, address: str) -> None:
         """Attach to the pool process at `address`; leaves the one before it."""
@@ -58,7 +74,11 @@ class PoolWriter:
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiters.append((count, future))
         self._ask()
-        return await future
+        self._on_waiting()
+        try:
+            return await future
+        finally:
+            self._on_waiting()
 
     def give(self, block_ids: Iterable[int]) -> None:
         """Put taken blocks back at hand; those that were committed, or whose lease is void, are left alone."""
@@ -66,15 +86,22 @@ class PoolWriter:
         self._serve()
 
     async def commit(
-        self, key: RequestKey, kv_tokens: int, block_ids: Sequence[int], share_with: RequestKey | None = None
+        self,
+        key: RequestKey,
+        kv_tokens: int,
+        block_ids: Sequence[int],
+        share_with: RequestKey | None = None,
+        kept_blocks: int = 0,
     ) -> None:
-        """From now on the request holds exactly `block_ids`. Returns once the pool has said so.
+        """From now on the request holds exactly `block_ids`, the first `kept_blocks` of which it holds already.
+
+        Returns once the pool has said so.
 
         Raises TransferError where the pool refuses (a base block is no longer held) or goes away, StaleError where
         another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
         """
         message_id = next(self._ids)
-        commit = kp.Commit(key=key_to_proto(key), kv_tokens=kv_tokens, block_ids=block_ids)
+        commit = kp.Commit(key=key_to_proto(key), kv_tokens=kv_tokens, block_ids=block_ids, kept_blocks=kept_blocks)
         if share_with is not None:
             commit.share_with.CopyFrom(key_to_proto(share_with))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,7 +110,7 @@ class PoolWriter:
             del self._commits[message_id]
             raise TransferError(f"the KV pool cannot be reached to commit {key.request_id}")
         await future
-        self._lease.committed(block_ids)
+        self._lease.committed(block_ids[kept_blocks:])
 
     def release(self, keys: Iterable[RequestKey]) -> None:
         """These requests hold nothing more in the pool."""
@@ -108,6 +135,9 @@ class PoolWriter:
             self._lease.granted(reply.granted.ids)
             self._serve()
             return
+        if kind == "recall":
+            self._on_recall()
+            return
         future = self._commits.pop(reply.message_id, None)
         if future is None or future.done():
             return
@@ -127,6 +157,14 @@ class PoolWriter:
             if not future.done():
                 future.set_exception(lost)
 
+    def _on_recall(self) -> None:
+        """Others wait for blocks: give back what is at hand, and for a while lease only what is needed at once."""
+        self._modest_until = asyncio.get_running_loop().time() + MODEST_S
+        freed = self._lease.give_up()
+        if freed and self._link is not None:
+            self._link.send(kp.PoolWriterMessage(give_back=kp.BlockIds(ids=freed)))
+        self._ask()
+
     def _serve(self) -> None:
         while self._waiters:
             count, future = self._waiters[0]
@@ -142,6 +180,8 @@ class PoolWriter:
         """Ask for what waiters and the standing lease lack."""
         if self._link is None or not self._link.up:
             return
-        demand = sum(count for count, future in self._waiters if not future.done())
+        demand = self.waiting_blocks
+        if not demand and asyncio.get_running_loop().time() < self._modest_until:
+            return
         if wanted := self._lease.ask(demand):
             self._link.send(kp.PoolWriterMessage(want_blocks=wanted))

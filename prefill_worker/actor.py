@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import grpc
 
 from alignedserve.control.convert import (
     failure_to_proto,
+    key_from_proto,
     keys_from_proto,
     keys_to_proto,
     spec_from_proto,
@@ -31,6 +33,8 @@ from alignedserve.transfer.metrics import channel_lines
 
 logger = logging.getLogger(__name__)
 
+RECONNECTED_S = 10.0  # a decode instance that is back has ended the copies of its earlier stream by then
+
 
 class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     """Role `prefill`. Commands come on the scheduler's stream; each paired decode instance has one of its own."""
@@ -41,7 +45,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         super().__init__(settings)
         self._instance = PrefillInstance(settings, self.config, self.process, self._post)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
-        self._decoders: dict[str, Outbox[pw.BufferEvent]] = {}
+        self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
+        self._orphans: dict[str, tuple[str, int]] = {}  # streams that ended, and whose they were
+        self._streams = itertools.count()
 
     # ---- the role's hooks
 
@@ -56,6 +62,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
+        self._drop_dead(view)
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
@@ -74,7 +81,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     def _counts(self) -> list[StoreCount]:
         allocators = [self._instance.cache, *(buffer.allocator for buffer in self._instance.buffers.values())]
-        return [StoreCount(a.store_id, a.capacity, a.free_blocks, a.owned_blocks, a.cached_blocks) for a in allocators]
+        return [StoreCount.of(a.store_id, a.capacity, a.free_blocks, a.cached_blocks) for a in allocators]
 
     # ---- from the scheduler
 
@@ -87,11 +94,13 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         outbox: Outbox[pw.PrefillReport] = Outbox()
         self._scheduler = outbox
         outbox.put(pw.PrefillReport(description=self._description()))
-        async for report in serve_stream(request_iterator, outbox, self._on_command):
-            yield report
-        if self._scheduler is outbox:
-            self._scheduler = None
-            self._reset()
+        try:
+            async for report in serve_stream(request_iterator, outbox, self._on_command):
+                yield report
+        finally:
+            if self._scheduler is outbox:
+                self._scheduler = None
+                self._reset()
 
     def _reset(self) -> None:
         """The scheduler is gone, and with it who knew these prompts: their gateways submit them again.
@@ -122,7 +131,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     async def _prefetch(self, command: pw.Prefetch) -> None:
         prefetcher = self._instance.prefetcher
         assert prefetcher is not None
-        returned = await prefetcher.prefetch(command, self._decoders.get(command.decode_id))
+        outbox, owner = self._decoders.get(command.decode_id, (None, ""))
+        returned = await prefetcher.prefetch(command, outbox, owner)
         if returned:
             self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
         self._report_description()
@@ -132,11 +142,10 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     async def Buffers(
         self, request_iterator: AsyncIterator[pw.BufferCommand], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pw.BufferEvent]:
-        hello = await anext(aiter(request_iterator))
-        decode_id = hello.hello.id
-        writer = f"{decode_id}/{hello.hello.incarnation}"
+        hello = (await anext(aiter(request_iterator))).hello
+        owner = f"{hello.id}/{hello.incarnation}/{next(self._streams)}"
         outbox: Outbox[pw.BufferEvent] = Outbox()
-        self._decoders[decode_id] = outbox
+        self._decoders[hello.id] = (outbox, owner)
         handles = {buffer.kind: buffer.store.handle().to_proto() for buffer in self._instance.buffers.values()}
         stores = pw.BufferStores(
             process=self.process, batch=handles[BufferKind.BATCH], requests=handles[BufferKind.REQUESTS]
@@ -144,21 +153,44 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         outbox.put(pw.BufferEvent(stores=stores))
 
         def on_command(command: pw.BufferCommand) -> None:
-            self._on_buffer_command(command, decode_id, writer, outbox)
+            self._on_buffer_command(command, owner, outbox)
 
         try:
             async for event in serve_stream(request_iterator, outbox, on_command):
                 yield event
         finally:
-            if self._decoders.get(decode_id) is outbox:
-                del self._decoders[decode_id]
-            for buffer in self._instance.buffers.values():
-                buffer.drop_decode(decode_id, writer)
-            self._report_description()
+            if self._decoders.get(hello.id) == (outbox, owner):
+                del self._decoders[hello.id]
+            # It may be copying from and to these blocks still: they are kept until it is known to have stopped.
+            self._orphans[owner] = (hello.id, hello.incarnation)
+            self.loop.call_later(RECONNECTED_S, self._drop_orphan, owner)
 
-    def _on_buffer_command(
-        self, command: pw.BufferCommand, decode_id: str, writer: str, outbox: Outbox[pw.BufferEvent]
-    ) -> None:
+    def _drop_dead(self, view: sv.ClusterView) -> None:
+        """Free what lay here for decode instances that the supervisor knows to have ended."""
+        living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
+        for owner, process in list(self._orphans.items()):
+            if process not in living:
+                self._drop_orphan(owner, known_dead=True)
+
+    def _drop_orphan(self, owner: str, *, known_dead: bool = False) -> None:
+        """Its candidates lie in the pool as well and go back to the tree; what was evicted here is gone."""
+        process = self._orphans.get(owner)
+        if process is None or not (known_dead or process[0] in self._decoders):
+            return
+        del self._orphans[owner]
+        dropped = [entry.stored for buffer in self._instance.buffers.values() for entry in buffer.drop_owner(owner)]
+        returned = [stored for stored in dropped if stored.kv_tokens == stored.pool_tokens]
+        for stored in returned:
+            stored.block_ids[:] = stored.pool_block_ids
+            stored.store_id = stored.pool_id
+        if returned:
+            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
+        lost = [key_from_proto(stored.spec.key) for stored in dropped if stored.kv_tokens != stored.pool_tokens]
+        if lost:
+            self._report_failure(lost, TransferError("the decode instance was lost"), retry=True)
+        self._report_description()
+
+    def _on_buffer_command(self, command: pw.BufferCommand, owner: str, outbox: Outbox[pw.BufferEvent]) -> None:
         requests_buffer = self._instance.buffers[BufferKind.REQUESTS]
         kind = command.WhichOneof("body")
         if kind == "consumed":
@@ -167,12 +199,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                     buffer.remove(key)
             self._report_description()
         elif kind == "evicted":
-            requests_buffer.adopt(command.evicted.request, decode_id, writer)
+            requests_buffer.adopt(command.evicted.request, owner)
             self._report_description()
         elif kind == "give_back":
             self.spawn(self._give_back(keys_from_proto(command.give_back)))
         elif kind == "want_blocks":
-            granted = requests_buffer.top_up_lease(writer, command.want_blocks)
+            granted = requests_buffer.top_up_lease(owner, command.want_blocks)
             outbox.put(pw.BufferEvent(leased=pw.BufferLease(block_ids=granted)))
             self._report_description()
 
@@ -192,6 +224,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self.loop.call_soon_threadsafe(self._on_computed, outcome)
 
     def _on_computed(self, outcome: Computed) -> None:
+        if outcome.fatal is not None:
+            self.fail(outcome.fatal)
+            return
         self.emitter.emit(outcome.events)
         if outcome.finished:
             self._report(pw.PrefillReport(finished=keys_to_proto(outcome.finished)))

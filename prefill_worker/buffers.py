@@ -14,10 +14,10 @@ from alignedserve.transfer.block_store import BlockStore
 
 @dataclass(slots=True)
 class Buffered:
-    """A request in a buffer. `ready`: its copy has completed, it may be pulled."""
+    """A request in a buffer. `ready`: its copy has completed, it may be pulled. `owner`: whose stream it is for."""
 
     stored: pb.StoredRequest
-    decode_id: str
+    owner: str
     ready: bool = False
 
 
@@ -38,7 +38,7 @@ class CandidateBuffer:
         self.allocator = BlockAllocator(store.capacity_blocks, store.store_id)
         self.requests: dict[RequestKey, Buffered] = {}
 
-    def place(self, stored: pb.StoredRequest, decode_id: str) -> Placement | None:
+    def place(self, stored: pb.StoredRequest, owner: str) -> Placement | None:
         """Find room for a request that lies in the pool; None where there is none."""
         key = key_from_proto(stored.spec.key)
         shared = self._shared_with_group(stored)
@@ -50,7 +50,7 @@ class CandidateBuffer:
         here.CopyFrom(stored)
         here.store_id = self.store.store_id
         here.block_ids[:] = [*shared, *fresh]
-        self.requests[key] = Buffered(here, decode_id)
+        self.requests[key] = Buffered(here, owner)
         return Placement(list(here.block_ids), len(shared))
 
     def _shared_with_group(self, stored: pb.StoredRequest) -> list[int]:
@@ -68,16 +68,16 @@ class CandidateBuffer:
             return list(other.stored.block_ids[:same])
         return []
 
-    def adopt(self, stored: pb.StoredRequest, decode_id: str, writer: str) -> None:
-        """An evicted request's KV lies in blocks that were leased to `writer`."""
+    def adopt(self, stored: pb.StoredRequest, owner: str) -> None:
+        """An evicted request's KV lies in blocks that were leased to `owner`."""
         key = key_from_proto(stored.spec.key)
-        self.allocator.assign_leased(list(stored.block_ids), writer, key)
-        self.requests[key] = Buffered(stored, decode_id, ready=True)
+        self.allocator.assign_leased(list(stored.block_ids), owner, key)
+        self.requests[key] = Buffered(stored, owner, ready=True)
 
-    def top_up_lease(self, writer: str, wanted: int) -> list[int]:
-        """Blocks newly leased to `writer` so that it holds up to `wanted` free ones."""
-        missing = min(wanted - len(self.allocator.leased_to(writer)), self.allocator.available_blocks)
-        return self.allocator.lease(missing, writer) if missing > 0 else []
+    def top_up_lease(self, owner: str, wanted: int) -> list[int]:
+        """Blocks newly leased to `owner` so that it holds up to `wanted` free ones."""
+        missing = min(wanted - len(self.allocator.leased_to(owner)), self.allocator.available_blocks)
+        return self.allocator.lease(missing, owner) if missing > 0 else []
 
     def remove(self, key: RequestKey) -> Buffered | None:
         """The request holds nothing here any more; None where it did not."""
@@ -86,9 +86,9 @@ class CandidateBuffer:
             self.allocator.release_all(key)
         return buffered
 
-    def drop_decode(self, decode_id: str, writer: str) -> list[Buffered]:
-        """A decode instance is gone: everything that lay here for it, and its lease, are free again."""
-        gone = [key for key, buffered in self.requests.items() if buffered.decode_id == decode_id]
+    def drop_owner(self, owner: str) -> list[Buffered]:
+        """A decode instance's stream is gone for certain: what lay here for it, and its lease, are free again."""
+        gone = [key for key, buffered in self.requests.items() if buffered.owner == owner]
         dropped = [buffered for key in gone if (buffered := self.remove(key)) is not None]
-        self.allocator.return_lease(self.allocator.leased_to(writer), writer)
+        self.allocator.return_lease(self.allocator.leased_to(owner), owner)
         return dropped

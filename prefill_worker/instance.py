@@ -22,6 +22,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.sizing import StorePlan
+from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
@@ -67,9 +68,9 @@ class PrefillInstance:
         self.buffers = await asyncio.to_thread(self._make_buffers, geometry, plan)
         writers = self._writers(plan)
         pool_store = await self._pool.attach(geometry, writers)
-        from_pool = {kind: connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
-        to_pool = {kind: connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
-        offload = connect(cache_store, pool_store)
+        from_pool = {kind: self._connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
+        to_pool = {kind: self._connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
+        offload = self._connect(cache_store, pool_store)
         self.channels = [offload, *from_pool.values(), *to_pool.values()]
         self.offloader = Offloader(settings.id, writers[0], offload, pool_store.store_id)
         self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, writers[1], plan.block_size)
@@ -77,6 +78,9 @@ class PrefillInstance:
         await asyncio.to_thread(runner.warm_up)
         self.compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
         self.compute.start()
+
+    def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
+        return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)
 
     def _make_buffers(self, geometry: KvGeometry, plan: StorePlan) -> dict[BufferKind, CandidateBuffer]:
         sizes = {BufferKind.BATCH: plan.batch_buffer, BufferKind.REQUESTS: plan.requests_buffer}
@@ -105,7 +109,7 @@ class PrefillInstance:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
         for channel in self.channels:
-            channel.close()
+            await asyncio.to_thread(channel.close)
         await self._pool.close()
         for buffer in self.buffers.values():
             buffer.store.close()

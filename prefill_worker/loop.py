@@ -58,6 +58,7 @@ class Computed:
     prefilled: list[PrefilledJob] = field(default_factory=list)
     failed: list[tuple[RequestKey, AlignedServeError]] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)  # their gateway cannot be reached
+    fatal: BaseException | None = None  # the loop has ended with this
 
 
 @dataclass(slots=True)
@@ -129,6 +130,13 @@ class PrefillLoop:
     # ---- the thread
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # the books may be wrong now: the process must be replaced
+            logger.exception("the prefill loop failed")
+            self._post(Computed(fatal=error))
+
+    def _work(self) -> None:
         while True:
             plan: list[Chunk] = []
             if self._inbox.empty():
@@ -147,13 +155,14 @@ class PrefillLoop:
             spec.prompt_token_ids = first.prompt_token_ids
         lead = first.key
         tokens = first.prompt_token_ids + first.output_token_ids
-        job = PromptJob(lead, [LiveRequest(spec, self._tokenizer) for spec in specs], tokens)
         try:
+            job = PromptJob(lead, [LiveRequest(spec, self._tokenizer) for spec in specs], tokens)
             self._chunks.add(lead, len(tokens))
-        except AlignedServeError as error:
+        except Exception as error:  # a request that cannot even be queued ends alone
+            logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})
             outcome = Computed()
-            for member in job.members:
-                self._end(outcome, member, error)
+            for spec in specs:
+                self._end(outcome, spec, _known(error))
             self._post(outcome)
             return
         self._jobs[lead] = job
@@ -169,7 +178,7 @@ class PrefillLoop:
             job = self._jobs[lead]
             for member in [member for member in job.members if member.key == key]:
                 job.members.remove(member)
-                self._end(outcome, member, CancelledError(f"request {key.request_id} was cancelled"))
+                self._end(outcome, member.spec, CancelledError(f"request {key.request_id} was cancelled"))
             if not job.members:
                 self._drop(job)
         self._post(outcome)
@@ -183,13 +192,13 @@ class PrefillLoop:
         if not self._chunks.cancel(job.lead):
             self._chunks.release(job.lead)
 
-    def _end(self, outcome: Computed, member: LiveRequest, error: AlignedServeError) -> None:
+    def _end(self, outcome: Computed, spec: RequestSpec, error: AlignedServeError) -> None:
         """A request ends here with an error; a cancelled one's gateway expects no event."""
         if isinstance(error, CancelledError):
-            outcome.finished.append(member.key)
+            outcome.finished.append(spec.key)
         else:
-            outcome.failed.append((member.key, error))
-            outcome.events.append((member.spec.gateway_address, failure_event(member.spec, error)))
+            outcome.failed.append((spec.key, error))
+            outcome.events.append((spec.gateway_address, failure_event(spec, error)))
 
     def _step(self, plan: Sequence[Chunk]) -> None:
         outcome = Computed()
@@ -280,8 +289,11 @@ class PrefillLoop:
         return {member.key: token for member, token in zip(members, sampled, strict=True)}
 
     def _fail(self, job: PromptJob, outcome: Computed, error: Exception) -> None:
-        known = error if isinstance(error, AlignedServeError) else AlignedServeError(f"prefill failed: {error}")
         for member in job.members:
             self._lead_of.pop(member.key, None)
-            self._end(outcome, member, known)
+            self._end(outcome, member.spec, _known(error))
         self._drop(job)
+
+
+def _known(error: Exception) -> AlignedServeError:
+    return error if isinstance(error, AlignedServeError) else AlignedServeError(f"prefill failed: {error}")

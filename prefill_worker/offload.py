@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.writer import PoolWriter
@@ -19,7 +21,7 @@ class Offloader:
         self._pool = pool
         self._to_pool = to_pool
         self._pool_id = pool_id
-        self._under_way: set[RequestKey] = set()
+        self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # and what it waits for
         self._cancelled: set[RequestKey] = set()
 
     def cancel(self, key: RequestKey) -> bool:
@@ -27,6 +29,9 @@ class Offloader:
         if key not in self._under_way:
             return False
         self._cancelled.add(key)
+        waiting = self._under_way[key]
+        if waiting is not None and all(k in self._cancelled for k, w in self._under_way.items() if w is waiting):
+            waiting.cancel()  # nobody of the job is left: it must not wait for room
         return True
 
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
@@ -36,9 +41,14 @@ class Offloader:
         take it, StaleError where a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
-        self._under_way.update(keys)
+        taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids)))
+        self._under_way.update(dict.fromkeys(keys, taking))
         try:
-            blocks = await self._pool.take(len(job.block_ids))
+            await asyncio.wait([taking])
+            if taking.cancelled():
+                return [], keys
+            blocks = taking.result()
+            self._under_way.update(dict.fromkeys(keys))
             try:
                 await self._to_pool.copy(job.block_ids, blocks)
                 await self._commit(keys, job.kv_tokens, blocks)
@@ -52,7 +62,8 @@ class Offloader:
             stored = [self._stored(job, spec, blocks) for spec in job.members if spec.key not in self._cancelled]
             return stored, gone
         finally:
-            self._under_way.difference_update(keys)
+            for key in keys:
+                del self._under_way[key]
             self._cancelled.difference_update(keys)
 
     async def _commit(self, keys: list[RequestKey], kv_tokens: int, blocks: list[int]) -> None:

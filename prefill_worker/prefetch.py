@@ -50,7 +50,7 @@ class Prefetcher:
                 return buffer, buffered
         return None
 
-    async def prefetch(self, command: pw.Prefetch, outbox: BufferOutbox | None) -> list[pb.StoredRequest]:
+    async def prefetch(self, command: pw.Prefetch, outbox: BufferOutbox | None, owner: str) -> list[pb.StoredRequest]:
         """Copy the command's requests and announce each once it is here.
 
         Returns those that found no room, or no decode instance to be announced to: they still lie in the pool.
@@ -59,7 +59,7 @@ class Prefetcher:
         returned: list[pb.StoredRequest] = []
         started: list[tuple[pb.StoredRequest, Completion]] = []
         for stored in command.requests:
-            placement = buffer.place(stored, command.decode_id) if outbox is not None else None
+            placement = buffer.place(stored, owner) if outbox is not None else None
             if placement is None:
                 returned.append(stored)
                 continue
@@ -131,5 +131,6 @@ class Prefetcher:
             except AlignedServeError as error:
                 logger.warning("write-back failed: %s", error, extra={"request_id": key.request_id})
                 lost.append(key)
-            buffer.remove(key)
+            if buffer.requests.get(key) is buffered:
+                buffer.remove(key)
         return returned, lost

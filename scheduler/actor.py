@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -41,6 +42,7 @@ from alignedserve.sizing import StorePlan
 logger = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 1.0
+RECENT_GROUPS = 1024
 
 
 class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
@@ -56,6 +58,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._specs: dict[RequestKey, pb.RequestSpec] = {}  # until prefilled; a group's prompt is in its first only
         self._stored: dict[RequestKey, pb.StoredRequest] = {}
         self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
         self._capacity = 0
         self._ticker: asyncio.Task[None] | None = None
 
@@ -126,7 +129,16 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if kind == "submit":
             self._submit(message.submit.requests)
         elif kind == "cancel":
-            self._feed(ev.CancelRequested(tuple(keys_from_proto(message.cancel))))
+            self._cancel(keys_from_proto(message.cancel))
+
+    def _cancel(self, keys: Sequence[RequestKey]) -> None:
+        strangers = [key for key in keys if key not in self._stored and key not in self._specs]
+        if strangers:  # a predecessor's requests: whoever has them is not known here
+            wanted = keys_to_proto(strangers)
+            self._links.send_all("prefill", pw.PrefillCommand(cancel=wanted))
+            self._links.send_all("decode", dw.DecodeCommand(cancel=wanted))
+            self._release_pool(act.ReleasePool(tuple(strangers)))
+        self._feed(ev.CancelRequested(tuple(keys)))
 
     def _submit(self, specs: Sequence[pb.RequestSpec]) -> None:
         keys = [key_from_proto(spec.key) for spec in specs]
@@ -136,7 +148,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             return
         prompt = len(specs[0].prompt_token_ids)
         for key, spec in zip(keys, specs, strict=True):
-            self._specs[key] = spec
+            if not spec.prompt_token_ids:
+                spec.prompt_token_ids.extend(specs[0].prompt_token_ids)
+            if key not in self._stored:
+                self._specs[key] = spec
         self._feed(
             ev.Submitted(
                 tuple(
@@ -203,6 +218,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                     message.switching,
                     message.batch_buffer_requests,
                     message.requests_buffer_requests,
+                    message.pool_wait_blocks,
                 )
             )
         else:
@@ -220,8 +236,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _on_prefilled(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
         self._specs.pop(key, None)
-        siblings = (other for other in self._stored.values() if other.spec.group_id == stored.spec.group_id)
-        shared = stored.spec.group_size > 1 and any(siblings)
+        shared = stored.spec.group_size > 1 and stored.spec.group_id in self._groups
+        if stored.spec.group_size > 1:
+            self._groups[stored.spec.group_id] = None
+            while len(self._groups) > RECENT_GROUPS:
+                self._groups.popitem(last=False)
         self._stored[key] = stored
         blocks = len(stored.pool_block_ids)
         self._feed(ev.Prefilled(key, stored.kv_tokens, blocks, 0 if shared else blocks))
@@ -235,7 +254,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
         strangers = [key for key in keys if key not in self._stored and key not in self._specs]
         if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
-            self._release_pool(strangers)
+            self._release_pool(act.ReleasePool(tuple(strangers)))
         self._feed(ev.Finished(tuple(keys)))
 
     def _on_failed(self, failed: pw.RequestFailures) -> None:
@@ -278,7 +297,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                 command = dw.DecodeCommand(recall=keys) if recall else dw.DecodeCommand(urgent=keys)
                 self._links.send("decode", action.decode_id, command)
             case act.ReleasePool():
-                self._release_pool(action.keys)
+                self._release_pool(action)
             case act.CancelAt():
                 kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
                 self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))
@@ -302,10 +321,17 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
         self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefetch=prefetch))
 
-    def _release_pool(self, keys: Iterable[RequestKey]) -> None:
+    def _release_pool(self, action: act.ReleasePool) -> None:
         pool_id = self._links.first("kv_pool")
-        if pool_id is not None:
-            self._links.send("kv_pool", pool_id, kp.PoolCommand(release=keys_to_proto(keys)))
+        if pool_id is None:
+            return
+        if not action.dropped:
+            command = kp.PoolCommand(release=keys_to_proto(action.keys))
+        else:
+            copies = zip(action.keys, action.kv_tokens, strict=True)
+            holdings = [kp.Holding(key=key_to_proto(key), kv_tokens=tokens) for key, tokens in copies]
+            command = kp.PoolCommand(drop=kp.Inventory(holdings=holdings))
+        self._links.send("kv_pool", pool_id, command)
 
     def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
         for gateway_id, keys in self._by_gateway(action.keys):

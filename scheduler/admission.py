@@ -33,7 +33,8 @@ class Admission:
         """
         decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
         prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)
-        return min(decode * self._block_size, prefill, self._ledger.capacity * self._block_size)
+        share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
+        return min(decode * self._block_size, prefill, (self._ledger.capacity - share) * self._block_size)
 
     def refusal(self, group: tuple[RequestMeta, ...]) -> AlignedServeError | None:
         """Why a group that was just submitted is refused, or None."""

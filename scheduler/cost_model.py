@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+RIDGE = 1e-4  # how much the prior weighs, in observations of typical size
+
 
 class CostModel(ABC):
     """Predictions in seconds. Pure: the same question has the same answer until something new was observed."""
@@ -22,34 +24,46 @@ class CostModel(ABC):
 
 
 class LinearFit:
-    """`y = w x`, fitted online by recursive least squares in which older observations fade.
+    """`y = w x`, fitted online by least squares in which older observations fade.
 
-    `prior` are the weights before the first observation, `forget` in (0, 1] is the weight that an observation keeps
-    at each later one.
+    `prior`: the weights before the first observation, and in directions that were never observed. `scale`: typical
+    values of x. `forget` in (0, 1]: the weight that an observation keeps at each later one.
     """
 
     def __init__(self, prior: Sequence[float], scale: Sequence[float], forget: float = 0.98) -> None:
         self.weights = list(prior)
-        self._scale = list(scale)  # typical values of x, so that the fit is well conditioned
+        self._prior = [weight * value for weight, value in zip(prior, scale, strict=True)]
+        self._scale = list(scale)
         self._forget = forget
-        size = len(self.weights)
-        self._p = [[1e3 if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._a = [[0.0] * len(self.weights) for _ in self.weights]  # sums of u u', where u = x / scale
+        self._b = [0.0] * len(self.weights)  # sums of u y
 
     def predict(self, x: Sequence[float]) -> float:
         return sum(weight * value for weight, value in zip(self.weights, x, strict=True))
 
     def observe(self, x: Sequence[float], y: float) -> None:
         u = [value / scale for value, scale in zip(x, self._scale, strict=True)]
-        pu = [sum(p * value for p, value in zip(row, u, strict=True)) for row in self._p]
-        gain_scale = self._forget + sum(a * b for a, b in zip(u, pu, strict=True))
-        error = y - self.predict(x)
-        for i, gain in enumerate(pu):
-            self.weights[i] += gain / gain_scale * error / self._scale[i]
-        trace = sum(self._p[i][i] for i in range(len(u)))
-        forget = self._forget if trace < 1e6 else 1.0  # without excitation the estimate must not blow up
-        self._p = [
-            [(p - pu[i] * pu[j] / gain_scale) / forget for j, p in enumerate(row)] for i, row in enumerate(self._p)
-        ]
+        for i, row in enumerate(self._a):
+            self._a[i] = [self._forget * a + u[i] * value for a, value in zip(row, u, strict=True)]
+            self._b[i] = self._forget * self._b[i] + u[i] * y
+        ridge = [[a + (RIDGE if i == j else 0.0) for j, a in enumerate(row)] for i, row in enumerate(self._a)]
+        solved = _solve(ridge, [b + RIDGE * prior for b, prior in zip(self._b, self._prior, strict=True)])
+        self.weights = [weight / scale for weight, scale in zip(solved, self._scale, strict=True)]
+
+
+def _solve(a: list[list[float]], b: list[float]) -> list[float]:
+    """The x of `a x = b` for a small, symmetric, positive definite `a`. Gaussian elimination; both are used up."""
+    size = len(b)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = a[j][i] / a[i][i]
+            b[j] -= factor * b[i]
+            for k in range(i, size):
+                a[j][k] -= factor * a[i][k]
+    x = [0.0] * size
+    for i in reversed(range(size)):
+        x[i] = (b[i] - sum(a[i][k] * x[k] for k in range(i + 1, size))) / a[i][i]
+    return x
 
 
 class LinearCostModel(CostModel):

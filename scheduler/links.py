@@ -52,8 +52,11 @@ class WorkerLinks:
             for peer in view.peers
             if peer.process.role in _CONTROL and peer.state == "ready"
         }
-        for name in list(self._peers):
-            if name not in ready or ready[name].process != self._peers[name].process:
+        present = {(peer.process.role, peer.process.id) for peer in view.peers}
+        for name, known in list(self._peers.items()):
+            if name not in present and known.link.up:
+                continue  # a supervisor that has just started does not know everybody yet
+            if name not in ready or ready[name].process != known.process:
                 await self._drop(name)
         for name, peer in ready.items():
             if name not in self._peers:
@@ -63,6 +66,12 @@ class WorkerLinks:
         """False where there is no open stream to it: whoever lost it is told by `on_lost`."""
         peer = self._peers.get((role, instance_id))
         return peer is not None and peer.link.send(command)
+
+    def send_all(self, role: str, command: Any) -> None:
+        """To every instance of the role."""
+        for name, peer in self._peers.items():
+            if name[0] == role:
+                peer.link.send(command)
 
     def first(self, role: str) -> str | None:
         """The id of an instance of the role that has reported."""

@@ -94,6 +94,8 @@ class Prefetcher:
         if seed is None and not enough and not self._takes_few(decode, -(-blocks // requests), now_s):
             return False
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH)
+        if room <= 0 and decode.idle and prefill is not None:
+            prefill, room = None, self._limits(decode).max_blocks  # the buffers are full: it does without them
         if room <= 0:
             return False
         entries = self._policy.form(self._limits(decode, room), seed, now_s)
@@ -102,9 +104,9 @@ class Prefetcher:
         if not records:
             return False
         if total > room:  # one request, larger than K or than what is free
-            if prefill is not None and total <= self._largest_buffer(decode):
+            if prefill is not None and total <= self._largest_buffer(decode) and not decode.idle:
                 return False
-            prefill = None  # no buffer could ever hold it: the decode instance pulls it from the pool itself
+            prefill = None  # no buffer can hold it, now or ever: the decode instance pulls it from the pool itself
         else:
             decode, prefill = self._specialist(decode, prefill, records, total)
         self._last_batch_id += 1

@@ -18,5 +18,5 @@ def channel_lines(instance: str, channels: Iterable[Channel]) -> list[str]:
         counters = channel.counters()
         for name in ("copies", "bytes", "busy_s"):
             metric = "busy_seconds" if name == "busy_s" else name
-            lines.append(f"alignedserve_transfer_{metric}_total{{{labels}}} {getattr(counters, name):g}")
+            lines.append(f"alignedserve_transfer_{metric}_total{{{labels}}} {getattr(counters, name)!r}")
     return lines

@@ -34,7 +34,7 @@ class DecodeReport(_message.Message):
     def __init__(self, description: _Optional[_Union[DecodeDescription, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[_prefill_worker_pb2.ReturnedRequests, _Mapping]] = ..., failed: _Optional[_Union[_prefill_worker_pb2.RequestFailures, _Mapping]] = ..., joined: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class DecodeDescription(_message.Message):
-    __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "switching", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions")
+    __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "switching", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions", "pool_wait_blocks")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class DecodeDescription(_message.Message):
     ITERATIONS_FIELD_NUMBER: _ClassVar[int]
     SWITCH_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    POOL_WAIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     cache_blocks: int
     cache_free_blocks: int
@@ -61,4 +62,5 @@ class DecodeDescription(_message.Message):
     iterations: int
     switch_iterations: int
     evictions: int
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., running: _Optional[int] = ..., shortest_tokens: _Optional[int] = ..., longest_tokens: _Optional[int] = ..., batch_id: _Optional[int] = ..., switching: bool = ..., batch_buffer_requests: _Optional[int] = ..., requests_buffer_requests: _Optional[int] = ..., iterations: _Optional[int] = ..., switch_iterations: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    pool_wait_blocks: int
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., running: _Optional[int] = ..., shortest_tokens: _Optional[int] = ..., longest_tokens: _Optional[int] = ..., batch_id: _Optional[int] = ..., switching: bool = ..., batch_buffer_requests: _Optional[int] = ..., requests_buffer_requests: _Optional[int] = ..., iterations: _Optional[int] = ..., switch_iterations: _Optional[int] = ..., evictions: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ...) -> None: ...

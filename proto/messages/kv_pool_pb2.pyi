@@ -30,40 +30,46 @@ class BlockIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "share_with")
+    __slots__ = ("key", "kv_tokens", "block_ids", "share_with", "kept_blocks")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SHARE_WITH_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     share_with: _common_pb2.RequestKey
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ...) -> None: ...
+    kept_blocks: int
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolWriterReply(_message.Message):
-    __slots__ = ("message_id", "granted", "committed", "refused")
+    __slots__ = ("message_id", "granted", "committed", "refused", "recall")
     MESSAGE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
     message_id: int
     granted: BlockIds
     committed: _common_pb2.Empty
     refused: _common_pb2.Failure
-    def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+    recall: _common_pb2.Empty
+    def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class PoolCommand(_message.Message):
-    __slots__ = ("release", "writer_lost", "writer_dead", "take_inventory")
+    __slots__ = ("release", "writer_lost", "writer_dead", "take_inventory", "drop")
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     WRITER_LOST_FIELD_NUMBER: _ClassVar[int]
     WRITER_DEAD_FIELD_NUMBER: _ClassVar[int]
     TAKE_INVENTORY_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
     release: _common_pb2.RequestKeys
     writer_lost: _common_pb2.ProcessKey
     writer_dead: _common_pb2.ProcessKey
     take_inventory: _common_pb2.Empty
-    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., writer_lost: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., writer_dead: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
+    drop: Inventory
+    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., writer_lost: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., writer_dead: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("description", "inventory")

@@ -1,7 +1,8 @@
-"""How much memory there is: of the machine, or of the container where that is less."""
+"""How much memory and how many cores there are: of the machine, or of the container where that is less."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,3 +96,15 @@ def _reclaimable(stat: Path, name: str) -> int:
         if key == name:
             return int(value)
     return 0
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: its affinity, or its control group's quota where that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return cores

@@ -49,12 +49,17 @@ def test_given_blocks_are_at_hand_again_and_committed_ones_are_not() -> None:
     assert lease.free_blocks == 2
 
 
-def test_what_is_beyond_the_standing_blocks_can_be_given_back() -> None:
+def test_everything_at_hand_can_be_given_up_for_others() -> None:
     lease = lease_of(4)
+    taken = lease.take(1)
     lease.granted([7, 8])
-    assert lease.surplus() == [7, 8]
-    assert lease.surplus() == []
-    assert lease.free_blocks == 4
+
+    given = lease.give_up()
+
+    assert taken is not None
+    assert taken[0] not in given
+    assert {7, 8} <= set(given)
+    assert lease.free_blocks == 0
 
 
 def test_a_broken_link_voids_what_is_at_hand() -> None:

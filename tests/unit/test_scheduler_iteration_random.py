@@ -1,4 +1,4 @@
-"""One iteration scheduler under random offers, cancels, recalls, evictions and failing copies: never stuck, all counted."""
+"""One iteration scheduler under random offers, cancels, recalls and failing copies: never stuck, all counted."""
 
 import random
 

@@ -36,6 +36,7 @@ GRADIENT_NORM = 1.0
 REPORT_EVERY_STEPS = 50
 EVALUATION_ROW_TOKENS = 512
 EVALUATION_ROWS = 64
+TEMPERATURE = 0.3
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[Optimizer]:
 def take_step(model: LlamaForCausalLM, optimizers: Sequence[Optimizer], ids: Tensor) -> float:
     """One update on ids `[rows, row_tokens]`; returns the loss before it."""
     loss = loss_of(model, ids)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
     for optimizer in optimizers:
         optimizer.step()
@@ -157,10 +158,12 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    """Greedy by default; both end tokens stop a generation."""
-    return GenerationConfig(  # type: ignore[no-untyped-call]
+    """Both end tokens stop a generation; a low temperature keeps the words real."""
+    return GenerationConfig(
         eos_token_id=[tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)],
         pad_token_id=tokenizer.token_to_id(PADDING),
+        do_sample=True,
+        temperature=TEMPERATURE,
     )
 
 

@@ -56,6 +56,7 @@ class Driver(gw_grpc.TokenSinkServicer):
             sc_grpc.SchedulerStub(self._channel).Link, self._on_message, self._hello
         )
         self._ids = itertools.count()
+        self._linked = asyncio.Event()
         self._address = ""
         self.answers: dict[str, Answer] = {}
         self.max_request_tokens = 0
@@ -63,8 +64,7 @@ class Driver(gw_grpc.TokenSinkServicer):
     async def __aenter__(self) -> Self:
         self._address = await self._server.start()
         self._link.start()
-        while not self._link.up:
-            await asyncio.sleep(0.01)
+        await self._linked.wait()
         return self
 
     async def __aexit__(
@@ -153,6 +153,7 @@ class Driver(gw_grpc.TokenSinkServicer):
 
     def _on_message(self, message: sc.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")
+        self._linked.set()  # the scheduler answers a hello with its capacity
         if kind == "capacity":
             self.max_request_tokens = message.capacity.max_request_tokens
         elif kind == "rejected":

@@ -23,7 +23,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> li
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     ids = torch.tensor([list(prompt)])
-    output = model.generate(
+    output: torch.Tensor = model.generate(  # type: ignore[operator]  # transformers' own mixin, untyped
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, use_cache=True
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()

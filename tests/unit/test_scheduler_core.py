@@ -1,0 +1,565 @@
+"""The core: events in, actions out. Races are replayed as lists of events."""
+
+import pytest
+
+from alignedserve.config import ClusterConfig, Config, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.errors import CancelledError, InvalidRequestError, OverloadedError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.actions import (
+    CancelAt,
+    Forget,
+    MarkUrgent,
+    Prefetch,
+    Recall,
+    Reject,
+    ReleasePool,
+    ReportLost,
+    StartPrefill,
+)
+from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.events import BufferKind
+
+BLOCK = 4
+BATCH, REQUESTS = BufferKind.BATCH, BufferKind.REQUESTS
+
+
+def key(name, epoch=0):
+    return RequestKey(str(name), epoch)
+
+
+def decode_report(decode_id="d0", cache=100, free=None, running=0, shortest=0, longest=0, batch_id=0, **more):
+    free = cache if free is None else free
+    switching = more.pop("switching", False)
+    return ev.DecodeReported(
+        decode_id, cache, free, running, shortest, longest, batch_id, switching, 0, 0, more.pop("waits", 0)
+    )
+
+
+class Cell:
+    """A core with its instances, and a clock that the test moves."""
+
+    def __init__(self, prefills=1, decodes=1, pool=1000, batch=40, requests=20, prefetch=True, cache=100, **config):
+        queue_tokens = config.pop("queue_tokens", 8192)
+        growth_reserve = config.pop("growth_reserve", 0.05)
+        config.setdefault("min_batch_requests", 3)
+        self.core = SchedulerCore(
+            Config(
+                cluster=ClusterConfig(prefetch=prefetch),
+                kv_pool=KvPoolConfig(block_size=BLOCK, growth_reserve=growth_reserve),
+                prefill=PrefillConfig(queue_tokens=queue_tokens),
+                scheduler=SchedulerConfig(leaf_tokens=4, **config),
+            ),
+            BLOCK,
+        )
+        self.now_s = 0.0
+        prefill_ids = tuple(f"p{i}" for i in range(prefills))
+        for role, ids in ("prefill", prefill_ids), ("decode", [f"d{i}" for i in range(decodes)]), ("kv_pool", ["pool"]):
+            for name in ids:
+                self.do(ev.InstanceJoined(role, name))
+        for name in prefill_ids:
+            self.do(ev.PrefillReported(name, 0, 1000, batch, batch, requests, requests))
+        self.do(ev.PairsChanged(tuple((f"d{i}", prefill_ids if prefetch else ()) for i in range(decodes))))
+        self.do(ev.PoolReported("pool", pool, pool))
+        for i in range(decodes):
+            self.do(decode_report(f"d{i}", cache))
+
+    def do(self, event, after_s=0.0):
+        self.now_s += after_s
+        actions = self.core.handle(event, self.now_s)
+        self.core.check_integrity()
+        return actions
+
+    def submit(self, *names, tokens=10, most=20, gateway="gw"):
+        """One group; the actions that follow."""
+        group = f"group-{names[0]}"
+        return self.do(ev.Submitted(tuple(ev.RequestMeta(key(n), tokens, most, group, gateway) for n in names)))
+
+    def prefilled(self, name, tokens=10, new_blocks=None):
+        blocks = -(-tokens // BLOCK)
+        return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks))
+
+    def wait(self, name, tokens=10, most=None):
+        """Submit and prefill; the actions of the latter."""
+        self.submit(name, tokens=tokens, most=most or tokens + 10)
+        return self.prefilled(name, tokens)
+
+    def make_busy(self, decode_id="d0", lengths=(10, 10), free=0, name="busy"):
+        """The decode instance runs a request of its own, and has no room for more."""
+        self.wait(f"{name}-{decode_id}", lengths[0])
+        self.do(ev.Joined(decode_id, (key(f"{name}-{decode_id}"),)))
+        self.do(decode_report(decode_id, free=free, running=1, shortest=lengths[0], longest=lengths[1], batch_id=1))
+
+    def states(self):
+        return {state: count for state, count in self.core.describe().items() if count}
+
+
+def only(actions, kind):
+    return [action for action in actions if isinstance(action, kind)]
+
+
+# the life of a request
+
+
+def test_a_request_goes_through_every_state_and_leaves_nothing():
+    cell = Cell()
+    assert cell.submit("a") == [StartPrefill("p0", (key("a"),))]
+    assert cell.states() == {"prefilling": 1}
+    (prefetch,) = cell.prefilled("a")
+    assert prefetch == Prefetch("d0", "p0", BATCH, 1, (key("a"),))
+    assert cell.states() == {"prefetched": 1}
+    assert cell.do(ev.Joined("d0", (key("a"),))) == []
+    assert cell.states() == {"decoding": 1}
+    assert cell.do(ev.Finished((key("a"),))) == [ReleasePool((key("a"),)), Forget((key("a"),))]
+    assert cell.states() == {}
+    assert not cell.core.needs_ticks
+
+
+def test_an_idle_instance_never_waits_for_a_better_batch():
+    cell = Cell(min_batch_requests=36)
+    assert len(only(cell.wait("a", 10), Prefetch)) == 1
+
+
+def test_an_idle_instance_waits_as_long_as_it_was_told_to():
+    cell = Cell(min_batch_requests=36, flush_after_s=0.5)
+    assert only(cell.wait("a", 10), Prefetch) == []
+    assert only(cell.do(ev.Tick(), after_s=0.4), Prefetch) == []
+    assert len(only(cell.do(ev.Tick(), after_s=0.2), Prefetch)) == 1
+
+
+def test_with_room_a_request_that_matches_goes_straight_to_the_requests_buffer():
+    cell = Cell()
+    cell.make_busy(lengths=(10, 12), free=90)
+    assert only(cell.wait("match", 13), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("match"),))]
+
+
+def test_with_room_one_that_does_not_match_is_the_next_candidate_batch():
+    cell = Cell()
+    cell.make_busy(lengths=(10, 12), free=90)
+    assert only(cell.wait("other", 60), Prefetch) == [Prefetch("d0", "p0", BATCH, 2, (key("other"),))]
+    assert only(cell.wait("third", 64), Prefetch) == []  # the batch buffer is taken
+    assert only(cell.do(ev.Joined("d0", (key("other"),))), Prefetch) == [
+        Prefetch("d0", "p0", BATCH, 3, (key("third"),))
+    ]
+
+
+def test_a_full_instance_waits_for_a_batch_that_is_enough():
+    cell = Cell(min_batch_requests=3)
+    cell.make_busy(lengths=(10, 10))
+    assert only(cell.wait("a", 40), Prefetch) == []
+    assert only(cell.wait("b", 41), Prefetch) == []
+    (prefetch,) = only(cell.wait("c", 42), Prefetch)
+    assert set(prefetch.keys) == {key("a"), key("b"), key("c")}
+    assert prefetch.buffer is BATCH
+
+
+def test_requests_that_come_to_match_are_prefetched_late():
+    cell = Cell()
+    cell.make_busy(lengths=(10, 10))
+    cell.wait("later", 20)
+    report = decode_report(free=0, running=1, shortest=18, longest=18, batch_id=1)
+    assert only(cell.do(report), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("later"),))]
+
+
+def test_there_are_no_late_joins_in_a_switch():
+    cell = Cell()
+    cell.make_busy(lengths=(10, 10))
+    cell.do(decode_report(free=0, running=2, shortest=10, longest=10, batch_id=1, switching=True))
+    assert only(cell.wait("match", 10), Prefetch) == []
+
+
+def test_a_batch_fits_the_buffer_and_the_block_limit():
+    cell = Cell(batch=12, max_batch_blocks=8)
+    cell.make_busy(lengths=(100, 100))
+    for i in range(5):
+        cell.wait(f"r{i}", 12)  # three blocks each
+    sent = only(cell.do(decode_report(free=90, running=1, shortest=100, longest=100, batch_id=1)), Prefetch)
+    assert [len(prefetch.keys) for prefetch in sent] == []  # two were sent when three were waiting
+    assert cell.states() == {"waiting_in_pool": 3, "prefetched": 2, "decoding": 1}
+
+
+def test_a_request_larger_than_every_buffer_is_pulled_from_the_pool():
+    cell = Cell(batch=4, requests=2)
+    assert only(cell.wait("large", 60), Prefetch) == [Prefetch("d0", None, BATCH, 1, (key("large"),))]
+
+
+def test_the_paired_instance_with_the_most_room_prefetches():
+    cell = Cell(prefills=2)
+    cell.do(ev.PrefillReported("p0", 0, 1000, 10, 10, 20, 20))
+    assert only(cell.wait("a", 10), Prefetch)[0].prefill_id == "p1"
+
+
+def test_without_prefetch_the_decode_instance_pulls_from_the_pool():
+    cell = Cell(prefetch=False, max_batch_blocks=6)
+    assert only(cell.wait("a", 12), Prefetch) == [Prefetch("d0", None, BATCH, 1, (key("a"),))]
+    assert only(cell.wait("b", 12), Prefetch) == [Prefetch("d0", None, REQUESTS, 1, (key("b"),))]
+    assert only(cell.wait("c", 12), Prefetch) == []  # half of K is on its way already
+
+
+def test_nothing_is_prefetched_before_the_pairs_are_known():
+    cell = Cell()
+    cell.do(ev.PairsChanged(()))
+    assert only(cell.wait("a"), Prefetch) == []
+    assert len(only(cell.do(ev.PairsChanged((("d0", ("p0",)),))), Prefetch)) == 1
+
+
+def test_a_request_comes_back_and_waits_again():
+    cell = Cell()
+    cell.wait("a", 10)
+    cell.do(ev.Joined("d0", (key("a"),)))
+    cell.do(decode_report(free=0, running=1, shortest=40, longest=40, batch_id=1))
+    cell.do(ev.Returned(key("a"), 14, 4))
+    assert cell.states() == {"waiting_in_pool": 1}
+
+
+def test_what_was_given_back_is_not_sent_to_the_same_place_at_once():
+    cell = Cell()
+    cell.make_busy(lengths=(10, 12), free=90)
+    cell.wait("a", 10)
+    assert only(cell.do(ev.Returned(key("a"), 10, 3)), Prefetch) == [Prefetch("d0", "p0", BATCH, 2, (key("a"),))]
+    assert only(cell.do(ev.Returned(key("a"), 10, 3)), Prefetch) == []
+    assert len(only(cell.do(ev.Tick()), Prefetch)) == 1
+
+
+# several instances
+
+
+def test_an_idle_instance_is_preferred_to_one_that_matches():
+    cell = Cell(decodes=2)
+    first = only(cell.wait("a", 10), Prefetch)[0].decode_id
+    assert only(cell.wait("b", 10), Prefetch)[0].decode_id != first
+
+
+def test_instances_specialise_by_length():
+    cell = Cell(decodes=2, prefills=2)
+    for decode_id, length in ("d0", 10), ("d1", 60):
+        cell.wait(f"r-{decode_id}", length)
+        cell.do(ev.Joined(decode_id, (key(f"r-{decode_id}"),)))
+        cell.do(decode_report(decode_id, free=90, running=1, shortest=length, longest=length, batch_id=1))
+    assert only(cell.wait("long", 62), Prefetch)[0].decode_id == "d1"
+    assert only(cell.wait("short", 11), Prefetch)[0].decode_id == "d0"
+
+
+def test_candidates_of_a_full_instance_are_asked_back_for_an_idle_one():
+    cell = Cell(decodes=2)
+    cell.make_busy("d0", (10, 10), free=0)
+    cell.wait("other", 10)  # for the idle one
+    cell.do(ev.Joined("d1", (key("other"),)))
+    cell.do(decode_report("d1", free=0, running=1, shortest=10, longest=10, batch_id=2))
+    (batch,) = [prefetch for name in "abc" for prefetch in only(cell.wait(name, 50), Prefetch)]
+    assert len(batch.keys) == 3
+    full, idle = ("d0", "d1") if batch.decode_id == "d0" else ("d1", "d0")
+    cell.do(ev.Finished((key("busy-d0" if idle == "d0" else "other"),)))
+    actions = cell.do(decode_report(idle, running=0, batch_id=2))
+    assert actions == [Recall(full, batch.keys[1:])]
+    assert only(cell.do(decode_report(idle, running=0, batch_id=2)), Recall) == []
+    (prefetch,) = only(cell.do(ev.Returned(batch.keys[2], 50, 13)), Prefetch)
+    assert (prefetch.decode_id, prefetch.keys) == (idle, batch.keys[2:])
+
+
+def test_an_idle_instance_does_without_the_buffers_when_they_are_full():
+    cell = Cell(decodes=2, batch=14)
+    cell.make_busy("d0", (10, 10), free=0)
+    cell.wait("other", 10)
+    cell.do(ev.Joined("d1", (key("other"),)))
+    cell.do(decode_report("d1", free=0, running=1, shortest=10, longest=10, batch_id=2))
+    for name in "abcd":
+        cell.wait(name, 50)
+    cell.do(ev.Finished((key("other"), key("busy-d0"))))
+    sent = [p for d in ("d0", "d1") for p in only(cell.do(decode_report(d, running=0, batch_id=2)), Prefetch)]
+    assert [prefetch.prefill_id for prefetch in sent] == ["p0", None]
+
+
+def test_prompts_go_where_they_will_be_computed_first():
+    cell = Cell(prefills=2, queue_tokens=100)
+    assert cell.submit("a", tokens=60, most=70) == [StartPrefill("p0", (key("a"),))]
+    assert cell.submit("b", tokens=20, most=30) == [StartPrefill("p1", (key("b"),))]
+    assert cell.submit("c", tokens=70, most=80) == [StartPrefill("p1", (key("c"),))]
+    assert cell.submit("d", tokens=60, most=70) == []  # both have enough to do
+    assert cell.states() == {"queued": 1, "prefilling": 3}
+    assert only(cell.prefilled("a", 60), StartPrefill) == [StartPrefill("p0", (key("d"),))]
+
+
+# groups
+
+
+def test_the_answers_to_one_prompt_are_prefilled_once_and_go_on_together():
+    cell = Cell()
+    assert cell.submit("a", "b", "c") == [StartPrefill("p0", (key("a"), key("b"), key("c")))]
+    first = only(cell.prefilled("a"), Prefetch)
+    rest = only(cell.prefilled("b", new_blocks=1) + cell.prefilled("c", new_blocks=1), Prefetch)
+    assert {prefetch.decode_id for prefetch in first + rest} == {"d0"}
+    assert cell.states() == {"prefetched": 3}
+
+
+# starvation
+
+
+def test_an_overdue_candidate_is_marked_urgent_where_it_waits():
+    cell = Cell(starvation_after_s=2.0)
+    cell.make_busy(lengths=(10, 10), free=90)
+    cell.wait("other", 60)
+    assert only(cell.do(ev.Tick(), after_s=1.9), MarkUrgent) == []
+    assert only(cell.do(ev.Tick(), after_s=0.2), MarkUrgent) == [MarkUrgent("d0", (key("other"),))]
+    assert only(cell.do(ev.Tick(), after_s=0.2), MarkUrgent) == []
+    assert only(cell.wait("match", 10), Prefetch) == []  # no late joins while it waits
+    assert len(only(cell.do(ev.Joined("d0", (key("other"),))), Prefetch)) == 1
+
+
+def test_an_overdue_request_of_the_pool_goes_before_density():
+    cell = Cell(starvation_after_s=2.0, min_batch_requests=3)
+    cell.make_busy(lengths=(10, 10))
+    cell.wait("old", 90)
+    actions = cell.do(ev.Tick(), after_s=2.1)
+    assert only(actions, Prefetch) == [Prefetch("d0", "p0", BATCH, 2, (key("old"),))]
+    assert only(actions, MarkUrgent) == [MarkUrgent("d0", (key("old"),))]
+    for i in range(4):
+        cell.wait(f"dense-{i}", 50)
+    assert cell.core.describe()["waiting_in_pool"] == 4
+
+
+# admission and the pool
+
+
+def test_a_request_that_no_cache_could_hold_is_refused_at_once():
+    cell = Cell(cache=25, pool=50)
+    assert cell.core.max_request_tokens() == 100
+    (reject, forget) = cell.submit("a", tokens=90, most=101)
+    assert isinstance(reject.error, InvalidRequestError)
+    assert reject.error.details["max_request_tokens"] == 100
+    assert forget == Forget((key("a"),))
+    assert only(cell.submit("b", tokens=90, most=100), StartPrefill)
+
+
+def test_nothing_is_judged_before_every_role_has_reported():
+    core = SchedulerCore(Config(), BLOCK)
+    assert core.max_request_tokens() == 0
+    meta = ev.RequestMeta(key("a"), 10**6, 10**6, "g", "gw")
+    assert core.handle(ev.Submitted((meta,)), 0.0) == []
+    for event in (
+        ev.InstanceJoined("prefill", "p0"),
+        ev.InstanceJoined("decode", "d0"),
+        ev.PrefillReported("p0", 0, 100, 10, 10, 10, 10),
+        ev.PoolReported("pool", 100, 100),
+    ):
+        assert core.handle(event, 0.0) == []
+    (reject, _) = core.handle(decode_report(), 0.0)
+    assert isinstance(reject.error, InvalidRequestError)
+
+
+def test_a_full_queue_says_when_to_come_again():
+    cell = Cell(max_queue=2, queue_tokens=10)
+    for name in "abc":
+        cell.submit(name)
+    assert cell.states() == {"prefilling": 1, "queued": 2}
+    (reject, _) = cell.submit("d")
+    assert isinstance(reject.error, OverloadedError)
+    assert reject.error.retry_after_s >= 1.0
+
+
+def test_prefill_stops_before_the_reserve_of_the_pool_is_touched():
+    cell = Cell(pool=20, growth_reserve=0.2, cache=20)
+    cell.make_busy(lengths=(10, 10))
+    started = [name for name in range(8) if only(cell.submit(name, tokens=10, most=12), StartPrefill)]
+    assert started == [0, 1, 2, 3, 4]  # three blocks each; four are kept; the copy of what runs had to go
+    assert only(cell.do(ev.Finished((key(0),))), StartPrefill) == [StartPrefill("p0", (key(5),))]
+
+
+def test_copies_of_running_requests_are_dropped_first():
+    cell = Cell(pool=20, growth_reserve=0.2, cache=20)
+    cell.make_busy(lengths=(10, 10))
+    for name in range(4):
+        cell.submit(name, tokens=10, most=12)
+    actions = cell.submit(4, tokens=10, most=12)
+    assert actions[0] == ReleasePool((key("busy-d0"),), dropped=True, kv_tokens=(10,))
+
+
+def test_a_request_as_large_as_the_pool_is_served_alone():
+    cell = Cell(pool=20, cache=20, growth_reserve=0.2)
+    assert only(cell.submit("large", tokens=70, most=80), Reject)  # the reserve is not for prefills
+    assert only(cell.submit("a", tokens=62, most=64), StartPrefill)
+    assert cell.submit("b") == []
+    cell.prefilled("a", 62)
+    assert only(cell.do(ev.Finished((key("a"),))), StartPrefill) == [StartPrefill("p0", (key("b"),))]
+
+
+def test_where_an_eviction_waits_for_the_pool_something_is_dropped_in_the_end():
+    cell = Cell(pool=30, cache=30)
+    cell.make_busy(lengths=(10, 10))
+    cell.wait("a", 40)
+    cell.wait("b", 30)
+    report = decode_report(cache=30, free=0, running=2, shortest=10, longest=20, batch_id=1, waits=5)
+    assert only(cell.do(report), ReleasePool) == [ReleasePool((key("busy-d0"),), dropped=True, kv_tokens=(10,))]
+    assert only(cell.do(ev.Tick(), after_s=0.3), ReportLost) == []
+    assert only(cell.do(ev.Tick(), after_s=0.3), ReportLost) == [ReportLost((key("b"),), "the KV pool is full")]
+    assert cell.core.dropped_for_room == 1
+
+
+# cancelling
+
+
+def cancel(cell, name="a"):
+    return cell.do(ev.CancelRequested((key(name),)))
+
+
+def test_cancelled_in_the_queue_it_ends_at_once():
+    cell = Cell(queue_tokens=10)
+    cell.submit("first")
+    cell.submit("a")
+    (reject, forget) = cancel(cell)
+    assert isinstance(reject.error, CancelledError)
+    assert forget == Forget((key("a"),))
+    assert cell.states() == {"prefilling": 1}
+
+
+def test_cancelled_in_the_pool_it_ends_at_once_and_frees_its_blocks():
+    cell = Cell()
+    cell.make_busy()
+    cell.wait("a", 60)
+    (reject, release, forget) = cancel(cell)
+    assert reject.keys == release.keys == forget.keys == (key("a"),)
+    assert cell.states() == {"decoding": 1}
+
+
+def test_cancelled_while_it_is_prefilled_it_ends_with_the_workers_word():
+    cell = Cell()
+    cell.submit("a")
+    assert cancel(cell) == [CancelAt("prefill", "p0", (key("a"),))]
+    assert cell.states() == {"prefilling": 1}
+    cell.do(ev.Finished((key("a"),)))
+    assert cell.states() == {}
+
+
+def test_cancelled_as_a_candidate_both_sides_of_the_copy_are_told():
+    cell = Cell()
+    cell.wait("a")
+    assert cancel(cell) == [CancelAt("prefill", "p0", (key("a"),)), CancelAt("decode", "d0", (key("a"),))]
+    assert ReleasePool((key("a"),)) in cell.do(ev.Finished((key("a"),)))
+    assert cell.do(ev.Finished((key("a"),))) == []  # the other side's word
+
+
+def test_cancelled_while_it_decodes_its_decode_instance_is_told():
+    cell = Cell()
+    cell.wait("a")
+    cell.do(ev.Joined("d0", (key("a"),)))
+    assert cancel(cell) == [CancelAt("decode", "d0", (key("a"),))]
+
+
+@pytest.mark.parametrize("race", ["prefilled", "returned"])
+def test_a_cancel_that_crosses_the_request_on_its_way_to_the_pool_still_ends_it(race):
+    cell = Cell()
+    cell.submit("a")
+    if race == "returned":
+        cell.prefilled("a")
+    cancel(cell)
+    actions = cell.prefilled("a") if race == "prefilled" else cell.do(ev.Returned(key("a"), 10, 3))
+    assert [type(action) for action in actions] == [Reject, ReleasePool, Forget]
+    assert cell.states() == {}
+
+
+def test_a_lost_gateway_takes_its_requests_with_it_and_no_others():
+    cell = Cell(queue_tokens=10)
+    cell.submit("a", gateway="gw-0")
+    cell.submit("b", gateway="gw-0")
+    cell.submit("c", gateway="gw-1")
+    actions = cell.do(ev.GatewayLost("gw-0"))
+    assert only(actions, CancelAt) == [CancelAt("prefill", "p0", (key("a"),))]
+    assert only(actions, Reject)[0].keys == (key("b"),)
+    assert cell.states() == {"prefilling": 1, "queued": 1}
+
+
+# duplicates, old epochs, losses
+
+
+def test_duplicates_and_strangers_do_no_harm():
+    cell = Cell()
+    cell.wait("a")
+    joined = ev.Joined("d0", (key("a"),))
+    cell.do(joined)
+    for event in (
+        joined,
+        ev.Joined("d9", (key("a"),)),
+        ev.Prefilled(key("a"), 10, 3, 3),
+        ev.Submitted((ev.RequestMeta(key("a"), 10, 20, "g", "gw"),)),
+        ev.Finished((key("nobody"),)),
+        ev.CancelRequested((key("nobody"),)),
+        ev.Lost((key("nobody"),), "?"),
+        ev.InstanceJoined("decode", "d0"),
+        ev.InstanceLost("prefill", "p9"),
+        ev.GatewayLost("gw-9"),
+        decode_report("d9"),
+    ):
+        assert cell.do(event) == []
+    assert cell.states() == {"decoding": 1}
+
+
+def test_kv_of_a_request_that_has_ended_is_released():
+    cell = Cell()
+    assert cell.do(ev.Prefilled(key("gone"), 10, 3, 3)) == [ReleasePool((key("gone"),))]
+    assert cell.do(ev.Returned(key("gone"), 10, 3)) == [ReleasePool((key("gone"),))]
+
+
+def test_a_new_epoch_replaces_the_old_wherever_that_is():
+    cell = Cell()
+    cell.wait("a")
+    cell.do(ev.Joined("d0", (key("a"),)))
+    actions = cell.do(ev.Submitted((ev.RequestMeta(key("a", 1), 12, 20, "g", "gw"),)))
+    assert CancelAt("decode", "d0", (key("a"),)) in actions
+    assert StartPrefill("p0", (key("a", 1),)) in actions
+    assert cell.states() == {"prefilling": 1}
+    assert cell.do(ev.Finished((key("a"),))) == []
+    assert cell.do(ev.Submitted((ev.RequestMeta(key("a", 0), 12, 20, "g", "gw"),))) == []
+
+
+def test_what_a_worker_lost_is_submitted_again():
+    cell = Cell()
+    cell.wait("a")
+    actions = cell.do(ev.Lost((key("a"),), "the copy failed"))
+    assert actions[0] == ReportLost((key("a"),), "the copy failed")
+    assert ReleasePool((key("a"),)) in actions
+    assert cell.states() == {}
+
+
+def test_with_a_prefill_instance_go_its_prompts_and_its_candidates():
+    cell = Cell(prefills=2)
+    cell.make_busy()
+    cell.wait("pooled", 60)
+    cell.wait("a", 10)
+    cell.submit("b")
+    lost = []
+    for name in "p0", "p1":
+        lost += [k for action in only(cell.do(ev.InstanceLost("prefill", name)), ReportLost) for k in action.keys]
+    assert set(lost) == {key("a"), key("b")}
+    assert cell.states() == {"waiting_in_pool": 1, "decoding": 1}
+
+
+def test_with_a_decode_instance_go_its_requests_and_its_buffers_are_freed():
+    cell = Cell()
+    cell.make_busy()
+    cell.wait("a", 10)
+    actions = cell.do(ev.InstanceLost("decode", "d0"))
+    assert only(actions, ReportLost)[0].keys == (key("busy-d0"), key("a"))
+    assert only(actions, CancelAt) == [CancelAt("prefill", "p0", (key("a"),))]
+    assert cell.states() == {}
+    assert not cell.core.knows("decode", "d0")
+
+
+def test_with_the_pool_goes_everything_but_the_queue():
+    cell = Cell(queue_tokens=10)
+    cell.make_busy()
+    cell.submit("a")
+    cell.submit("b")
+    actions = cell.do(ev.InstanceLost("kv_pool", "pool"))
+    assert set(only(actions, ReportLost)[0].keys) == {key("busy-d0"), key("a")}
+    assert cell.states() == {"queued": 1}
+    assert cell.core.max_request_tokens() == 0
+    assert only(cell.do(ev.PoolReported("pool", 100, 100)), StartPrefill) == [StartPrefill("p0", (key("b"),))]
+
+
+def test_a_cancelled_request_is_not_submitted_again_when_it_is_lost():
+    cell = Cell()
+    cell.wait("a")
+    cancel(cell)
+    actions = cell.do(ev.InstanceLost("decode", "d0"))
+    assert only(actions, ReportLost) == []
+    assert only(actions, Reject)[0].keys == (key("a"),)

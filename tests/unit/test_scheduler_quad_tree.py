@@ -1,0 +1,154 @@
+"""The quad-tree: counters, ranges, ages and time stamps, against a plain list."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.age_order import AgeOrder
+from alignedserve.scheduler.quad_tree import Entry, QuadTree
+
+
+def entry(name, tokens, since_s=0.0, block_size=4):
+    return Entry(RequestKey(str(name)), tokens, -(-tokens // block_size), since_s)
+
+
+def test_every_node_counts_the_requests_and_blocks_below_it():
+    tree = QuadTree(64, 4)
+    assert tree.depth == 2
+    for name, tokens in ("a", 1), ("b", 4), ("c", 5), ("d", 64):
+        tree.insert(entry(name, tokens))
+    assert tree.requests == [[4], [3, 0, 0, 1], [2, 1, 0, 0] + [0] * 8 + [0, 0, 0, 1]]
+    assert tree.blocks[1] == [1 + 1 + 2, 0, 0, 16]
+    tree.remove(RequestKey("b"))
+    assert tree.requests[2][0] == 1
+    tree.check_integrity()
+
+
+def test_lengths_beyond_the_range_count_as_its_end():
+    tree = QuadTree(65536, 16)
+    assert tree.depth == 6
+    assert tree.leaf_of(1) == 0
+    assert tree.leaf_of(0) == 0
+    assert tree.leaf_of(65536) == tree.leaf_of(10**6) == 4095
+
+
+def test_a_range_that_is_no_power_of_four_is_covered():
+    tree = QuadTree(100, 3)
+    tree.insert(entry("a", 100))
+    tree.insert(entry("b", 1))
+    assert list(tree.leaves_between(0, tree.leaf_of(100))) == [0, 33]
+    tree.check_integrity()
+
+
+def test_within_a_leaf_the_oldest_comes_first_also_after_a_late_return():
+    tree = QuadTree(64, 16)
+    for name, since_s in ("a", 1.0), ("b", 2.0), ("c", 3.0):
+        tree.insert(entry(name, 10, since_s))
+    tree.remove(RequestKey("a"))
+    tree.insert(entry("late", 10, 1.5))
+    tree.insert(entry("later", 10, 0.5))
+    assert [e.key.request_id for e in tree.oldest(0)] == ["later", "late", "b", "c"]
+    tree.remove(RequestKey("late"))
+    tree.check_integrity()
+
+
+def test_a_request_that_grew_moves_and_keeps_its_age():
+    tree = QuadTree(64, 4)
+    tree.insert(entry("a", 4, since_s=7.0))
+    tree.move(RequestKey("a"), 40, 10)
+    assert tree.entry(RequestKey("a")) == Entry(RequestKey("a"), 40, 10, 7.0)
+    assert list(tree.leaves_between(0, 15)) == [9]
+
+
+def test_a_batch_stamps_its_leaves_and_all_nodes_above():
+    tree = QuadTree(64, 4)
+    tree.stamp([entry("a", 1), entry("b", 20)], 5.0)
+    assert tree.last_batch_s[0] == [5.0]
+    assert tree.last_batch_s[1] == [5.0, 5.0, 0.0, 0.0]
+    assert [i for i, stamp in enumerate(tree.last_batch_s[2]) if stamp] == [0, 4]
+
+
+def test_misuse_raises():
+    tree = QuadTree(64, 4)
+    tree.insert(entry("a", 4))
+    with pytest.raises(AccountingError):
+        tree.insert(entry("a", 5))
+    with pytest.raises(AccountingError):
+        tree.remove(RequestKey("b"))
+
+
+class TreeAgainstList(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.tree = QuadTree(64, 2)
+        self.entries = {}
+        self.count = 0
+
+    @rule(tokens=st.integers(1, 80), since_s=st.integers(0, 20))
+    def insert(self, tokens, since_s):
+        self.count += 1
+        new = entry(self.count, tokens, float(since_s))
+        self.tree.insert(new)
+        self.entries[new.key] = new
+
+    @rule(data=st.data())
+    def remove(self, data):
+        if self.entries:
+            key = data.draw(st.sampled_from(sorted(self.entries)))
+            assert self.tree.remove(key) == self.entries.pop(key)
+
+    @rule(data=st.data(), tokens=st.integers(1, 80))
+    def move(self, data, tokens):
+        if self.entries:
+            key = data.draw(st.sampled_from(sorted(self.entries)))
+            self.tree.move(key, tokens, -(-tokens // 4))
+            self.entries[key] = self.tree.entry(key)
+
+    @rule(first=st.integers(0, 31), last=st.integers(0, 31))
+    def leaves_between_are_those_with_entries(self, first, last):
+        found = {self.tree.leaf_of(e.tokens) for e in self.entries.values()}
+        assert list(self.tree.leaves_between(first, last)) == sorted(i for i in found if first <= i <= last)
+
+    @invariant()
+    def it_counts_right(self):
+        self.tree.check_integrity()
+        assert len(self.tree) == len(self.entries)
+
+
+TestTreeAgainstList = TreeAgainstList.TestCase
+TestTreeAgainstList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+class AgesAgainstList(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.order = AgeOrder()
+        self.places = {}
+        self.count = 0
+
+    @rule(since_s=st.integers(0, 9))
+    def add(self, since_s):
+        self.count += 1
+        self.places[RequestKey(str(self.count))] = float(since_s)
+        self.order.add(RequestKey(str(self.count)), float(since_s))
+
+    @rule(data=st.data())
+    def remove(self, data):
+        if self.places:
+            key = data.draw(st.sampled_from(sorted(self.places)))
+            self.order.remove(key, self.places.pop(key))
+
+    @invariant()
+    def it_is_in_order(self):
+        ages = [self.places[key] for key in self.order]
+        assert ages == sorted(self.places.values())
+        assert len(self.order) == len(ages)
+        first = self.order.first()
+        assert (first and first[0]) == (min(ages) if ages else None)
+
+
+TestAgesAgainstList = AgesAgainstList.TestCase
+TestAgesAgainstList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
