@@ -117,14 +117,45 @@ def test_a_new_epoch_adopts_the_blocks_of_the_old_one_in_one_step(pool: KvPool) 
     fresh = leased(pool, OTHER, 1)
     pool.commit(OTHER, RequestKey("a", 1), 10, [*blocks[:2], *fresh])
     assert pool.counts().owned == 3
-    with pytest.raises(StaleError, match="epoch 1"):
+    with pytest.raises(StaleError, match="epoch 0 of a is over"):
         pool.commit(PREFILL, A, 12, blocks)
     pool.release([A])  # of the old epoch, late
     assert pool.holding("a") is not None
     pool.release([RequestKey("a", 1)])
-    with pytest.raises(StaleError, match="epoch 1"):
+    with pytest.raises(StaleError, match="epoch 0 of a is over"):
         pool.commit(PREFILL, A, 4, leased(pool, PREFILL, 1))
-    pool.commit(OTHER, RequestKey("a", 1), 4, leased(pool, OTHER, 1))  # the same epoch may come back to the pool
+    with pytest.raises(StaleError, match="epoch 1 of a is over"):
+        pool.commit(OTHER, RequestKey("a", 1), 4, leased(pool, OTHER, 1))  # released: nobody would free it again
+    pool.commit(OTHER, RequestKey("a", 2), 4, leased(pool, OTHER, 1))
+
+
+def test_a_copy_that_has_grown_since_is_not_dropped(pool: KvPool) -> None:
+    pool.commit(PREFILL, A, 4, leased(pool, PREFILL, 1))
+    pool.commit(OTHER, A, 8, leased(pool, OTHER, 2))  # evicted meanwhile: now the only copy
+
+    pool.drop([(A, 4), (RequestKey("a", 1), 8)])
+
+    holding = pool.holding("a")
+    assert holding is not None
+    assert holding.kv_tokens == 8
+    pool.drop([(A, 8)])
+    assert pool.holding("a") is None
+    pool.commit(OTHER, A, 4, leased(pool, OTHER, 1))  # a request whose copy was dropped may come back
+    pool.check_integrity()
+
+
+def test_kept_blocks_must_be_held_and_not_merely_leased_again(pool: KvPool) -> None:
+    blocks = leased(pool, PREFILL, 3)
+    pool.commit(PREFILL, A, 12, blocks)
+    pool.drop([(A, 12)])
+    again = leased(pool, OTHER, 20)
+    assert set(blocks) <= set(again)
+
+    with pytest.raises(TransferError, match="in full"):
+        pool.commit(OTHER, A, 13, [*blocks, next(b for b in again if b not in blocks)], kept_blocks=3)
+
+    assert pool.holding("a") is None
+    pool.check_integrity()
 
 
 def test_unmet_wants_are_served_in_turn_as_blocks_become_free(pool: KvPool) -> None:
@@ -255,6 +286,7 @@ class Traffic:
         self.at_hand: dict[WriterKey, list[int]] = {}
         self.lost: list[WriterKey] = []
         self.refused = 0
+        self.keys = 0
 
     def step(self, pool: KvPool) -> None:
         writer = self.draw.choice(self.writers)
@@ -287,7 +319,8 @@ class Traffic:
             self.at_hand.setdefault(grant.writer, []).extend(grant.block_ids)
 
     def key(self) -> RequestKey:
-        return RequestKey(f"r{self.draw.randrange(6)}", self.draw.choice([0, 0, 0, 1, 2]))
+        self.keys += 1  # epochs grow: what was released does not come back
+        return RequestKey(f"r{self.draw.randrange(6)}", self.keys // 12 + self.draw.choice([0, 0, 0, 1, 2]))
 
     def commit(self, pool: KvPool, writer: WriterKey, hand: list[int]) -> list[Grant]:
         key = self.key()
@@ -332,7 +365,7 @@ def test_whatever_happens_blocks_add_up_and_a_successor_agrees(memory: memoryvie
             successor.check_integrity()
             assert successor.counts().owned == counts.owned
     assert pool.counts().requests > 0
-    pool.release([RequestKey(f"r{number}", 9) for number in range(6)])
+    pool.release([RequestKey(f"r{number}", 10**6) for number in range(6)])
     for writer in [*traffic.writers, *traffic.lost]:
         pool.writer_dead(writer)
     assert (pool.counts().free, pool.counts().leased, pool.counts().wanted) == (CAPACITY, 0, 0)

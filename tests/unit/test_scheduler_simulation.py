@@ -31,7 +31,7 @@ def random_shape(seed):
         prefills=rng.choice([1, 1, 2, 3]),
         decodes=rng.choice([1, 1, 2, 3]),
         prefetch=rng.random() < 0.7,
-        pool_blocks=rng.choice([1, 2, 4, 20]) * max(cache, largest),
+        pool_blocks=rng.choice([1, 2, 4, 20]) * max(cache, largest) * 11 // 10 + 1,  # a reserve is kept
         prefill_cache=max(rng.choice([20, 60, 200]), largest),
         decode_cache=max(cache, largest),
         batch_buffer=rng.choice([2, 8, 16, 40]),
