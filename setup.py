@@ -21,7 +21,6 @@ COMPONENTS = {
     "prefill_worker": "prefill_worker",
     "proto": "proto/messages",
     "scheduler": "scheduler",
-    "simulator": "simulator",
     "transfer": "transfer",
 }
 
