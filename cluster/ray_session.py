@@ -74,6 +74,7 @@ class RaySession:
         try:
             if self.owned:
                 _leave_out_services()
+                _own_process_groups()
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -206,6 +207,20 @@ def _leave_out_services() -> None:
     for name in ("start_monitor", "start_api_server", "start_log_monitor"):
         if callable(getattr(Node, name, None)):
             setattr(Node, name, start_nothing)
+
+
+def _own_process_groups() -> None:
+    """Keep signals to the command's process group from Ray's processes: they are needed to end the others cleanly.
+
+    They cannot outlive the command all the same: Ray has the kernel end them with it.
+    """
+    from ray._private import services
+
+    class OwnGroupPopen(services.ConsolePopen):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, process_group=0, **options)
+
+    services.ConsolePopen = OwnGroupPopen  # type: ignore[misc]
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -22,10 +23,13 @@ from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.model import resolve_model
 
 POLL_S = 0.1
 WATCH_S = 5.0
 CLEAR_UP_S = 3.0
+CLEAN_END_S = 20.0  # what has not ended by itself after so long is killed
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def serve(config: Config) -> int:
@@ -162,7 +166,8 @@ class _ServeCommand:
     def _end(self) -> None:
         """Everything that was started is gone when this returns."""
         ending = self._worker.submit(self._stop)
-        while not ending.done() and self._signals < 2:
+        deadline = time.monotonic() + CLEAN_END_S
+        while not ending.done() and self._signals < 2 and time.monotonic() < deadline:
             wait([ending], timeout=POLL_S)
         if self._session.owned:
             self._descendants.note()
@@ -198,10 +203,13 @@ class _ServeCommand:
 
     def _announce(self) -> None:
         url = self._url()
-        body = json.dumps(
-            {"model": self._config.served_model_name, "messages": [{"role": "user", "content": "What is a list?"}]}
-        )
+        # Every model takes a completion: text where its folder has a tokenizer, else token ids.
+        folder = resolve_model(self._config.model.path)
+        has_text = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        prompt = "Return a list of" if has_text else [1, 2, 3]
+        body = {"model": self._config.served_model_name, "prompt": prompt, "max_tokens": 48, "stream": True}
         self._console.step("ready")
         self._console.line(f"serving {self._config.served_model_name} on {url}")
-        self._console.line(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+        header = "-H 'Content-Type: application/json'"
+        self._console.line(f"  curl -N {url}/v1/completions {header} -d '{json.dumps(body)}'")
         self._console.line("Ctrl-C ends it")

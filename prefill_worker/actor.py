@@ -274,17 +274,19 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     def _description(self) -> pw.PrefillDescription:
         instance = self._instance
-        batch, requests = (instance.buffers[kind].allocator for kind in (BufferKind.BATCH, BufferKind.REQUESTS))
-        return pw.PrefillDescription(
+        description = pw.PrefillDescription(
             process=self.process,
             pending_tokens=instance.compute.pending_tokens if instance.compute else 0,
             cache_blocks=instance.cache.capacity,
             cache_free_blocks=instance.cache.free_blocks,
-            batch_buffer_blocks=batch.capacity,
-            batch_buffer_free_blocks=batch.available_blocks,
-            requests_buffer_blocks=requests.capacity,
-            requests_buffer_free_blocks=requests.available_blocks,
         )
+        if instance.buffers:  # without prefetch there are none
+            batch, requests = (instance.buffers[kind].allocator for kind in (BufferKind.BATCH, BufferKind.REQUESTS))
+            description.batch_buffer_blocks = batch.capacity
+            description.batch_buffer_free_blocks = batch.available_blocks
+            description.requests_buffer_blocks = requests.capacity
+            description.requests_buffer_free_blocks = requests.available_blocks
+        return description
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> pw.PrefillDescription:
         return self._description()

@@ -84,7 +84,9 @@ class PrefillInstance:
 
     def _make_buffers(self, geometry: KvGeometry, plan: StorePlan) -> dict[BufferKind, CandidateBuffer]:
         sizes = {BufferKind.BATCH: plan.batch_buffer, BufferKind.REQUESTS: plan.requests_buffer}
-        buffers = {}
+        buffers: dict[BufferKind, CandidateBuffer] = {}
+        if not self._config.cluster.prefetch:
+            return buffers
         for kind, blocks in sizes.items():
             # A successor takes new memory: a predecessor that was stopped may still write to the old.
             name = f"{self._settings.id}/{BUFFER_NAMES[kind]}-{self._process.incarnation}"

@@ -123,7 +123,7 @@ class Books:
         record.prefill_id = ""
         self.table.move(record, RequestState.DECODING, now_s)
         decode = self.instances.decode[record.decode_id]
-        decode.decoding[record.key] = None
+        decode.decoding[record.key] = record
         decode.joined_blocks += record.blocks
         self.ledger.mark_droppable(record.key)
         self.change(record.decode_id)

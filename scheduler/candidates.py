@@ -17,7 +17,7 @@ MOST_EARLY_URGENT = 4096
 
 
 class CandidateBuffers:
-    """The waiting candidates of one decode instance. Every operation is O(1) a request, but for `lengths`."""
+    """The waiting candidates of one decode instance. Every operation is O(1) a request."""
 
     def __init__(self) -> None:
         self._normal: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}

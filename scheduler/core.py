@@ -232,6 +232,8 @@ class SchedulerCore:
         if prefill is None:
             return
         prefill.report(event, self._books.block_size)
+        if event.pool_wait_blocks:
+            self._relief.relieve(now_s)
         for decode_id, prefill_ids in instances.pairs.items():
             if event.prefill_id in prefill_ids:
                 self._books.change(decode_id)

@@ -86,6 +86,11 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReported:
+    """Free blocks are those that a prefetch could take now: without what is leased for evictions.
+
+    `pool_wait_blocks`: pool blocks that give-backs of its candidates wait for, because the pool has none free.
+    """
+
     prefill_id: str
     pending_tokens: int
     cache_blocks: int
@@ -93,6 +98,7 @@ class PrefillReported:
     batch_buffer_free_blocks: int
     requests_buffer_blocks: int
     requests_buffer_free_blocks: int
+    pool_wait_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

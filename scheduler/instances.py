@@ -46,9 +46,11 @@ class PrefillView:
     buffers: dict[BufferKind, BufferRoom] = field(default_factory=lambda: {kind: BufferRoom() for kind in BufferKind})
     prefilling: dict[RequestKey, None] = field(default_factory=dict)
     buffered: dict[RequestKey, None] = field(default_factory=dict)
+    pool_wait_blocks: int = 0
 
     def report(self, event: PrefillReported, block_size: int) -> None:
         self.load.cache_tokens = event.cache_blocks * block_size
+        self.pool_wait_blocks = event.pool_wait_blocks
         self.buffers[BufferKind.BATCH].report(event.batch_buffer_blocks, event.batch_buffer_free_blocks)
         self.buffers[BufferKind.REQUESTS].report(event.requests_buffer_blocks, event.requests_buffer_free_blocks)
 
@@ -68,7 +70,7 @@ class DecodeView:
     )
     candidate_blocks: dict[BufferKind, int] = field(default_factory=lambda: dict.fromkeys(BufferKind, 0))
     overdue: dict[RequestKey, None] = field(default_factory=dict)  # in its candidate batch
-    decoding: dict[RequestKey, None] = field(default_factory=dict)
+    decoding: dict[RequestKey, Record] = field(default_factory=dict)
     joined_blocks: int = 0  # since the last report
     bounced: bool = False  # it gave something back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
@@ -91,11 +93,14 @@ class DecodeView:
         return 0 if self.report is None else self.report.cache_blocks
 
     def lengths(self) -> tuple[int, int] | None:
-        """(shortest, longest) of what runs, or, where nothing does yet, of what is about to; None when idle."""
+        """(shortest, longest) of what runs, or, as long as no report says so, of what has just joined or is about to.
+
+        None when idle.
+        """
         if self.report is not None and self.report.running:
             return self.report.shortest_tokens, self.report.longest_tokens
-        waiting = [record.kv_tokens for records in self.candidates.values() for record in records.values()]
-        return (min(waiting), max(waiting)) if waiting else None
+        coming = [record.kv_tokens for held in (self.decoding, *self.candidates.values()) for record in held.values()]
+        return (min(coming), max(coming)) if coming else None
 
     def distance(self, tokens: int) -> int:
         """Tokens between a length and the range of those that run here."""

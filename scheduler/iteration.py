@@ -23,8 +23,9 @@ from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.candidates import CandidateBuffers
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
-from alignedserve.scheduler.room import Room, measure_room, measure_shortfall
+from alignedserve.scheduler.room import Room, measure_shortfall
 from alignedserve.scheduler.running_batch import Member, Phase, RunningBatch
+from alignedserve.scheduler.waiting import join_range
 
 MOST_MISFITS = 8  # candidates that do not fit and are passed over in one plan, for smaller ones behind them
 PAST_BATCHES = 8  # how many earlier batches are remembered: their late candidates do not begin a switch back
@@ -62,6 +63,8 @@ class IterationScheduler:
     complete. Copies never delay an iteration: a joining request runs after its copy, an evicted one's blocks stay
     owned until its copy. Every request's `max_total_tokens` must fit in the cache (others are given back at once).
     `starvation_after_s`: a candidate that has waited here for so long goes first even where nobody marked it urgent.
+    `join_window`: a candidate batch that, with the running one, spreads over no more than this share of the lengths
+    goes on with it, without a switch (late joins go on, evictions stay near). None: every new batch is a switch.
     """
 
     def __init__(
@@ -71,11 +74,13 @@ class IterationScheduler:
         block_size: int,
         *,
         starvation_after_s: float = math.inf,
+        join_window: float | None = None,
     ) -> None:
         self._config = config
         self._batch = RunningBatch(allocator, block_size)
         self._allocator = allocator
         self._starvation_after_s = starvation_after_s
+        self._join_window = join_window
         self._waiting = CandidateBuffers()
         self._since_s: dict[RequestKey, float] = {}  # candidates that were not found overdue here: offered, or evicted
         self._giving_back: dict[RequestKey, None] = {}
@@ -212,7 +217,7 @@ class IterationScheduler:
         if evictions:  # those evicted to make room for an overdue candidate do not run
             run = [item for item in run if item.key in self._batch.running]
         self._give_back_strangers()
-        self._switching = any(member.batch_id != self._batch_id for member in self._batch.present())
+        self._switching = self._batch.holds_others_than(self._batch_id)
         give_back = GiveBack(tuple(self._giving_back))
         self._giving_back.clear()
         return IterationPlan(
@@ -278,8 +283,7 @@ class IterationScheduler:
 
     def _evict(self, member: Member, now_s: float) -> Evict:
         blocks = self._batch.blocks_for(member.kv_tokens)
-        switching = any(other.batch_id != self._batch_id for other in self._batch.present())
-        member.to_pool = switching or blocks > self._lease_blocks
+        member.to_pool = self._batch.holds_others_than(self._batch_id) or blocks > self._lease_blocks
         if not member.to_pool:
             self._lease_blocks -= blocks
         member.left_s = now_s
@@ -305,7 +309,7 @@ class IterationScheduler:
         waiting = self._waiting
         if not len(waiting):
             return joins
-        room = measure_room(self._batch, self._config)
+        room = Room(self._batch, self._config)
         urgent = waiting.has_overdue(BufferKind.BATCH)
         for kind in BufferKind.REQUESTS, BufferKind.BATCH:
             blocked = self._take(waiting.overdue(kind), room, joins)
@@ -343,14 +347,30 @@ class IterationScheduler:
         return blocked
 
     def _enter_batch(self, candidate: Candidate) -> None:
-        """A candidate of a batch that was never the running one makes it that, and the others old: a batch switch."""
+        """A candidate of a batch that was never the running one makes it that, and the others old: a batch switch.
+
+        A batch of the same lengths takes the running one over instead: nothing is misaligned, so nothing is old.
+        """
         if candidate.batch_id == self._batch_id:
             return
         idle = not self._batch.size
         if idle or (candidate.buffer is BufferKind.BATCH and candidate.batch_id not in self._past_batches):
+            if not idle and self._is_alike(candidate.batch_id):
+                self._batch.rename(self._batch_id, candidate.batch_id)
             self._past_batches.append(self._batch_id)
             self._batch_id = candidate.batch_id
             self._sweep = True
+
+    def _is_alike(self, batch_id: int) -> bool:
+        """Whether the candidate batch and the running one, together, are as aligned as a late join has to be."""
+        running = self._batch.lengths(self._batch_id)
+        if self._join_window is None or not running:
+            return False
+        lengths = running + self._candidate_lengths(batch_id)
+        return max(lengths) <= min(lengths) * (1.0 + self._join_window)
+
+    def _candidate_lengths(self, batch_id: int) -> list[int]:
+        return [c.kv_tokens for c in self._waiting.in_order(BufferKind.BATCH) if c.batch_id == batch_id]
 
     def _make_room(self, candidate: Candidate, room: Room, evictions: list[Evict], now_s: float) -> None:
         """Evict for an overdue candidate, if that makes enough room.
@@ -364,7 +384,7 @@ class IterationScheduler:
             if not member.candidate.overdue and member.iterations >= self._config.join_iterations
         ]
         victims.sort(key=self._claim, reverse=True)
-        count = room.victims_needed(candidate, self._batch, victims)
+        count = room.victims_needed(candidate, victims)
         evictions.extend(self._evict(member, now_s) for member in victims[:count])
 
     def _give_back_strangers(self) -> None:
@@ -372,9 +392,8 @@ class IterationScheduler:
         if not self._sweep or not self._batch.size:
             return
         self._sweep = False
-        lengths = [m.kv_tokens for m in self._batch.present() if m.batch_id == self._batch_id]
-        lengths += [c.kv_tokens for c in self._waiting.in_order(BufferKind.BATCH) if c.batch_id == self._batch_id]
-        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        lengths = self._batch.lengths(self._batch_id) + self._candidate_lengths(self._batch_id)
+        shortest, longest = join_range(min(lengths, default=0), max(lengths, default=0), self._join_window or 0.0)
         for candidate in list(self._waiting.normal(BufferKind.REQUESTS)):
             if candidate.batch_id == self._batch_id:
                 continue

@@ -28,7 +28,8 @@ class PoolRelief:
         books = self._books
         reports = [view.report for view in books.instances.decode.values() if view.report is not None]
         wanted = sum(report.pool_wait_blocks for report in reports)
-        missing = max(wanted, self._admission.reserve_blocks() - books.ledger.free)
+        give_backs = sum(view.pool_wait_blocks for view in books.instances.prefill.values())
+        missing = max(wanted + give_backs, self._admission.reserve_blocks() - books.ledger.free)
         if missing > 0:
             books.drop_copies(missing)
         tick_s = books.config.scheduler.tick_s

@@ -2,7 +2,8 @@
 
 Two ways out of the pool: as the next candidate batch, or late, into the candidate requests buffer (dynamic scheduling,
 section 3.5). A batch of fewer than N requests is taken only by an instance that has room now (an idle one first of
-all): it never waits for a better one. An instance that is full waits for N, for its next batch can only run later.
+all): it never waits for a better one. An instance that is full waits for N, or for K blocks: its next batch can only
+run later.
 """
 
 from __future__ import annotations
@@ -90,12 +91,13 @@ class Prefetcher:
         if decode.report is None or decode.candidates[BufferKind.BATCH] or not requests:
             return False
         seed = self._clock.oldest_overdue_in_pool()
-        enough = requests >= self._config.scheduler.min_batch_requests
+        limits = self._limits(decode)
+        enough = requests >= limits.min_requests or blocks >= limits.max_blocks
         if seed is None and not enough and not self._takes_few(decode, -(-blocks // requests), now_s):
             return False
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH)
         if room <= 0 and decode.idle and prefill is not None:
-            prefill, room = None, self._limits(decode).max_blocks  # the buffers are full: it does without them
+            prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
         if room <= 0:
             return False
         entries = self._policy.form(self._limits(decode, room), seed, now_s)
@@ -119,7 +121,8 @@ class Prefetcher:
         config = self._config.scheduler
         most = config.max_batch_blocks or max(1, int(config.max_batch_share * decode.cache_blocks))
         most = most if room is None else min(most, room)
-        return BatchLimits(most, config.min_batch_requests, self._config.decode.max_running)
+        most_requests = self._config.decode.max_running
+        return BatchLimits(most, min(config.min_batch_requests, most_requests), most_requests)
 
     def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
         """Whether the instance has room for more now, and has had for `flush_after_s`."""

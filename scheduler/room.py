@@ -8,8 +8,7 @@ what was evicted does not come straight back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.plan import Candidate
@@ -32,50 +31,73 @@ def measure_shortfall(batch: RunningBatch, watermark_blocks: int) -> int:
     return needed + (watermark_blocks or growing) - available - batch.leaving_blocks()
 
 
-@dataclass(slots=True)
 class Room:
-    """What is left for joins in one plan. `empty`: nothing runs, so the first that fits at all may join."""
+    """What is left for joins in one plan. Where there is plenty it says so without looking at every request."""
 
-    block_size: int
-    join_iterations: int
-    watermark_blocks: int  # 0: one for each request that can still grow
-    available: int
-    slots: int
-    empty: bool
-    growth: int = 0  # blocks that the batch asks for within `join_iterations`
-    growing: int = 0  # requests that can still grow after those
+    def __init__(self, batch: RunningBatch, config: DecodeConfig) -> None:
+        self._batch = batch
+        self._block_size = batch.block_size
+        self._join_iterations = config.join_iterations
+        self._watermark_blocks = config.watermark_blocks  # 0: one for each request that can still grow
+        self._available = batch.allocator.available_blocks
+        self._size = batch.size
+        self.slots = config.max_running - batch.size
+        # The most that one request can ask for within `join_iterations`, and one block for the watermark.
+        self._most_growth = -(-config.join_iterations // self._block_size) + 1
+        self._measured = False
+        self._growth = 0  # blocks that the batch asks for within `join_iterations`
+        self._growing = 0  # requests that can still grow after those
 
     def take(self, candidate: Candidate, resident_blocks: int) -> bool:
         """Account for the candidate as joined. False, and nothing changes, where there is no room for it."""
         if self.slots <= 0 or self._missing(candidate, resident_blocks) > 0:
             return False
         need = self._blocks_for(candidate.kv_tokens + 1)
-        self.available -= need - resident_blocks
-        self._grow(candidate.kv_tokens, need, candidate.max_total_tokens, 1)
+        self._available -= need - resident_blocks
+        if self._measured:
+            self._grow(candidate.kv_tokens, need, candidate.max_total_tokens, 1)
         self.slots -= 1
-        self.empty = False
+        self._size += 1
         return True
 
-    def victims_needed(self, candidate: Candidate, batch: RunningBatch, victims: Sequence[Member]) -> int:
+    def victims_needed(self, candidate: Candidate, victims: Sequence[Member]) -> int:
         """How many of `victims`, from the front, make room for the candidate; 0 where all of them would not."""
-        missing_slots = 1 - self.slots - len(batch.leaving)
-        freed = batch.leaving_blocks()
+        self._measure()
+        missing_slots = 1 - self.slots - len(self._batch.leaving)
+        freed = self._batch.leaving_blocks()
         for count in range(len(victims) + 1):
             if count:
                 member = victims[count - 1]
-                freed += batch.own_blocks(member)
+                freed += self._batch.own_blocks(member)
                 missing_slots -= 1
+                self._size -= 1
                 self._grow(member.kv_tokens, len(member.block_ids), member.max_total_tokens, -1)
-            self.empty = count == batch.size
             if missing_slots <= 0 and self._missing(candidate, 0) <= freed:
                 return count
         return 0
 
-    def add_members(self, members: Iterable[Member]) -> None:
-        """`_growth_of` each, written out: this runs for the whole batch in every plan with candidates."""
-        size, iterations = self.block_size, self.join_iterations
+    def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
+        """Blocks that are missing for the candidate to join; 0 or less where none are."""
+        need = self._blocks_for(candidate.kv_tokens + 1)
+        missing = need - resident_blocks - self._available
+        if not self._size:
+            return missing  # nothing runs: the first that fits at all may join
+        if not self._measured:
+            most = missing + (self._size + 1) * self._most_growth + self._watermark_blocks
+            if missing > 0 or most <= 0:
+                return max(missing, most)
+            self._measure()
+        soon, after = self._growth_of(candidate.kv_tokens, need, candidate.max_total_tokens)
+        return missing + self._growth + soon + (self._watermark_blocks or self._growing + after)
+
+    def _measure(self) -> None:
+        """`_growth_of` every member, written out: O(running requests), and this may run in every plan."""
+        if self._measured:
+            return
+        self._measured = True
+        size, iterations = self._block_size, self._join_iterations
         growth = growing = 0
-        for member in members:
+        for member in self._batch.present():
             most = member.max_total_tokens
             covered = len(member.block_ids) * size
             tokens = member.kv_tokens + iterations
@@ -87,42 +109,18 @@ class Room:
                 covered += blocks * size
             if covered < most:
                 growing += 1
-        self.growth += growth
-        self.growing += growing
-
-    def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
-        """Blocks that are missing for the candidate to join; 0 or less where none are."""
-        need = self._blocks_for(candidate.kv_tokens + 1)
-        if self.empty:
-            return need - resident_blocks - self.available
-        soon, after = self._growth_of(candidate.kv_tokens, need, candidate.max_total_tokens)
-        watermark = self.watermark_blocks or self.growing + after
-        return need - resident_blocks + self.growth + soon + watermark - self.available
+        self._growth, self._growing = growth, growing
 
     def _grow(self, kv_tokens: int, held_blocks: int, max_total_tokens: int, sign: int) -> None:
         soon, after = self._growth_of(kv_tokens, held_blocks, max_total_tokens)
-        self.growth += sign * soon
-        self.growing += sign * after
+        self._growth += sign * soon
+        self._growing += sign * after
 
     def _growth_of(self, kv_tokens: int, held_blocks: int, max_total_tokens: int) -> tuple[int, int]:
         """Blocks asked for within `join_iterations`, and 1 where the request can still grow after those."""
-        tokens = min(kv_tokens + self.join_iterations, max_total_tokens)
+        tokens = min(kv_tokens + self._join_iterations, max_total_tokens)
         blocks = max(self._blocks_for(tokens), held_blocks)
-        return blocks - held_blocks, int(blocks * self.block_size < max_total_tokens)
+        return blocks - held_blocks, int(blocks * self._block_size < max_total_tokens)
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-
-def measure_room(batch: RunningBatch, config: DecodeConfig) -> Room:
-    """The room for joins now. O(running requests)."""
-    room = Room(
-        block_size=batch.block_size,
-        join_iterations=config.join_iterations,
-        watermark_blocks=config.watermark_blocks,
-        available=batch.allocator.available_blocks,
-        slots=config.max_running - batch.size,
-        empty=not batch.size,
-    )
-    room.add_members(batch.present())
-    return room
+        return -(-tokens // self._block_size)

@@ -10,6 +10,7 @@ of its group already holds.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -54,6 +55,7 @@ class RunningBatch:
         self.leaving: dict[RequestKey, Member] = {}
         self._by_phase = (self.entering, self.running, self.leaving)
         self._groups: dict[str, dict[RequestKey, Member]] = {}
+        self._of_batch: dict[int, int] = {}  # candidate batch -> its members that run or are about to
 
     @property
     def size(self) -> int:
@@ -63,6 +65,22 @@ class RunningBatch:
     def present(self) -> Iterator[Member]:
         """Members that run or are about to, oldest first."""
         return chain(self.running.values(), self.entering.values())
+
+    def holds_others_than(self, batch_id: int) -> bool:
+        """Whether anything of another candidate batch runs or is about to: a switch."""
+        return len(self._of_batch) > (batch_id in self._of_batch)
+
+    def lengths(self, batch_id: int) -> list[int]:
+        """KV tokens of those of a candidate batch that run or are about to."""
+        return [member.kv_tokens for member in self.present() if member.batch_id == batch_id]
+
+    def rename(self, batch_id: int, new_batch_id: int) -> None:
+        """The members of one candidate batch belong to another from here on."""
+        for member in chain(self.present(), self.leaving.values()):
+            if member.batch_id == batch_id:
+                self._count(member, -1)
+                member.batch_id = new_batch_id
+                self._count(member, 1)
 
     def get(self, key: RequestKey) -> Member | None:
         return self.running.get(key) or self.entering.get(key) or self.leaving.get(key)
@@ -92,6 +110,7 @@ class RunningBatch:
         kv_tokens = candidate.kv_tokens
         member = Member(key, candidate.max_total_tokens, candidate, batch_id, kv_tokens, block_ids, Phase.ENTERING)
         self.entering[key] = member
+        self._count(member, 1)
         if candidate.group_id:
             self._groups.setdefault(candidate.group_id, {})[key] = member
         copied = self.blocks_for(kv_tokens)
@@ -109,13 +128,16 @@ class RunningBatch:
 
     def move(self, member: Member, phase: Phase) -> None:
         del self._by_phase[member.phase][member.key]
+        self._count(member, -1)
         member.phase = phase
         self._by_phase[phase][member.key] = member
+        self._count(member, 1)
 
     def remove(self, member: Member) -> None:
         """The member ends here; its blocks are free but for those that its group shares."""
         key = member.key
         del self._by_phase[member.phase][key]
+        self._count(member, -1)
         self.allocator.release_all(key)
         group = self._groups.get(member.candidate.group_id)
         if group is not None:
@@ -143,6 +165,15 @@ class RunningBatch:
                 leaving[block] = leaving.get(block, 0) + 1
         return sum(1 for block, holders in leaving.items() if holders == count(block))
 
+    def _count(self, member: Member, change: int) -> None:
+        if member.phase is Phase.LEAVING:
+            return
+        count = self._of_batch.get(member.batch_id, 0) + change
+        if count:
+            self._of_batch[member.batch_id] = count
+        else:
+            self._of_batch.pop(member.batch_id, None)
+
     def _is_alone(self, member: Member) -> bool:
         return len(self._groups.get(member.candidate.group_id, ())) <= 1
 
@@ -158,6 +189,8 @@ class RunningBatch:
                     raise AccountingError(f"{key}: {len(member.block_ids)} blocks for {member.kv_tokens} tokens")
         grouped = {key for group in self._groups.values() for key in group}
         members = [member for phase in self._by_phase for member in phase.values()]
+        if Counter(member.batch_id for member in self.present()) != self._of_batch:
+            raise AccountingError("members are not counted right by batch")
         if grouped != {member.key for member in members if member.candidate.group_id} or not all(self._groups.values()):
             raise AccountingError("groups do not match the members")
         self.allocator.check_integrity()

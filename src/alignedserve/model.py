@@ -101,8 +101,37 @@ def check_model_folder(path: Path) -> dict[str, Any]:
     if model_type in UNSUPPORTED_MODEL_TYPES:
         reason = UNSUPPORTED_MODEL_TYPES[model_type]
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {reason}")
+    _refuse_rotary(config)
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
         hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
         raise ModelError(f"{path} has no *.safetensors weights{hint}")
     return config
+
+
+def _refuse_rotary(config: dict[str, Any]) -> None:
+    """Raises UnsupportedModelError where rotary frequencies depend on the longest position in the batch."""
+    for kind in rotary_types(config):
+        if kind == "longrope" or "dynamic" in kind:
+            raise UnsupportedModelError(
+                f"rotary embeddings of type {kind!r} (model_type {config['model_type']!r}) are not supported: their "
+                "frequencies depend on the longest position in the batch, on other requests"
+            )
+
+
+def rotary_types(parameters: Any) -> set[str]:
+    """Every `rope_type` in a configuration, which may hold one for each type of layer, at any depth."""
+    if not isinstance(parameters, dict):
+        return set()
+    found: set[str] = set()
+    for key, value in parameters.items():
+        if key in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
+            found |= _named_types(value)
+        else:
+            found |= rotary_types(value)
+    return found
+
+
+def _named_types(parameters: dict[str, Any]) -> set[str]:
+    kinds = {str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key)}
+    return kinds.union(*(_named_types(value) for value in parameters.values() if isinstance(value, dict)))

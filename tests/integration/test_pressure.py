@@ -1,4 +1,4 @@
-"""Memory for little more than the longest request, and clients that leave: nothing hangs, leaks or gets a wrong token."""
+"""Memory for little more than the longest request, and clients that leave: nothing hangs, leaks or turns wrong."""
 
 from __future__ import annotations
 

@@ -133,6 +133,13 @@ def test_with_room_a_request_that_matches_goes_straight_to_the_requests_buffer()
     assert only(cell.wait("match", 13), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("match"),))]
 
 
+def test_a_request_matches_what_has_joined_before_a_report_says_so():
+    cell = Cell()
+    cell.wait("first", 10)
+    cell.do(ev.Joined("d0", (key("first"),)))
+    assert only(cell.wait("second", 10), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("second"),))]
+
+
 def test_with_room_one_that_does_not_match_is_the_next_candidate_batch():
     cell = Cell()
     cell.make_busy(lengths=(10, 12), free=90)
@@ -384,7 +391,7 @@ def test_a_request_as_large_as_the_pool_is_served_alone():
 
 
 def test_where_an_eviction_waits_for_the_pool_something_is_dropped_in_the_end():
-    cell = Cell(pool=30, cache=30)
+    cell = Cell(pool=30, cache=30, max_batch_share=1.0)
     cell.make_busy(lengths=(10, 10))
     cell.wait("a", 40)
     cell.wait("b", 30)

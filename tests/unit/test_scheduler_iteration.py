@@ -20,12 +20,14 @@ def key(name):
 class Worker:
     """A decode worker without an engine: carries out plans; copies complete when told, at once by default."""
 
-    def __init__(self, capacity, block_size=4, instant=True, lease=1000, starvation_after_s=float("inf"), **config):
+    def __init__(
+        self, capacity, block_size=4, instant=True, lease=1000, starvation_after_s=float("inf"), window=None, **config
+    ):
         self.allocator = BlockAllocator(capacity, "decode-0")
         config.setdefault("join_iterations", 2)
         self.config = DecodeConfig(**config)
         self.scheduler = IterationScheduler(
-            self.config, self.allocator, block_size, starvation_after_s=starvation_after_s
+            self.config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=window
         )
         self.scheduler.set_requests_buffer_lease(lease)
         self.block_size = block_size
@@ -126,6 +128,28 @@ def test_case_2_the_batch_buffer_begins_a_switch_that_ends_with_the_old_batch():
     assert names(plan.run) == ["b"]
     status = worker.scheduler.status()
     assert (status.iterations, status.switch_iterations, status.batch_id) == (3, 2, 2)
+
+
+def test_a_batch_of_the_same_lengths_goes_on_with_the_running_one_without_a_switch():
+    worker = Worker(60, max_running=3, window=0.25)
+    worker.offer("a", 20, most=60, batch_id=1)
+    worker.step()
+    worker.offer("b", 18, most=60, batch_id=2)
+    worker.offer("c", 19, most=60, batch_id=2)
+    plan = worker.step()
+    assert names(plan.joins) == ["b", "c"]
+    assert (plan.switching, plan.batch_id) == (False, 2)
+    worker.offer("late", 20, buffer=REQUESTS, batch_id=1)  # prefetched before that was known
+    assert worker.plan().give_back.keys == ()
+    worker.offer("d", 4, batch_id=3)
+    plan = worker.step(finished="a")
+    assert names(plan.joins) == []  # the late one's turn comes first
+    plan = worker.step()
+    assert names(plan.joins) == ["late"]
+    worker.step(finished="b")
+    plan = worker.step()
+    assert names(plan.joins) == ["d"]
+    assert plan.switching
 
 
 def test_the_rest_of_the_running_batch_joins_without_a_switch():

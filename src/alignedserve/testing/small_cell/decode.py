@@ -29,6 +29,7 @@ class Decode:
             self.cache,
             cell.shape.block_size,
             starvation_after_s=config.scheduler.starvation_after_s,
+            join_window=config.scheduler.join_window,
         )
         self.source: dict[RequestKey, str] = {}  # of candidates: the prefill instance, or "" for the pool
         self.length: dict[RequestKey, int] = {}  # KV tokens of everything that is held
