@@ -84,6 +84,7 @@ class DecodeInstance:
             self.cache,
             plan.block_size,
             starvation_after_s=config.scheduler.starvation_after_s,
+            join_window=config.scheduler.join_window,
         )
         self.compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post)
         self.compute.start()

@@ -43,7 +43,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
-        self._instance = PrefillInstance(settings, self.config, self.process, self._post)
+        self._instance = PrefillInstance(settings, self.config, self.process, self._post, self._report_description)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
         self._orphans: dict[str, tuple[str, int]] = {}  # streams that ended, and whose they were
@@ -280,6 +280,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             cache_blocks=instance.cache.capacity,
             cache_free_blocks=instance.cache.free_blocks,
         )
+        if instance.returns is not None:
+            description.pool_wait_blocks = instance.returns.waiting_blocks
         if instance.buffers:  # without prefetch there are none
             batch, requests = (instance.buffers[kind].allocator for kind in (BufferKind.BATCH, BufferKind.REQUESTS))
             description.batch_buffer_blocks = batch.capacity

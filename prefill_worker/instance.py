@@ -34,12 +34,19 @@ class PrefillInstance:
     """Built up by `load`; everything is there once it returns."""
 
     def __init__(
-        self, settings: RoleSettings, config: Config, process: pb.ProcessKey, post: Callable[[Computed], None]
+        self,
+        settings: RoleSettings,
+        config: Config,
+        process: pb.ProcessKey,
+        post: Callable[[Computed], None],
+        on_pool_wait: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._config = config
         self._process = process
         self._post = post
+        self._on_pool_wait = on_pool_wait
+        self.returns: PoolWriter | None = None
         self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
         self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
@@ -105,7 +112,8 @@ class PrefillInstance:
         standing = min(self._config.prefill.queue_tokens // plan.block_size, max(1, plan.pool // 16))
         process = pb.ProcessKey(role="write_back", id=self._process.id, incarnation=self._process.incarnation)
         token = self._settings.token
-        return [PoolWriter(self._process, token, standing), PoolWriter(process, token, 0)]
+        self.returns = PoolWriter(process, token, 0, self._on_pool_wait)
+        return [PoolWriter(self._process, token, standing), self.returns]
 
     async def close(self) -> None:
         if self.compute is not None:

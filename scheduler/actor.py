@@ -203,6 +203,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                     message.batch_buffer_free_blocks,
                     message.requests_buffer_blocks,
                     message.requests_buffer_free_blocks,
+                    message.pool_wait_blocks,
                 )
             )
         elif role == "decode":

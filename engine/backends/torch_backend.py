@@ -28,7 +28,7 @@ class TorchBackend(AttentionBackend):
         self._decode = DecodeAttention(cache)
         self._batch: PackedBatch | None = None
         self._key_slots = torch.empty(0, dtype=torch.int64)
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def begin(self, batch: PackedBatch) -> None:
         heads = torch.arange(self._kv_heads, device=batch.slot_block.device)
@@ -50,11 +50,12 @@ class TorchBackend(AttentionBackend):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for index, span in enumerate(batch.spans):
             rows = slice(span.begin, span.end)
+            window = options.sliding_window
             if span.start:
-                past_key, past_value = self._gather(layer, span)
+                past_key, past_value = self._gather(layer, span, self._first_block(span, window))
             else:
                 past_key, past_value = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
-            mask = self._mask(index, span, options.sliding_window)
+            mask = self._mask(index, span, window)
             output[rows] = _attend_span(query[rows], past_key, past_value, mask, options)
         if batch.decode is not None:
             output[batch.decode.rows] = self._decode.attend(layer, query[batch.decode.rows], options)
@@ -67,31 +68,33 @@ class TorchBackend(AttentionBackend):
         values = self._token_rows[layer * self._layer_rows + self._block_size :]
         values.index_copy_(0, self._key_slots, value.reshape(-1, head_dim))
 
-    def _gather(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a span's tokens, `[kv_heads, kv_tokens, head_dim]` each."""
-        heads = torch.arange(self._kv_heads, device=span.blocks.device)[:, None] * 2
-        rows = (span.blocks * (self._layers * self._kv_heads * 2) + heads + layer * self._kv_heads * 2).flatten()
+    def _first_block(self, span: Span, window: int | None) -> int:
+        """The first block of `span` that any of its queries sees."""
+        return 0 if window is None else max(0, span.start - window + 1) // self._block_size
+
+    def _gather(self, layer: int, span: Span, first_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a span from `first_block` on, `[kv_heads, tokens, head_dim]` each."""
+        heads = torch.arange(self._kv_heads, device=span.blocks.device)[:, None] * 2 + layer * self._kv_heads * 2
+        rows = (span.blocks[first_block:] * (self._layers * self._kv_heads * 2) + heads).flatten()
         shape = (self._kv_heads, -1, self._token_rows.shape[1])
-        key = self._head_rows.index_select(0, rows).view(shape)[:, : span.kv_tokens]
-        value = self._head_rows.index_select(0, rows + 1).view(shape)[:, : span.kv_tokens]
+        tokens = span.kv_tokens - first_block * self._block_size
+        key = self._head_rows.index_select(0, rows).view(shape)[:, :tokens]
+        value = self._head_rows.index_select(0, rows + 1).view(shape)[:, :tokens]
         return key, value
 
     def _mask(self, index: int, span: Span, window: int | None) -> torch.Tensor | None:
+        """`[query_tokens, tokens]` for the keys that `attend` uses, True where visible; None where causal order from
+        position 0 says it all."""
+        if span.start == 0 and (window is None or window >= span.kv_tokens):
+            return None
         if (index, window) not in self._masks:
-            self._masks[index, window] = _span_mask(span, window, self.cache.device)
+            device = self.cache.device
+            first = self._first_block(span, window) * self._block_size if span.start else 0
+            query = torch.arange(span.start, span.kv_tokens, device=device)[:, None]
+            key = torch.arange(first, span.kv_tokens, device=device)[None, :]
+            mask = key <= query
+            self._masks[index, window] = mask if window is None else mask.logical_and_(key > query - window)
         return self._masks[index, window]
-
-
-def _span_mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """`[query_tokens, kv_tokens]`, True where visible; None where plain causal order from position 0 says it all."""
-    if span.start == 0 and (window is None or window >= span.kv_tokens):
-        return None
-    query = torch.arange(span.start, span.kv_tokens, device=device)[:, None]
-    key = torch.arange(span.kv_tokens, device=device)[None, :]
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    return mask
 
 
 def _attend_span(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def config_for(folder: Path, *, prefetch: bool) -> Config:
             "prefill": {"token_budget": 64},
             "decode": {"cache_blocks": 110, "join_iterations": 1},
             "scheduler": {"min_batch_requests": 4, "starvation_after_s": 2.0},
-            "supervisor": {"heartbeat_s": 0.2},
+            "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0},
         }
     )
 
@@ -49,7 +50,13 @@ async def serve(config: Config, prompts: list[list[int]], sampling: SamplingPara
     async with LocalCluster(config) as cluster:
         await cluster.wait_ready()
         async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
-            answers = await driver.generate(prompts, sampling)
+            # Every prompt waits in the pool before the first iteration, however fast this machine is.
+            cluster.kill("decode-0", signal.SIGSTOP)
+            answers = [driver.submit(prompt, sampling)[0] for prompt in prompts]
+            while not all(answer.tokens or answer.error for answer in answers):  # noqa: ASYNC110  # no event says so
+                await asyncio.sleep(0.02)
+            cluster.kill("decode-0", signal.SIGCONT)
+            await driver.wait(answers)
             await asyncio.sleep(0.3)
             return Run(answers, (await cluster.status()).metrics)
 

@@ -198,3 +198,18 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickled weights are never loaded"):
         inspect_model("m", folder, "auto", "cpu")
+
+
+def test_weights_in_another_form_beside_them_are_not_counted(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "llama")
+    save_file({"weight": torch.zeros(100, 100)}, folder / "consolidated.safetensors")
+    assert inspect_model("m", folder, "float32", "cpu").weight_bytes == 48
+
+
+def test_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "llama")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match="model-00002-of-00002"):
+        inspect_model("m", folder, "auto", "cpu")
