@@ -106,7 +106,7 @@ def open_channel(address: str, token: str) -> TokenChannel:
         *_OPTIONS,
         ("grpc.http2.ping_timeout_ms", 1_000),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 5_000),  # also the least time that a connection attempt is given
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),

@@ -98,8 +98,10 @@ class WorkerLinks:
             self._on_lost(*name)
 
     async def _drop(self, name: tuple[str, str]) -> None:
-        peer = self._peers[name]
-        await peer.link.close()
+        peer = self._peers.get(name)
+        if peer is None:
+            return
+        await peer.link.close()  # tells of the loss while the peer is still known
         await peer.channel.close()
         self._peers.pop(name, None)
 
