@@ -74,7 +74,7 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
         assert {"node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0", "decode-0", "supervisor-0"} <= set(roles)
         assert all(is_alive(pid) for pid in roles.values())
         wait_printed(server, "serving tiny on")
-        assert "curl http://127.0.0.1" in server.output
+        assert "curl -N http://127.0.0.1" in server.output
         for role_id in ("decode-0", "node_agent-0", "supervisor-0", "kv_pool-0"):
             os.kill(roles[role_id], signal.SIGKILL)
             wait_replaced(role_id, roles[role_id])
