@@ -51,8 +51,9 @@ def check_ports(config: Config) -> None:
     if config.gateway.port == config.gateway.grpc_port:
         raise ConfigError(f"gateway.port and gateway.grpc_port are both {config.gateway.port}")
     _check_port("HTTP port (--port)", config.gateway.host, config.gateway.port)
-    # Ray Serve's gRPC proxy listens on every address.
-    _check_port("gRPC port (--grpc-port)", "0.0.0.0", config.gateway.grpc_port)
+    # Serve's Python proxy listens for gRPC on every address.
+    grpc_host = config.gateway.host if config.gateway.proxy == "haproxy" else "0.0.0.0"
+    _check_port("gRPC port (--grpc-port)", grpc_host, config.gateway.grpc_port)
 
 
 def _check_port(what: str, host: str, port: int) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cluster import haproxy
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
@@ -27,8 +28,6 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }
-# With Serve's HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1, see docs/adr) a replica waits 30 s before it ends otherwise.
-HA_PROXY_ENVIRONMENT = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
 # For replicas only: handles of this process, which has no event loop, work in their router's own.
 REPLICA_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -48,6 +47,8 @@ class RaySession:
         self._started = False
         self._deployed = False
         self._session_dir: Path | None = None
+        self._haproxy: haproxy.HaProxyFolder | None = None
+        self.note = ""  # what the user should know of how it was started
 
     @property
     def logs_dir(self) -> str:
@@ -56,8 +57,7 @@ class RaySession:
 
     def start(self) -> None:
         """Raises AlignedServeError where Ray cannot be started or joined."""
-        ha_proxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-        for name, value in (ENVIRONMENT | (HA_PROXY_ENVIRONMENT if ha_proxy else {})).items():
+        for name, value in (ENVIRONMENT | self._proxy_environment()).items():
             os.environ.setdefault(name, value)
         if self.owned:
             os.environ.pop("RAY_ADDRESS", None)
@@ -95,6 +95,22 @@ class RaySession:
         with contextlib.suppress(Exception):  # only for telling where logs are
             worker: Any = ray._private.worker
             self._session_dir = Path(worker._global_node.get_session_dir_path())
+
+    def _proxy_environment(self) -> dict[str, str]:
+        """Which proxy Serve has. In a cluster that is joined, that cluster's own environment says."""
+        wanted = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1" if self._config.gateway.proxy == "haproxy" else "0")
+        if not self.owned or wanted != "1":
+            return {}
+        executable = haproxy.binary()
+        if executable is None:
+            self.note = "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place"
+            os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
+            return {}
+        haproxy.clean_stale()
+        self._haproxy = haproxy.HaProxyFolder()
+        environment = self._haproxy.environment(executable)
+        os.environ[haproxy.START] = environment[haproxy.START]  # also where the user names another executable
+        return environment
 
     def deploy(self) -> None:
         """Start Serve where it does not run, and the application on it. Returns when its replicas are up."""
@@ -172,6 +188,12 @@ class RaySession:
                     serve.shutdown()
         with contextlib.suppress(Exception):
             ray.shutdown()
+
+    def close(self) -> None:
+        """Remove what ended processes leave that nobody will read."""
+        if self._haproxy is not None:
+            self._haproxy.remove()
+            self._haproxy = None
 
     def forget_session(self) -> None:
         """Remove what Ray wrote: nothing went wrong."""

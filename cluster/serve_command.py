@@ -109,6 +109,8 @@ class _ServeCommand:
             self._session.start()
             self._handle_signals_again.set()
             self._console.step("Ray is up" if self._session.owned else "joined the Ray cluster of RAY_ADDRESS")
+            if self._session.note:
+                self._console.line(self._session.note)
             if not self._stopping.is_set():
                 self._session.deploy()
         except AlignedServeError as error:
@@ -173,6 +175,7 @@ class _ServeCommand:
             self._descendants.note()
             self._descendants.end(CLEAR_UP_S if self._signals < 2 else 0.0)
             read_records()  # removes those of clusters that have ended, and their sockets
+        self._session.close()
         if not ending.done():
             os._exit(1)  # it hangs on what was just killed
 

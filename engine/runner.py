@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from alignedserve.engine.attention import ActiveForward
 from alignedserve.engine.backends.registry import BACKENDS
 from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.threads import PassThreads
 from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry
 
@@ -65,6 +67,9 @@ class ModelRunner:
         self.cache = cache
         self.block_size = cache.shape[4]
         self._backend = BACKENDS.get(backend)(cache)
+        parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+        on_cpu = loaded.device.type == "cpu"
+        self._threads = PassThreads(parameters, info.layers, info.kv_heads * info.head_dim) if on_cpu else None
 
     @torch.inference_mode()
     def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
@@ -84,7 +89,8 @@ class ModelRunner:
         loaded = self.loaded
         self._backend.begin(batch)
         kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
-        with attention.active(ActiveForward(self._backend)) as forward:
+        threads = contextlib.nullcontext() if self._threads is None else self._threads.held(batch)
+        with threads, attention.active(ActiveForward(self._backend)) as forward:
             output = loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs)
         if len(forward.layers) != loaded.info.layers:
             raise UnsupportedModelError(

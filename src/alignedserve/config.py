@@ -92,6 +92,7 @@ class GatewayConfig:
     host: str = _key("127.0.0.1", "address that HTTP listens on")
     port: int = _key(8000, "HTTP port", low=1, high=65535)
     grpc_port: int = _key(9000, "gRPC port", low=1, high=65535)
+    proxy: str = _key("haproxy", "which of Ray Serve's proxies is in front", choices=("haproxy", "python"))
     replicas: int = _key(1, "gateway replicas", low=1, high=256)
     max_body_mib: float = _key(4.0, "largest request body in MiB", low=0.001, high=1024.0)
     max_queue: int = _key(1024, "most requests that a replica holds at once", low=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +101,28 @@ def test_a_role_that_cannot_start_ends_the_command_with_its_reason(nothing_left:
     assert "alignedserve: error: prefill-0 was told to fail" in server.output
 
 
+def test_haproxy_listens_for_this_machine_only(nothing_left: Descendants) -> None:
+    with FakeServe("--device", "cpu") as server:
+        found = {pid: listening(pid) for pid in processes("haproxy")}
+        mine = [sockets for sockets in found.values() if ("127.0.0.1", server.port) in sockets]
+        assert len(mine) == 1
+        assert ("127.0.0.1", server.grpc_port) in mine[0]
+        assert {address for address, _ in mine[0]} == {"127.0.0.1"}
+        nothing_left.note()
+
+
+def test_two_clusters_on_one_machine_do_not_meet(nothing_left: Descendants, tmp_path: Path) -> None:
+    other = {"ALIGNEDSERVE_RUNTIME_DIR": str(tmp_path / "other")}
+    with FakeServe("--device", "cpu") as one, FakeServe("--device", "cpu", environment=other) as two:
+        nothing_left.note()
+        pids = [{role["pid"] for role in server.get("/alignedserve/status")["roles"]} for server in (one, two)]
+        assert pids[0]
+        assert pids[1]
+        assert pids[0].isdisjoint(pids[1])
+        assert two.stop() == 0
+        assert {role["pid"] for role in one.get("/alignedserve/status")["roles"]} == pids[0]
+
+
 def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_left: Descendants) -> None:
     with FakeServe("--device", "cpu") as killed:
         nothing_left.note()
@@ -110,6 +134,28 @@ def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_le
         assert {role["pid"] for role in status()}.isdisjoint({role["pid"] for role in roles})
         nothing_left.note()
         assert server.stop(signal.SIGINT) == 0
+
+
+def processes(name: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "comm").read_text().strip() == name:
+                found.append(int(entry.name))
+    return found
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The IPv4 addresses and ports on which a process listens."""
+    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            address, port = fields[1].split(":")
+            found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found
 
 
 def wait_printed(server: ServeProcess, text: str, timeout_s: float = 10.0) -> None:
