@@ -119,6 +119,7 @@ class SupervisorDeployment:
             return
         self._ended = True
         self._record.remove()
+        self._supervisor.announce_end()
         deadline = time.monotonic() + GUESTS_LEAVE_S
         while self._supervisor.core.roster.guests and time.monotonic() < deadline:
             await self._supervisor.wait_changed(0.1)

@@ -161,8 +161,10 @@ class SupervisorCore:
         return [action for slot in self.roster.slots.values() if (action := self._due(slot, now)) is not None]
 
     def end(self) -> None:
-        """Nothing is to be started any more."""
-        self.ending = True
+        """Nothing is to be started any more, and gateways hear that the others are about to end."""
+        if not self.ending:
+            self.ending = True
+            self._touch()
 
     # ---- what others see
 
@@ -173,6 +175,7 @@ class SupervisorCore:
             model_info=self.planner.model_info,
             pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in pair_up(self.config)],
             store_plan=self.planner.store_plan,
+            ending=self.ending,
         )
 
     def state(self) -> str:

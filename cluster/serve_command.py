@@ -17,6 +17,7 @@ from typing import Any
 from alignedserve import __version__
 from alignedserve.cluster.console import Console
 from alignedserve.cluster.descendants import Descendants
+from alignedserve.cluster.plan import MODEL_ROLES
 from alignedserve.cluster.preflight import check_machine, check_model, check_ports
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
@@ -108,7 +109,8 @@ class _ServeCommand:
         try:
             self._session.start()
             self._handle_signals_again.set()
-            self._console.step("Ray is up" if self._session.owned else "joined the Ray cluster of RAY_ADDRESS")
+            begun = "Ray is up" if self._session.owned else "joined the Ray cluster of RAY_ADDRESS"
+            self._console.step(f"{begun}; starting the gateway and the supervisor")
             if self._session.note:
                 self._console.line(self._session.note)
             if not self._stopping.is_set():
@@ -133,9 +135,10 @@ class _ServeCommand:
         return False
 
     def _show(self, progress: dict[str, Any]) -> bool:
-        """One line for each role that comes up; whether all have."""
+        """A line for each role that comes up, and for each that loads the model; whether all are up."""
         for role in progress["roles"]:
-            if role["role"] != "supervisor" and role["state"] in ("ready", "failed"):
+            loads = role["state"] == "loading" and role["role"] in MODEL_ROLES
+            if loads or role["state"] in ("ready", "failed"):
                 label = f"{role['id']:<14} {role['state']}"
                 if self._shown.get(role["id"]) != label:
                     self._shown[role["id"]] = label

@@ -92,9 +92,14 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._spawn(self._announce())
         self._spawn(self._tick())
 
+    def announce_end(self) -> None:
+        """Tell everyone that `end_all` is near."""
+        self.core.end()
+        self._publish()
+
     async def end_all(self, grace_s: float = 8.0) -> None:
         """Order every role to end, kill what has not within `grace_s`, agents last. Returns when all are dead."""
-        self.core.end()
+        self.announce_end()
         agents = [slot for slot in self.core.roster.slots.values() if slot.planned.role == "node_agent"]
         others = [slot for slot in self.core.roster.slots.values() if slot.planned.role != "node_agent"]
         await self._end_slots(others, grace_s)

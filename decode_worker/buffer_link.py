@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from alignedserve.control.convert import keys_from_proto, keys_to_proto
+from alignedserve.control.convert import keys_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.decode_worker.loop import DecodeLoop
@@ -129,8 +129,6 @@ class BufferLink:
         elif kind == "leased":
             self._leased.extend(event.leased.block_ids)
             self._on_lease()
-        elif kind == "withdrawn":
-            self._loop.cancel(keys_from_proto(event.withdrawn))
 
     async def _attach(self, stores: pw.BufferStores) -> None:
         if self._stores:

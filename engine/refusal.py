@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from alignedserve.errors import UnsupportedModelError
+from alignedserve.model import batch_dependent_rotary
 
 _PER_MODEL = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
@@ -86,18 +87,8 @@ def _module_source(model_class: type) -> str | None:
 
 
 def _rope_reason(text: PretrainedConfig) -> str | None:
-    for kind in _rope_types(getattr(text, "rope_parameters", None)) | _rope_types(getattr(text, "rope_scaling", None)):
-        if kind == "longrope" or "dynamic" in kind:
-            return f"its rotary embedding ({kind!r}) depends on the longest position in the batch"
-    return None
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    """Every `rope_type` in a rotary configuration, which may hold one for each type of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    kinds = {str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key)}
-    return kinds.union(*(_rope_types(value) for value in parameters.values()))
+    names = ("rope_parameters", "rope_scaling")
+    return batch_dependent_rotary({name: getattr(text, name, None) for name in names})
 
 
 def _attention_reason(text: PretrainedConfig) -> str | None:

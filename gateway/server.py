@@ -34,6 +34,8 @@ from alignedserve.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+ENDING_GRACE_S = 5.0
+
 
 class GatewayServer:
     """Built by `create`, on the event loop that it is to run in. `asgi_app` is the HTTP application, `inference` the
@@ -53,6 +55,7 @@ class GatewayServer:
         self._model_info_text = ""
         self._model_known = asyncio.Event()
         self._started_unix_s = time.time()
+        self._ending: asyncio.Task[None] | None = None
         self._node_id = ""
         self.asgi_app: Starlette = build_app(config.gateway, ledger, self)
         self.inference = InferenceService(ledger, model)
@@ -120,8 +123,15 @@ class GatewayServer:
             async with asyncio.timeout(grace_s):
                 await self.ledger.wait_empty()
 
+    async def _end(self) -> None:
+        """The cluster is ending: what is still open after a while hears of it, before Serve's own patience is over."""
+        await self.drain(ENDING_GRACE_S)
+        self.ledger.close_all()
+
     async def close(self) -> None:
         """Cancel what is open and leave the cluster."""
+        if self._ending is not None:
+            self._ending.cancel()
         self.ledger.close_all()
         await self.backend.close()
 
@@ -185,6 +195,8 @@ class GatewayServer:
         )
 
     def _on_view(self, view: sv.ClusterView) -> None:
+        if view.ending and self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end())
         if view.model_info and view.model_info != self._model_info_text:
             self._model_info_text = view.model_info
             self.model.info = ModelInfo.from_json(view.model_info)

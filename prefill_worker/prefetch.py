@@ -70,8 +70,6 @@ class Prefetcher:
         for stored, completion in started:
             if not await self._announce(buffer, stored, completion, command, outbox):
                 returned.append(stored)
-        if outbox is not None and buffer.kind is BufferKind.BATCH:
-            outbox.put(pw.BufferEvent(batch_complete=pw.BatchComplete(batch_id=command.batch_id)))
         return returned
 
     def _start(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:

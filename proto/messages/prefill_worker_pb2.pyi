@@ -102,18 +102,14 @@ class PrefillDescription(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., batch_buffer_blocks: _Optional[int] = ..., batch_buffer_free_blocks: _Optional[int] = ..., requests_buffer_blocks: _Optional[int] = ..., requests_buffer_free_blocks: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ...) -> None: ...
 
 class BufferEvent(_message.Message):
-    __slots__ = ("stores", "announced", "leased", "withdrawn", "batch_complete")
+    __slots__ = ("stores", "announced", "leased")
     STORES_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
-    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
-    BATCH_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     stores: BufferStores
     announced: Announcement
     leased: BufferLease
-    withdrawn: _common_pb2.RequestKeys
-    batch_complete: BatchComplete
-    def __init__(self, stores: _Optional[_Union[BufferStores, _Mapping]] = ..., announced: _Optional[_Union[Announcement, _Mapping]] = ..., leased: _Optional[_Union[BufferLease, _Mapping]] = ..., withdrawn: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., batch_complete: _Optional[_Union[BatchComplete, _Mapping]] = ...) -> None: ...
+    def __init__(self, stores: _Optional[_Union[BufferStores, _Mapping]] = ..., announced: _Optional[_Union[Announcement, _Mapping]] = ..., leased: _Optional[_Union[BufferLease, _Mapping]] = ...) -> None: ...
 
 class BufferStores(_message.Message):
     __slots__ = ("process", "batch", "requests")
@@ -140,12 +136,6 @@ class BufferLease(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class BatchComplete(_message.Message):
-    __slots__ = ("batch_id",)
-    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
-    batch_id: int
-    def __init__(self, batch_id: _Optional[int] = ...) -> None: ...
 
 class BufferCommand(_message.Message):
     __slots__ = ("hello", "consumed", "evicted", "give_back", "want_blocks")

@@ -97,18 +97,20 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     STORE_PLAN_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
     store_plan: str
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ...) -> None: ...
+    ending: bool
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError
@@ -138,7 +139,10 @@ class Config:
 
     @property
     def served_model_name(self) -> str:
-        return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+        name = self.model.path.rstrip("/").rsplit("/", 1)[-1]
+        if name in ("", ".", "..", "~"):
+            name = Path(self.model.path).expanduser().resolve().name
+        return self.model.served_name or name
 
 
 SECTIONS: dict[str, Callable[..., Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -97,18 +98,25 @@ def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
         if not variable.startswith(ENV_PREFIX) or "__" not in variable:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
-        try:
-            value = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError:
-            value = text
+        value: Any = text
+        if text and _kind(name, variable) is not str:  # a name such as 007 stays what it is
+            with contextlib.suppress(yaml.YAMLError):
+                value = yaml.safe_load(text)
         _put(tree, name, value, variable)
 
 
 def _put(tree: Tree, name: str, value: Any, origin: str) -> None:
     section, _, key = name.partition(".")
+    tree.setdefault(section, {})[key] = _typed(name, value, _kind(name, origin), origin)
+
+
+def _kind(name: str, origin: str) -> type:
+    """The type of a key. Raises UnknownKeyError."""
     if name not in known_keys():
         raise _unknown(name, known_keys(), origin)
-    tree.setdefault(section, {})[key] = _typed(name, value, get_type_hints(SECTIONS[section])[key], origin)
+    section, _, key = name.partition(".")
+    kind: type = get_type_hints(SECTIONS[section])[key]
+    return kind
 
 
 def _typed(name: str, value: Any, kind: type, origin: str) -> Any:

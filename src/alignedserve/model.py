@@ -101,7 +101,8 @@ def check_model_folder(path: Path) -> dict[str, Any]:
     if model_type in UNSUPPORTED_MODEL_TYPES:
         reason = UNSUPPORTED_MODEL_TYPES[model_type]
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {reason}")
-    _refuse_rotary(config)
+    if rotary := batch_dependent_rotary(config):
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {rotary}")
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
         hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
@@ -109,14 +110,12 @@ def check_model_folder(path: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_rotary(config: dict[str, Any]) -> None:
-    """Raises UnsupportedModelError where rotary frequencies depend on the longest position in the batch."""
-    for kind in rotary_types(config):
+def batch_dependent_rotary(config: dict[str, Any]) -> str | None:
+    """Why a model with such rotary embeddings is refused; None where a request's result is its own."""
+    for kind in sorted(rotary_types(config)):
         if kind == "longrope" or "dynamic" in kind:
-            raise UnsupportedModelError(
-                f"rotary embeddings of type {kind!r} (model_type {config['model_type']!r}) are not supported: their "
-                "frequencies depend on the longest position in the batch, on other requests"
-            )
+            return f"its rotary embedding ({kind!r}) depends on the longest position in the batch, on other requests"
+    return None
 
 
 def rotary_types(parameters: Any) -> set[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
@@ -193,10 +194,17 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))
     with ServeProcess("--model", "tiny") as server:
         pids = [role["pid"] for role in server.roles()]
-        begun = time.monotonic()
-        code = server.stop(number)
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert next(lines).startswith("data: {")
+            begun = time.monotonic()
+            server.process.send_signal(number)
+            last = list(lines)[-1]
+        code = server.process.wait(40.0)
         seconds = time.monotonic() - begun
 
+    assert last.startswith('data: {"error"')
     assert code == 0
     assert seconds < 30
     assert [pid for pid in pids if is_alive(pid)] == []

@@ -107,6 +107,7 @@ class FakeCluster:
         self.info: ModelInfo | None = info or fake_model_info()
         self.capacity_tokens = capacity_tokens
         self.states = dict.fromkeys(ROLES, "ready")
+        self.ending = False
         self.address = ""
         self.submitted: list[RequestSpec] = []
         self.submissions: list[list[RequestSpec]] = []
@@ -205,6 +206,11 @@ class FakeCluster:
         self.states[role] = state
         self.publish_view()
 
+    def announce_end(self) -> None:
+        """As a supervisor does before it ends everything."""
+        self.ending = True
+        self.publish_view()
+
     def publish_view(self) -> None:
         self._version += 1
         for outbox in self.views:
@@ -236,7 +242,7 @@ class FakeCluster:
             if state
         ]
         model_info = self.info.to_json() if self.info is not None else ""
-        return sv.ClusterView(version=self._version, peers=peers, model_info=model_info)
+        return sv.ClusterView(version=self._version, peers=peers, model_info=model_info, ending=self.ending)
 
     def on_gateway_message(self, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")

@@ -87,11 +87,6 @@ class Decode:
         if source in self.cell.prefills:
             self.cell.send(self, self.cell.prefills[source], "consumed", key)
 
-    def withdrawn(self, key: RequestKey) -> None:
-        if self.scheduler.withdraw(key):
-            self.forget(key)
-        self.kick()
-
     def recall(self, keys: Iterable[RequestKey]) -> None:
         self.scheduler.recall(keys)
         self.kick()

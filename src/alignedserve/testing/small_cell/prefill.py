@@ -108,12 +108,6 @@ class Prefill:
                 if lead not in self.groups and not self.chunks.cancel(lead):
                     self.chunks.release(lead)
                 self.cell.stopped(self, key)
-            elif key in self.candidates:
-                decode = self.cell.decodes.get(self.candidates[key][1])
-                self.free(key)
-                self.cell.stopped(self, key)
-                if decode is not None:
-                    self.cell.send(self, decode, "withdrawn", key)
         self.compute()
         self.cell.pool.serve()
 

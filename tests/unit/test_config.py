@@ -1,0 +1,101 @@
+"""The configuration's sources: which wins, what becomes of types, what is said of a mistake and where it was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree, known_keys, load, to_tree, to_yaml
+from alignedserve.errors import ConfigError, UnknownKeyError
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gateway: {port: 1, grpc_port: 2, replicas: 3}\n", encoding="utf-8")
+    environ = {"ALIGNEDSERVE_GATEWAY__PORT": "11", "ALIGNEDSERVE_GATEWAY__GRPC_PORT": "12"}
+    config = load(str(file), environ, {"gateway.port": 21, "gateway.host": None})
+    gateway = config.gateway
+    assert (gateway.port, gateway.grpc_port, gateway.replicas, gateway.host) == (21, 12, 3, "127.0.0.1")
+
+
+@pytest.mark.parametrize("name", ["007", "yes", "null", "1e3", "{a: b}", "[", ""])
+def test_text_in_the_environment_stays_as_it_is(name: str) -> None:
+    assert load(environ={"ALIGNEDSERVE_MODEL__SERVED_NAME": name}).model.served_name == name
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("ALIGNEDSERVE_KV_POOL__SIZE_GIB", "2", 2.0),
+        ("ALIGNEDSERVE_DECODE__CACHE_BLOCKS", "64", 64),
+        ("ALIGNEDSERVE_CLUSTER__PREFETCH", "false", False),
+    ],
+)
+def test_numbers_and_truth_values_in_the_environment_are_read(variable: str, text: str, value: Any) -> None:
+    section, key = variable.removeprefix("ALIGNEDSERVE_").lower().split("__")
+    found = to_tree(load(environ={variable: text}))[section][key]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ALIGNEDSERVE_DECODE__CACHE_BLOCK": "1"}, "nearest is 'decode.cache_blocks'"),
+        ({"ALIGNEDSERVE_DECOD__CACHE_BLOCKS": "1"}, "nearest is 'decode.cache_blocks'"),
+        ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "many"}, "must be int, not 'many' (from ALIGNEDSERVE_DECODE__"),
+        ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "true"}, "must be int, not True"),
+        ({"ALIGNEDSERVE_KV_POOL__SIZE_GIB": ".nan"}, "must be a finite number"),
+        ({"ALIGNEDSERVE_GATEWAY__PORT": "70000"}, "gateway.port must be between 1 and 65535; got 70000"),
+        ({"ALIGNEDSERVE_GATEWAY__PROXY": "nginx"}, "gateway.proxy must be one of haproxy, python; got 'nginx'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(environ=environ)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n", "must hold sections"),
+        ("gateway: 3\n", "must hold keys"),
+        ("gateway: {port: [}\n", "is not valid YAML"),
+        ("gatway: {port: 3}\n", "unknown configuration key 'gatway'"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load(str(file), {})
+    assert said in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_what_is_printed_is_read_as_the_same() -> None:
+    config = load(environ={"ALIGNEDSERVE_MODEL__SERVED_NAME": "007", "ALIGNEDSERVE_LOG__DIR": "a: b # c"})
+    assert from_tree(yaml.safe_load(to_yaml(config))) == config
+    assert from_tree(to_tree(config)) == config
+
+
+def test_every_key_has_a_line_of_documentation() -> None:
+    lines = [line for line in to_yaml(Config()).splitlines() if line.startswith("  ")]
+    assert len(lines) == len(known_keys())
+    assert all(len(line.partition("  # ")[2]) > 5 for line in lines)
+
+
+def test_the_served_name_is_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "./", str(tmp_path), f"{tmp_path}/"):
+        assert load(environ={}, flags={"model.path": path}).served_model_name == tmp_path.name
+    assert load(environ={}, flags={"model.path": "org/name"}).served_model_name == "name"
+
+
+def test_a_key_that_is_none_is_an_error_of_its_own_type() -> None:
+    with pytest.raises(UnknownKeyError):
+        from_tree({"gateway": {"prot": 1}})
