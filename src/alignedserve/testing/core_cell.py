@@ -1,0 +1,111 @@
+"""A scheduler's core with its instances, driven by events, and a clock that a test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from alignedserve.config import ClusterConfig, Config, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.actions import Action
+from alignedserve.scheduler.core import SchedulerCore
+
+BLOCK = 4
+
+Kind = TypeVar("Kind")
+
+
+def key(name: object, epoch: int = 0) -> RequestKey:
+    return RequestKey(str(name), epoch)
+
+
+def decode_report(
+    decode_id: str = "d0",
+    cache: int = 100,
+    free: int | None = None,
+    running: int = 0,
+    shortest: int = 0,
+    longest: int = 0,
+    batch_id: int = 0,
+    *,
+    switching: bool = False,
+    waits: int = 0,
+) -> ev.DecodeReported:
+    free = cache if free is None else free
+    return ev.DecodeReported(decode_id, cache, free, running, shortest, longest, batch_id, switching, 0, 0, waits)
+
+
+def only(actions: Iterable[Action], kind: type[Kind]) -> list[Kind]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+class CoreCell:
+    """`batch` and `requests` are the buffers' blocks; every action's books are checked."""
+
+    def __init__(
+        self,
+        prefills: int = 1,
+        decodes: int = 1,
+        pool: int = 1000,
+        batch: int = 40,
+        requests: int = 20,
+        prefetch: bool = True,
+        cache: int = 100,
+        queue_tokens: int = 8192,
+        growth_reserve: float = 0.05,
+        **scheduler: Any,
+    ) -> None:
+        scheduler.setdefault("min_batch_requests", 3)
+        self.core = SchedulerCore(
+            Config(
+                cluster=ClusterConfig(prefetch=prefetch),
+                kv_pool=KvPoolConfig(block_size=BLOCK, growth_reserve=growth_reserve),
+                prefill=PrefillConfig(queue_tokens=queue_tokens),
+                scheduler=SchedulerConfig(leaf_tokens=4, **scheduler),
+            ),
+            BLOCK,
+        )
+        self.now_s = 0.0
+        prefill_ids = tuple(f"p{i}" for i in range(prefills))
+        decode_ids = tuple(f"d{i}" for i in range(decodes))
+        for role, ids in ("prefill", prefill_ids), ("decode", decode_ids), ("kv_pool", ("pool",)):
+            for name in ids:
+                self.do(ev.InstanceJoined(role, name))
+        for name in prefill_ids:
+            self.do(ev.PrefillReported(name, 0, 1000, batch, batch, requests, requests))
+        self.do(ev.PairsChanged(tuple((name, prefill_ids if prefetch else ()) for name in decode_ids)))
+        self.do(ev.PoolReported("pool", pool, pool))
+        for name in decode_ids:
+            self.do(decode_report(name, cache))
+
+    def do(self, event: ev.Event, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        actions = self.core.handle(event, self.now_s)
+        self.core.check_integrity()
+        return list(actions)
+
+    def submit(self, *names: object, tokens: int = 10, most: int = 20, gateway: str = "gw") -> list[Action]:
+        """One group; the actions that follow."""
+        group = f"group-{names[0]}"
+        return self.do(ev.Submitted(tuple(ev.RequestMeta(key(n), tokens, most, group, gateway) for n in names)))
+
+    def prefilled(self, name: object, tokens: int = 10, new_blocks: int | None = None) -> list[Action]:
+        blocks = -(-tokens // BLOCK)
+        return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks))
+
+    def wait(self, name: object, tokens: int = 10, most: int | None = None) -> list[Action]:
+        """Submit and prefill; the actions of the latter."""
+        self.submit(name, tokens=tokens, most=most or tokens + 10)
+        return self.prefilled(name, tokens)
+
+    def make_busy(
+        self, decode_id: str = "d0", lengths: tuple[int, int] = (10, 10), free: int = 0, name: str = "busy"
+    ) -> None:
+        """The decode instance runs a request of its own, and has no room for more."""
+        self.wait(f"{name}-{decode_id}", lengths[0])
+        self.do(ev.Joined(decode_id, (key(f"{name}-{decode_id}"),)))
+        self.do(decode_report(decode_id, free=free, running=1, shortest=lengths[0], longest=lengths[1], batch_id=1))
+
+    def states(self) -> dict[Any, int]:
+        return {state: count for state, count in self.core.describe().items() if count}
