@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from alignedserve.text.tokenizer import Tokenizer
+from alignedserve.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 6
 _HOLD_TOKENS = 4  # an incomplete character is at most three bytes long, and a token has at least one

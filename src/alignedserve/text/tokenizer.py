@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import ModelError
 from alignedserve.text.conversion import converted_tokenizer_file
-from alignedserve.text.detokenizer import IncrementalDetokenizer
 from alignedserve.text.pieces import PieceRules, rules_of
 
 if TYPE_CHECKING:
@@ -77,9 +76,6 @@ class Tokenizer:
         return self._backend.decode(
             [token for token in tokens if token not in self.special_ids], skip_special_tokens=False
         )
-
-    def detokenizer(self, context_ids: Sequence[int] = ()) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(self, context_ids)
 
     def _piece(self, token: int) -> bytes:
         """The bytes of one token by itself; b"" for an id without a token."""
