@@ -86,9 +86,6 @@ class SchedulerLink:
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return self.up and self._send(cancel=keys_to_proto(keys))
 
-    def done(self, keys: Sequence[RequestKey]) -> bool:
-        return self.up and self._send(done=keys_to_proto(keys))
-
     def _send(self, **body: Any) -> bool:
         return self._link is not None and self._link.send(sc.GatewayMessage(**body))
 
@@ -124,6 +121,8 @@ class SchedulerLink:
             self._ledger.on_rejected(keys_from_proto(pb.RequestKeys(keys=rejected.keys)), error)
         elif kind == "lost":
             self._ledger.on_lost(keys_from_proto(pb.RequestKeys(keys=message.lost.keys)), message.lost.reason)
+        elif kind == "whose":
+            self._send(claim=keys_to_proto(self._ledger.open_among(keys_from_proto(message.whose))))
         elif kind == "capacity":
             self._model.capacity_tokens = message.capacity.max_request_tokens or None
 

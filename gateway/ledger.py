@@ -145,7 +145,6 @@ class Ledger:
                 self._on_event(answer, event, role, sender_id, now_s)
             except AlignedServeError as error:
                 self._fail(answer.call, error)
-        self._submitter.flush()
 
     def on_worker_gone(self, role: str, worker_id: str) -> None:
         """A worker's stream broke. The scheduler will most likely say what is lost; if not, silence does."""
@@ -165,6 +164,10 @@ class Ledger:
 
     def on_lost(self, keys: Iterable[RequestKey], reason: str) -> None:
         self._lose(self._current(keys), reason)
+
+    def open_among(self, keys: Iterable[RequestKey]) -> list[RequestKey]:
+        """Those that are open, in this epoch."""
+        return [answer.key for answer in self._current(keys)]
 
     def on_link_up(self) -> list[RequestKey]:
         """The link is (again) up, nothing sent yet. Returns the open requests that may be running on.
@@ -246,7 +249,6 @@ class Ledger:
     def _finish(self, answer: Answer, finish: FinishReason) -> None:
         answer.finish = finish
         self._drop(answer)
-        self._submitter.finished(answer)
         self._metrics.on_answer_end(answer, finish)
 
     def _current(self, keys: Iterable[RequestKey]) -> list[Answer]:
@@ -275,7 +277,6 @@ class Ledger:
         self._submitter.submit(delayed.pop(0.0, ()))
         for delay_s, some in delayed.items():
             asyncio.get_running_loop().call_later(delay_s, self._submitter.submit, some)
-        self._submitter.flush()
 
     def _watch(self, answers: Iterable[Answer]) -> None:
         until_s = time.monotonic() + WATCH_S

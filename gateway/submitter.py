@@ -1,4 +1,4 @@
-"""The way from the ledger to the scheduler: submissions by group, cancels, and words that requests are done."""
+"""The way from the ledger to the scheduler: submissions by group, and cancels."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ class SchedulerPort(Protocol):
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool: ...
 
-    def done(self, keys: Sequence[RequestKey]) -> bool: ...
-
 
 class Submitter:
     """What cannot be sent now stays UNSENT (or is kept, for cancels) until `resend`."""
 
     def __init__(self) -> None:
         self._port: SchedulerPort | None = None
-        self._finished: list[RequestKey] = []
         self._unsent_cancels: list[RequestKey] = []
 
     def attach(self, port: SchedulerPort) -> None:
@@ -60,16 +57,6 @@ class Submitter:
         keys = [RequestKey(answer.request_id, answer.sent_epoch) for answer in answers if answer.sent_epoch is not None]
         if keys and (self._port is None or not self._port.cancel(keys)):
             self._unsent_cancels = (self._unsent_cancels + keys)[-_KEPT_CANCELS:]
-
-    def finished(self, answer: Answer) -> None:
-        """All its tokens are here; the scheduler hears of it with the next `flush`."""
-        self._finished.append(answer.key)
-
-    def flush(self) -> None:
-        if self._finished:
-            finished, self._finished = self._finished, []
-            if self._port is not None:
-                self._port.done(finished)
 
     def resend(self, answers: Iterable[Answer]) -> None:
         """The link is up (again): cancels first, then every answer without a token in its epoch, in a new one."""

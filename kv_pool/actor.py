@@ -198,8 +198,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._deliver(self._pool.writer_dead(_writer(command.writer_dead)))
         elif kind == "take_inventory":
             holdings = [
-                kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, block_ids=held.block_ids)
-                for held in self._pool.inventory()
+                kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens) for held in self._pool.inventory()
             ]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()

@@ -37,6 +37,7 @@ from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.links import WorkerLinks
+from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
         self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
         self._capacity = 0
+        self._audit = PoolAudit(lambda key: key in self._stored or key in self._specs)
+        self._living_gateways: set[str] = set()  # as the supervisor knows them
         self._ticker: asyncio.Task[None] | None = None
 
     # ---- the role's hooks
@@ -75,6 +78,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if self._core is None and view.store_plan:
             self._core = SchedulerCore(self.config, StorePlan.from_json(view.store_plan).block_size)
             self.set_state("ready")
+        self._living_gateways = {peer.process.id for peer in view.peers if peer.process.role == "gateway"}
         if self._core is None:
             return
         pairs: dict[str, list[str]] = {}
@@ -111,12 +115,17 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
         self._gateways[gateway_id] = outbox
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
+
+        def on_message(message: sc.GatewayMessage) -> None:
+            self._on_gateway_message(gateway_id, message)
+
         try:
-            async for message in serve_stream(request_iterator, outbox, self._on_gateway_message):
+            async for message in serve_stream(request_iterator, outbox, on_message):
                 yield message
         finally:
             if self._gateways.get(gateway_id) is outbox:
                 del self._gateways[gateway_id]
+                self._audit.suspect(time.monotonic())
                 # A stream may break without its gateway: one that is alive is back within moments.
                 asyncio.get_running_loop().call_later(GATEWAY_GRACE_S, self._give_up, gateway_id)
 
@@ -124,12 +133,14 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if gateway_id not in self._gateways:
             self._feed(ev.GatewayLost(gateway_id))
 
-    def _on_gateway_message(self, message: sc.GatewayMessage) -> None:
+    def _on_gateway_message(self, gateway_id: str, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")
         if kind == "submit":
             self._submit(message.submit.requests)
         elif kind == "cancel":
             self._cancel(keys_from_proto(message.cancel))
+        elif kind == "claim":
+            self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
 
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
         strangers = [key for key in keys if key not in self._stored and key not in self._specs]
@@ -176,7 +187,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_report(self, role: str, instance_id: str, report: Any) -> None:
         kind = report.WhichOneof("body")
-        if kind == "description":
+        if kind == "inventory":
+            self._on_inventory([key_from_proto(held.key) for held in report.inventory.holdings])
+        elif kind == "description":
             self._on_description(role, instance_id, report.description)
         elif kind == "prefilled":
             self._on_prefilled(report.prefilled)
@@ -265,14 +278,40 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         else:
             self._feed(ev.Finished(keys))
 
+    # ---- what the pool holds for nobody
+
+    def _look_at_pool(self) -> None:
+        """From time to time, and soon after any loss: see `PoolAudit`."""
+        now_s = time.monotonic()
+        pool_id = self._links.first("kv_pool")
+        if pool_id is None or not self._living_gateways <= self._gateways.keys():
+            self._audit.suspect(now_s)
+        elif self._audit.start(now_s):
+            self._links.send("kv_pool", pool_id, kp.PoolCommand(take_inventory=pb.Empty()))
+
+    def _on_inventory(self, held: Sequence[RequestKey]) -> None:
+        unknown = self._audit.inventory(held, self._gateways)
+        if unknown:
+            for gateway_id in self._gateways:
+                self._tell(gateway_id, whose=keys_to_proto(unknown))
+            self._release_unclaimed(self._audit.verdict())
+
+    def _release_unclaimed(self, keys: Sequence[RequestKey]) -> None:
+        if keys:
+            logger.info("%d requests in the pool were nobody's", len(keys))
+            self._release_pool(act.ReleasePool(tuple(keys)))
+
     def _on_lost(self, role: str, instance_id: str) -> None:
+        self._audit.suspect(time.monotonic())
         self._feed(ev.InstanceLost(role, instance_id))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.config.scheduler.tick_s)
-            if self._core is not None and self._core.needs_ticks:
-                self._feed(ev.Tick())
+            if self._core is not None:
+                if self._core.needs_ticks:
+                    self._feed(ev.Tick())
+                self._look_at_pool()
 
     # ---- actions
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/scheduler.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xd5\x01\n\x0eGatewayMessage\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.GatewayHelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.alignedserve.v1.SubmissionH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12,\n\x04\x64one\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"{\n\x0cGatewayHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12,\n\x07running\x18\x03 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\"<\n\nSubmission\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestSpec\"\xa0\x01\n\x10SchedulerMessage\x12.\n\x08rejected\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.RejectionH\x00\x12%\n\x04lost\x18\x02 \x01(\x0b\x32\x15.alignedserve.v1.LossH\x00\x12-\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x19.alignedserve.v1.CapacityH\x00\x42\x06\n\x04\x62ody\"a\n\tRejection\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"A\n\x04Loss\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x08\x43\x61pacity\x12\x1a\n\x12max_request_tokens\x18\x01 \x01(\x04\"y\n\x14SchedulerDescription\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x12\n\nprefilling\x18\x02 \x01(\x04\x12\x17\n\x0fwaiting_in_pool\x18\x03 \x01(\x04\x12\x12\n\nprefetched\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x65\x63oding\x18\x05 \x01(\x04\x32\xa6\x01\n\tScheduler\x12N\n\x04Link\x12\x1f.alignedserve.v1.GatewayMessage\x1a!.alignedserve.v1.SchedulerMessage(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a%.alignedserve.v1.SchedulerDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"alignedserve/proto/scheduler.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xd6\x01\n\x0eGatewayMessage\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.GatewayHelloH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.alignedserve.v1.SubmissionH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12-\n\x05\x63laim\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"{\n\x0cGatewayHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12,\n\x07running\x18\x03 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\"<\n\nSubmission\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestSpec\"\xcf\x01\n\x10SchedulerMessage\x12.\n\x08rejected\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.RejectionH\x00\x12%\n\x04lost\x18\x02 \x01(\x0b\x32\x15.alignedserve.v1.LossH\x00\x12-\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x19.alignedserve.v1.CapacityH\x00\x12-\n\x05whose\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"a\n\tRejection\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"A\n\x04Loss\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"&\n\x08\x43\x61pacity\x12\x1a\n\x12max_request_tokens\x18\x01 \x01(\x04\"y\n\x14SchedulerDescription\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x12\n\nprefilling\x18\x02 \x01(\x04\x12\x17\n\x0fwaiting_in_pool\x18\x03 \x01(\x04\x12\x12\n\nprefetched\x18\x04 \x01(\x04\x12\x10\n\x08\x64\x65\x63oding\x18\x05 \x01(\x04\x32\xa6\x01\n\tScheduler\x12N\n\x04Link\x12\x1f.alignedserve.v1.GatewayMessage\x1a!.alignedserve.v1.SchedulerMessage(\x01\x30\x01\x12I\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a%.alignedserve.v1.SchedulerDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'alignedserve.proto.schedule
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GATEWAYMESSAGE']._serialized_start=89
-  _globals['_GATEWAYMESSAGE']._serialized_end=302
-  _globals['_GATEWAYHELLO']._serialized_start=304
-  _globals['_GATEWAYHELLO']._serialized_end=427
-  _globals['_SUBMISSION']._serialized_start=429
-  _globals['_SUBMISSION']._serialized_end=489
-  _globals['_SCHEDULERMESSAGE']._serialized_start=492
-  _globals['_SCHEDULERMESSAGE']._serialized_end=652
-  _globals['_REJECTION']._serialized_start=654
-  _globals['_REJECTION']._serialized_end=751
-  _globals['_LOSS']._serialized_start=753
-  _globals['_LOSS']._serialized_end=818
-  _globals['_CAPACITY']._serialized_start=820
-  _globals['_CAPACITY']._serialized_end=858
-  _globals['_SCHEDULERDESCRIPTION']._serialized_start=860
-  _globals['_SCHEDULERDESCRIPTION']._serialized_end=981
-  _globals['_SCHEDULER']._serialized_start=984
-  _globals['_SCHEDULER']._serialized_end=1150
+  _globals['_GATEWAYMESSAGE']._serialized_end=303
+  _globals['_GATEWAYHELLO']._serialized_start=305
+  _globals['_GATEWAYHELLO']._serialized_end=428
+  _globals['_SUBMISSION']._serialized_start=430
+  _globals['_SUBMISSION']._serialized_end=490
+  _globals['_SCHEDULERMESSAGE']._serialized_start=493
+  _globals['_SCHEDULERMESSAGE']._serialized_end=700
+  _globals['_REJECTION']._serialized_start=702
+  _globals['_REJECTION']._serialized_end=799
+  _globals['_LOSS']._serialized_start=801
+  _globals['_LOSS']._serialized_end=866
+  _globals['_CAPACITY']._serialized_start=868
+  _globals['_CAPACITY']._serialized_end=906
+  _globals['_SCHEDULERDESCRIPTION']._serialized_start=908
+  _globals['_SCHEDULERDESCRIPTION']._serialized_end=1029
+  _globals['_SCHEDULER']._serialized_start=1032
+  _globals['_SCHEDULER']._serialized_end=1198
 # @@protoc_insertion_point(module_scope)

@@ -8,16 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "done")
+    __slots__ = ("hello", "submit", "cancel", "claim")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     hello: GatewayHello
     submit: Submission
     cancel: _common_pb2.RequestKeys
-    done: _common_pb2.RequestKeys
-    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    claim: _common_pb2.RequestKeys
+    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., submit: _Optional[_Union[Submission, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., claim: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class GatewayHello(_message.Message):
     __slots__ = ("process", "address", "running")
@@ -36,14 +36,16 @@ class Submission(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("rejected", "lost", "capacity")
+    __slots__ = ("rejected", "lost", "capacity", "whose")
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    WHOSE_FIELD_NUMBER: _ClassVar[int]
     rejected: Rejection
     lost: Loss
     capacity: Capacity
-    def __init__(self, rejected: _Optional[_Union[Rejection, _Mapping]] = ..., lost: _Optional[_Union[Loss, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ...) -> None: ...
+    whose: _common_pb2.RequestKeys
+    def __init__(self, rejected: _Optional[_Union[Rejection, _Mapping]] = ..., lost: _Optional[_Union[Loss, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., whose: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("keys", "failure")

@@ -12,7 +12,13 @@ from typing import Any, Self
 
 import grpc
 
-from alignedserve.control.convert import failure_from_proto, keys_to_proto, spec_to_proto, timings_from_proto
+from alignedserve.control.convert import (
+    failure_from_proto,
+    keys_from_proto,
+    keys_to_proto,
+    spec_to_proto,
+    timings_from_proto,
+)
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer, open_channel
@@ -158,6 +164,10 @@ class Driver(gw_grpc.TokenSinkServicer):
             self.max_request_tokens = message.capacity.max_request_tokens
         elif kind == "rejected":
             self._end(message.rejected.keys, failure_from_proto(message.rejected.failure))
+        elif kind == "whose":
+            known = (self.answers.get(key.request_id) for key in keys_from_proto(message.whose))
+            mine = [answer.key for answer in known if answer is not None and not answer.done.is_set()]
+            self._link.send(sc.GatewayMessage(claim=keys_to_proto(mine)))
         elif kind == "lost":
             self._end(message.lost.keys, AlignedServeError(f"lost: {message.lost.reason}"))
 

@@ -16,6 +16,7 @@ from alignedserve.control.convert import (
     failure_to_proto,
     key_to_proto,
     keys_from_proto,
+    keys_to_proto,
     logprob_to_proto,
     spec_from_proto,
     timings_to_proto,
@@ -99,7 +100,7 @@ class _Supervisor(sv_grpc.SupervisorServicer):
 class FakeCluster:
     """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
 
-    `submitted`, `cancelled`, `done` and `hellos` record what came from gateways, in order.
+    `submitted`, `cancelled`, `claims` and `hellos` record what came from gateways, in order.
     """
 
     def __init__(self, script: Script | None = None, info: ModelInfo | None = None, capacity_tokens: int = 0) -> None:
@@ -112,7 +113,7 @@ class FakeCluster:
         self.submitted: list[RequestSpec] = []
         self.submissions: list[list[RequestSpec]] = []
         self.cancelled: list[RequestKey] = []
-        self.done: list[RequestKey] = []
+        self.claims: list[list[RequestKey]] = []
         self.hellos: list[sc.GatewayHello] = []
         self.reports: list[sv.RoleReport] = []
         self.outboxes: list[Outbox[sc.SchedulerMessage]] = []
@@ -185,6 +186,9 @@ class FakeCluster:
         messages = [key_to_proto(key) for key in keys]
         self._tell(rejected=sc.Rejection(keys=messages, failure=failure_to_proto(error)))
 
+    def ask_whose(self, *keys: RequestKey) -> None:
+        self._tell(whose=keys_to_proto(keys))
+
     def publish_capacity(self, tokens: int) -> None:
         self.capacity_tokens = tokens
         self._tell(capacity=sc.Capacity(max_request_tokens=tokens))
@@ -252,8 +256,8 @@ class FakeCluster:
             self._on_submission([spec_from_proto(spec) for spec in message.submit.requests])
         elif kind == "cancel":
             self.cancelled += keys_from_proto(message.cancel)
-        elif kind == "done":
-            self.done += keys_from_proto(message.done)
+        elif kind == "claim":
+            self.claims.append(keys_from_proto(message.claim))
         self._news.set()
 
     def _on_submission(self, specs: list[RequestSpec]) -> None:

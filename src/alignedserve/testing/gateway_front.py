@@ -40,9 +40,6 @@ class RecordingPort:
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return True
 
-    def done(self, keys: Sequence[RequestKey]) -> bool:
-        return True
-
 
 class Front:
     """The HTTP application with nothing behind it."""

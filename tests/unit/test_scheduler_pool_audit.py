@@ -1,0 +1,73 @@
+"""What the pool holds for nobody is found: never what a gateway or the scheduler itself still needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.pool_audit import EVERY_S, SETTLE_S, PoolAudit
+
+A, B, C = RequestKey("a"), RequestKey("b"), RequestKey("c", 1)
+
+
+@pytest.fixture
+def known() -> set[RequestKey]:
+    return set()
+
+
+@pytest.fixture
+def audit(known: set[RequestKey]) -> PoolAudit:
+    return PoolAudit(known.__contains__)
+
+
+def test_it_looks_after_a_while_then_now_and_then_and_soon_after_a_loss(audit: PoolAudit) -> None:
+    assert not audit.start(SETTLE_S - 0.1)
+    assert audit.start(SETTLE_S)
+    assert not audit.start(SETTLE_S + 1.0)  # no answer yet
+    assert audit.inventory([], ["g"]) == []
+    assert not audit.start(SETTLE_S + EVERY_S - 0.1)
+    assert audit.start(SETTLE_S + EVERY_S)
+    audit.suspect(100.0)
+    assert not audit.start(100.0)
+    assert audit.start(100.0 + SETTLE_S)
+
+
+def test_what_neither_scheduler_nor_gateway_knows_is_released_when_all_have_answered(
+    audit: PoolAudit, known: set[RequestKey]
+) -> None:
+    known.add(A)
+    audit.start(SETTLE_S)
+    assert audit.inventory([A, B, C], ["g", "h"]) == [B, C]
+    assert audit.verdict() == []
+    assert audit.claimed("g", [B]) == []
+    assert audit.claimed("g", []) == []  # again
+    assert audit.claimed("stranger", []) == []
+    assert audit.claimed("h", []) == [C]
+    assert audit.claimed("h", []) == []
+
+
+def test_without_gateways_it_is_nobodys(audit: PoolAudit) -> None:
+    audit.start(SETTLE_S)
+    assert audit.inventory([B], []) == [B]
+    assert audit.verdict() == [B]
+
+
+def test_what_is_submitted_in_the_meantime_stays(audit: PoolAudit, known: set[RequestKey]) -> None:
+    audit.start(SETTLE_S)
+    audit.inventory([B], ["g"])
+    known.add(B)
+    assert audit.claimed("g", []) == []
+
+
+def test_a_loss_in_the_middle_begins_anew(audit: PoolAudit) -> None:
+    audit.start(SETTLE_S)
+    audit.inventory([B], ["g"])
+    audit.suspect(5.0)
+    assert audit.claimed("g", []) == []
+    assert audit.inventory([B], ["g"]) == []  # of the look before
+    assert audit.start(5.0 + SETTLE_S)
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(audit: PoolAudit) -> None:
+    assert audit.start(SETTLE_S)
+    assert audit.start(2 * SETTLE_S + 2 * EVERY_S)
