@@ -18,6 +18,7 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 
 from alignedserve import logs
+from alignedserve.cluster import haproxy_exec
 from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.ray_launcher import RayLauncher
 from alignedserve.cluster.records import Record
@@ -154,7 +155,8 @@ def http_url(config: Config) -> str:
         from ray.serve.context import _get_global_client
 
         client: Any = _get_global_client()
-        host, port = client.http_config.host, client.http_config.port
+        host = os.environ.get(haproxy_exec.HOST) or client.http_config.host
+        port = client.http_config.port
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{config.gateway.route_prefix.rstrip('/')}"
 

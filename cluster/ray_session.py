@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster import haproxy
+from alignedserve.cluster import haproxy, haproxy_exec
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
@@ -90,7 +91,7 @@ class RaySession:
                 if self.owned
                 else f"the Ray cluster at RAY_ADDRESS={self._address} cannot be joined"
             )
-            raise AlignedServeError(f"{doing}: {_first_line(error)}") from error
+            raise AlignedServeError(f"{doing}: {_reason(error)}") from error
         self._started = True
         with contextlib.suppress(Exception):  # only for telling where logs are
             worker: Any = ray._private.worker
@@ -98,18 +99,19 @@ class RaySession:
 
     def _proxy_environment(self) -> dict[str, str]:
         """Which proxy Serve has. In a cluster that is joined, that cluster's own environment says."""
-        wanted = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1" if self._config.gateway.proxy == "haproxy" else "0")
-        if not self.owned or wanted != "1":
+        if not self.owned or not haproxy.wanted(self._config):
             return {}
-        executable = haproxy.binary()
-        if executable is None:
-            self.note = "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place"
+        self._haproxy = haproxy.prepare(self._config)
+        if self._haproxy is None:
+            self.note = (
+                "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place, and "
+                "listens for gRPC on every address"
+            )
             os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
             return {}
-        haproxy.clean_stale()
-        self._haproxy = haproxy.HaProxyFolder()
-        environment = self._haproxy.environment(executable)
-        os.environ[haproxy.START] = environment[haproxy.START]  # also where the user names another executable
+        environment = self._haproxy.environment(self._config)
+        for name in (haproxy.START, haproxy_exec.EXECUTABLE, haproxy_exec.HOST):
+            os.environ[name] = environment[name]  # whatever they were
         return environment
 
     def deploy(self) -> None:
@@ -121,7 +123,7 @@ class RaySession:
         try:
             self._refuse_taken_name(serve)
             serve.start(
-                http_options={"host": self._config.gateway.host, "port": self._config.gateway.port},
+                http_options={"host": self._serve_host(), "port": self._config.gateway.port},
                 grpc_options={"port": self._config.gateway.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
             )
@@ -136,7 +138,11 @@ class RaySession:
         except AlignedServeError:
             raise
         except Exception as error:  # as above
-            raise AlignedServeError(f"the application could not be deployed: {_first_line(error)}") from error
+            raise AlignedServeError(f"the application could not be deployed: {_reason(error)}") from error
+
+    def _serve_host(self) -> str:
+        host = self._config.gateway.host
+        return host if self._haproxy is None else haproxy.serve_host(host)
 
     @staticmethod
     def build(tree: dict[str, Any]) -> Any:
@@ -245,6 +251,11 @@ def _own_process_groups() -> None:
     services.ConsolePopen = OwnGroupPopen  # type: ignore[misc]
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """What a person can use of an error: Ray's carry a traceback, whose last line says what happened, in colour."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    traced = any(line.startswith(("Traceback", "File ")) for line in lines)
+    return lines[-1] if traced else lines[0]

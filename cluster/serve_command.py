@@ -152,7 +152,7 @@ class _ServeCommand:
             health = fetch_json(self._url() + "/health", 2.0)
         except UnavailableError:
             return False
-        return not health.get("missing")
+        return health.get("missing") == []
 
     def _url(self) -> str:
         return self._session.url()

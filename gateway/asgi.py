@@ -21,8 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
-_MAX_IGNORED = 32
 _MAX_NAME = 64
+_MAX_NAMES = 2048  # characters of the header; proxies refuse answers whose headers are long
 
 
 class ClientGoneError(Exception):
@@ -33,7 +33,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     """The whole body. Raises TooLargeError as soon as it is known to be over the limit, ClientGoneError."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
-            raise _too_large(limit_bytes)
+            raise too_large(limit_bytes)
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -43,13 +43,13 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit_bytes:
-            raise _too_large(limit_bytes)
+            raise too_large(limit_bytes)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
-def _too_large(limit_bytes: int) -> TooLargeError:
+def too_large(limit_bytes: int) -> TooLargeError:
     return TooLargeError(f"the body is over the limit of {limit_bytes / (1 << 20):g} MiB (gateway.max_body_mib)")
 
 
@@ -63,11 +63,16 @@ def parse_json(body: bytes) -> Any:
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Names of fields that nobody read. They are the client's own words, so they are quoted and cut."""
-    quoted = [quote(name[:_MAX_NAME], safe=".") for name in names]
-    if not quoted:
-        return {}
-    shown = quoted if len(quoted) <= _MAX_IGNORED else [*quoted[:_MAX_IGNORED], "..."]
-    return {IGNORED_HEADER: ", ".join(shown)}
+    shown: list[str] = []
+    room = _MAX_NAMES
+    for name in names:
+        quoted = quote(name[:_MAX_NAME], safe=".")
+        room -= len(quoted) + 2
+        if room < 0:
+            shown.append("...")
+            break
+        shown.append(quoted)
+    return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
 
 
 async def start(send: Send, status: int, content_type: str, headers: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import grpc
 from alignedserve import logs
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.answers import AnswerView, Part
-from alignedserve.gateway.asgi import report
+from alignedserve.gateway.asgi import report, too_large
 from alignedserve.gateway.calls import Answer
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.ledger import Ledger
@@ -44,8 +44,9 @@ _OPTIONAL = (
 class InferenceService:
     """What the service's four methods do. They raise AlignedServeError; who serves them turns it into a status."""
 
-    def __init__(self, ledger: Ledger, model: ServedModel) -> None:
+    def __init__(self, ledger: Ledger, model: ServedModel, max_body_bytes: int) -> None:
         self._ledger = ledger
+        self._max_body_bytes = max_body_bytes
         self._model = model
 
     async def generate(self, request: inf.GenerateRequest) -> inf.GenerateResponse:
@@ -101,6 +102,8 @@ class InferenceService:
         return inf.ModelList(models=[inf.ModelCard(id=self._model.name, max_positions=positions)])
 
     async def _plan(self, request: inf.GenerateRequest) -> CallPlan:
+        if request.ByteSize() > self._max_body_bytes:
+            raise too_large(self._max_body_bytes)
         if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
             message = "request_id must be 1 to 128 letters, digits, or one of . _ : / -"
             raise InvalidRequestError(message, param="request_id")

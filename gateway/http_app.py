@@ -41,7 +41,7 @@ async def _openapi(scope: Scope, receive: Receive, send: Send) -> None:
 
 def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator) -> Starlette:
     """The ASGI application of one gateway."""
-    limit = int(config.max_body_mib * (1 << 20))
+    limit = config.max_body_bytes
     model = operator.model
     completions = GenerateEndpoint(
         ledger,

@@ -58,7 +58,7 @@ class GatewayServer:
         self._ending: asyncio.Task[None] | None = None
         self._node_id = ""
         self.asgi_app: Starlette = build_app(config.gateway, ledger, self)
-        self.inference = InferenceService(ledger, model)
+        self.inference = InferenceService(ledger, model, config.gateway.max_body_bytes)
 
     @classmethod
     async def create(

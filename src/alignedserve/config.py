@@ -100,6 +100,10 @@ class GatewayConfig:
     max_prompts: int = _key(256, "most prompts in one completion request", low=1)
     route_prefix: str = _key("/", "path below which the application answers")
 
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * (1 << 20))
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:

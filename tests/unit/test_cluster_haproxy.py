@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +16,9 @@ import pytest
 
 from alignedserve.cluster import haproxy, haproxy_exec
 from alignedserve.cluster.processes import is_alive
+from alignedserve.config import Config
+
+NAMED = "    use_backend http-default if is_http-default\n"
 
 
 @pytest.fixture(autouse=True)
@@ -24,22 +29,66 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder() -> Iterator[haproxy.HaProxyFolder]:
-    made = haproxy.HaProxyFolder()
+    made = haproxy.HaProxyFolder("/bin/echo")
     yield made
     made.remove()
 
 
 def test_statistics_are_bound_to_loopback_and_nothing_else_changes() -> None:
     config = "frontend a\n    bind :9101\nfrontend b\n    bind *:8000\n    bind :91011\nlisten stats\n  bind *:8404\n"
-    local = haproxy_exec.keep_local(config, ("9101", "8404"))
-    assert local == (
+    ports = {"RAY_SERVE_HAPROXY_METRICS_PORT": "9101", "RAY_SERVE_HAPROXY_STATS_PORT": "8404"}
+    assert haproxy_exec.amend(config + NAMED, ports) == (
         "frontend a\n    bind 127.0.0.1:9101\nfrontend b\n    bind *:8000\n    bind :91011\nlisten stats\n"
-        "  bind 127.0.0.1:8404\n"
+        "  bind 127.0.0.1:8404\n" + NAMED
     )
 
 
+@pytest.mark.parametrize(("host", "bound"), [("10.0.0.7", "10.0.0.7"), ("::1", "[::1]"), ("", "127.0.0.1")])
+def test_clients_reach_the_address_asked_for(host: str, bound: str) -> None:
+    config = f"{NAMED}frontend a\n    bind 127.0.0.1:8000\nfrontend b\n  bind 127.0.0.1:9000 proto h2\n  bind :9101\n"
+    environment = {haproxy_exec.HOST: host, "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}
+    amended = haproxy_exec.amend(config, environment)
+    assert f"    bind {bound}:8000\n" in amended
+    assert f"  bind {bound}:9000 proto h2\n" in amended
+    assert "  bind 127.0.0.1:9101\n" in amended
+
+
+def test_while_no_gateway_is_known_the_answer_is_503_and_an_error_object() -> None:
+    line = "    http-request return status 404 content-type text/plain lf-string \"Path '%[path]' not found.\"\n"
+    assert haproxy_exec.amend(line + NAMED, {}) == line + NAMED
+    amended = haproxy_exec.amend(line, {})
+    assert amended.startswith("    http-request return status 503 content-type application/json hdr Retry-After 1")
+    error = json.loads(amended[amended.index("{") : amended.rindex("}") + 1])["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "connections"), [(1024, 329), (4096, 1558), (65536, 4096), (resource.RLIM_INFINITY, 4096)]
+)
+def test_connections_fit_into_the_limit_of_open_files(
+    limit: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, limit))
+    assert haproxy.most_connections(Config()) == connections
+
+
+def test_with_too_few_open_files_or_a_binary_that_does_not_run_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, parent: Path
+) -> None:
+    folder = haproxy.prepare(Config())
+    assert folder is not None
+    folder.remove()
+    for broken in ("/bin/false", "/nowhere"):
+        monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", broken)
+        assert haproxy.prepare(Config()) is None
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
+    assert haproxy.prepare(Config()) is None
+    assert list(parent.iterdir()) == []
+
+
 def test_every_path_and_port_that_serve_would_share_is_the_clusters_own(folder: haproxy.HaProxyFolder) -> None:
-    environment = folder.environment("/bin/true")
+    environment = folder.environment(Config())
     ports = [value for name, value in environment.items() if name.endswith("_PORT")]
     assert len(ports) == len(set(ports)) == 4
     paths = [value for name, value in environment.items() if name.startswith("RAY_SERVE_HAPROXY") and "/" in value]
@@ -51,7 +100,7 @@ def test_every_path_and_port_that_serve_would_share_is_the_clusters_own(folder: 
 def test_a_socket_below_the_folder_has_a_path_that_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(haproxy, "PARENT", Path("/tmp"))
     monkeypatch.setattr(os, "getpid", lambda: 4194304)  # the largest
-    folder = haproxy.HaProxyFolder()
+    folder = haproxy.HaProxyFolder("/bin/echo")
     try:
         # HAProxy binds under a name with its pid first.
         assert len(str(folder.path / ("n" * 56) / "admin.sock.4194304.tmp")) < 108
@@ -62,19 +111,22 @@ def test_a_socket_below_the_folder_has_a_path_that_the_kernel_takes(monkeypatch:
 def test_it_becomes_the_executable_with_a_configuration_that_stays_local(
     folder: haproxy.HaProxyFolder, tmp_path: Path
 ) -> None:
-    environment = folder.environment("/bin/echo")
+    environment = folder.environment(Config())
     config = tmp_path / "haproxy.cfg"
-    config.write_text(f"bind *:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}\n", encoding="utf-8")
+    pages = tmp_path / "500.http"
+    text = f"errorfile 503 {pages}\nbind *:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}\n{NAMED}"
+    config.write_text(text, encoding="utf-8")
     start = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
     done = subprocess.run(
         [start, "-u", "-f", str(config)], capture_output=True, text=True, env=os.environ | environment, check=False
     )
-    assert done.stdout == f"-u -f {config}.local\n"
-    assert Path(f"{config}.local").read_text(encoding="utf-8").startswith("bind 127.0.0.1:")
+    assert done.stdout == f"-u -f {config}\n"
+    assert "bind 127.0.0.1:" in config.read_text(encoding="utf-8")
+    assert pages.read_bytes().startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
 
 
-def test_it_ends_with_the_process_that_started_it(folder: haproxy.HaProxyFolder) -> None:
-    environment = os.environ | folder.environment("/bin/sleep")
+def test_it_ends_with_the_process_that_started_it() -> None:
+    environment = os.environ | haproxy.HaProxyFolder("/bin/sleep").environment(Config())
     script = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([{environment['RAY_SERVE_HAPROXY_BINARY_PATH']!r}, '60'])\n"
@@ -99,14 +151,6 @@ def test_folders_of_commands_that_were_killed_are_removed_and_no_others(parent: 
     assert sorted(path.name for path in parent.iterdir()) == sorted(
         [f"as-{os.getpid()}-abc", "as-other", f"bs-{ended.pid}-abc"]
     )
-
-
-def test_a_binary_that_does_not_run_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert haproxy.binary() is not None
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/bin/false")
-    assert haproxy.binary() is None
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere")
-    assert haproxy.binary() is None
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

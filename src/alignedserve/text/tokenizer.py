@@ -67,9 +67,10 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids; `special_tokens` adds what the model's own post-processor adds (a BOS, most often).
 
-        Releases the GIL while it works.
+        Lets other threads run while it works.
         """
-        return self._backend.encode(text, add_special_tokens=special_tokens).ids
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
+        return encoded.ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of all tokens together, special ones left out."""
