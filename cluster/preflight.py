@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 from pathlib import Path
@@ -14,18 +15,28 @@ from alignedserve.cluster.plan import check_gpus
 from alignedserve.config import Config
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.memory import available_memory_bytes, describe_bytes
-from alignedserve.model import check_model_folder, resolve_model
+from alignedserve.model import check_model_folder, resolve_model, unserved_generation_keys
 from alignedserve.sizing import GIB
 
 
 def check_model(config: Config) -> Path:
     """The model's folder (fetched, for a name on a hub). Raises ModelError where it cannot be served."""
-    folder = resolve_model(config.model.path)
+    folder = resolve_model(config.model.path, config.model.trust_remote_code)
     check_model_folder(folder)
     template = config.model.chat_template
     if template and not Path(template).expanduser().is_file():
         raise ConfigError(f"model.chat_template: there is no file {template}")
     return folder
+
+
+def model_note(folder: Path) -> str:
+    """What of the model's own wishes is not followed; "" where all are."""
+    try:
+        generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    keys = unserved_generation_keys(generation) if isinstance(generation, dict) else []
+    return f"note: generation_config.json sets {', '.join(keys)}, which is not applied here" if keys else ""
 
 
 def check_machine(config: Config) -> None:

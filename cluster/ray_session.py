@@ -47,6 +47,7 @@ class RaySession:
         self._folder = temp_dir() / "ray"
         self._started = False
         self._deployed = False
+        self._serve_ran = False
         self._session_dir: Path | None = None
         self._haproxy: haproxy.HaProxyFolder | None = None
         self.note = ""  # what the user should know of how it was started
@@ -121,6 +122,7 @@ class RaySession:
         from alignedserve.config_sources import to_tree
 
         try:
+            self._serve_ran = not self.owned and _serve_runs()
             self._refuse_taken_name(serve)
             serve.start(
                 http_options={"host": self._serve_host(), "port": self._config.gateway.port},
@@ -189,8 +191,8 @@ class RaySession:
         if self._deployed:
             with contextlib.suppress(Exception):  # go on ending, whatever is broken
                 serve.delete(self.app_name)
-            if self.owned:
-                with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):
+                if self.owned or not (self._serve_ran or serve.status().applications):
                     serve.shutdown()
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -249,6 +251,18 @@ def _own_process_groups() -> None:
             super().__init__(*arguments, process_group=0, **options)
 
     services.ConsolePopen = OwnGroupPopen  # type: ignore[misc]
+
+
+def _serve_runs() -> bool:
+    """Whether somebody has started Serve in this Ray cluster already."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def _reason(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from alignedserve import __version__
 from alignedserve.cluster.console import Console
 from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.plan import MODEL_ROLES
-from alignedserve.cluster.preflight import check_machine, check_model, check_ports
+from alignedserve.cluster.preflight import check_machine, check_model, check_ports, model_note
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
@@ -206,11 +206,13 @@ class _ServeCommand:
             f"alignedserve {__version__}: {self._config.served_model_name} ({folder}), {cluster.prefill} prefill and "
             f"{cluster.decode} decode instances, device {cluster.device}"
         )
+        if note := model_note(Path(folder)):
+            self._console.line(note)
 
     def _announce(self) -> None:
         url = self._url()
         # Every model takes a completion: text where its folder has a tokenizer, else token ids.
-        folder = resolve_model(self._config.model.path)
+        folder = resolve_model(self._config.model.path, self._config.model.trust_remote_code)
         has_text = any((folder / name).is_file() for name in TOKENIZER_FILES)
         prompt = "Return a list of" if has_text else [1, 2, 3]
         body = {"model": self._config.served_model_name, "prompt": prompt, "max_tokens": 48, "stream": True}

@@ -34,7 +34,7 @@ def prepare_process(config: Config) -> None:
 
 async def inspect(config: Config, device: str) -> ModelInfo:
     """Resolve and read the configured model. Raises ModelError."""
-    path = await asyncio.to_thread(resolve_model, config.model.path)
+    path = await asyncio.to_thread(resolve_model, config.model.path, config.model.trust_remote_code)
     return await asyncio.to_thread(
         inspect_model, config.served_model_name, path, config.model.dtype, device, config.model.trust_remote_code
     )

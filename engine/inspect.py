@@ -24,29 +24,13 @@ from transformers import AutoConfig, PretrainedConfig
 from alignedserve.engine.refusal import attribute, refuse_unsupported
 from alignedserve.errors import InvalidRequestError, ModelError
 from alignedserve.geometry import DTYPE_BYTES
-from alignedserve.model import ModelInfo, check_model_folder
+from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
 from alignedserve.request import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
-# Keys of generation_config.json that change what `generate` writes and that no request here can ask for.
-_UNSERVED_GENERATION_KEYS = (
-    "bad_words_ids",
-    "encoder_repetition_penalty",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
 
 
 def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_remote_code: bool = False) -> ModelInfo:
@@ -122,8 +106,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds no JSON object")
-    ignored = [key for key in _UNSERVED_GENERATION_KEYS if raw.get(key) not in (None, [], 0, 1, 1.0)]
-    if ignored:
+    if ignored := unserved_generation_keys(raw):
         log.warning("%s: not used here: %s", file, ", ".join(ignored))
     return raw
 

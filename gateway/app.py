@@ -56,7 +56,7 @@ class Gateway:
         process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
         self._server = await GatewayServer.create(
             config,
-            await asyncio.to_thread(resolve_model, info["model_path"]),
+            await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code),
             process,
             info["supervisor_address"],
             info["token"],

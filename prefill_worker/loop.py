@@ -272,7 +272,8 @@ class PrefillLoop:
             logprobs = None if sampled is None else sampled.logprobs
             event = token_event(spec, tokens, position=position, logprobs=logprobs, finish=finish)
             event.prefill_id = self._prefill_id
-            event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
+            if member is job.members[0]:  # their gateway shows them for each
+                event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
             outcome.events.append((spec.gateway_address, event))
         if not going_on:
             self._chunks.release(job.lead)

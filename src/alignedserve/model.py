@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,30 @@ from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry
 
 SHIPPED_MODELS = ("tiny",)
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe")
+HUB_FILES_NOT_READ = ("*/*", "consolidated*")  # the same weights again, in other formats
+
+# Keys of generation_config.json that change what `generate` writes and that no request here can ask for.
+UNSERVED_GENERATION_KEYS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "sequence_bias",
+    "suppress_tokens",
+    "typical_p",
+)
+TOKEN_KEYS = ("forced_bos_token_id", "forced_eos_token_id")  # 0 and 1 are tokens, not "off"
 
 # Their attention does not go through transformers' attention interface, or has a feature that no backend here has:
 # run all the same, each gives wrong tokens without a word.
@@ -60,8 +85,8 @@ class ModelInfo:
         return cls(**raw)
 
 
-def resolve_model(model: str) -> Path:
-    """The local folder of `model`; a name on a hub is fetched (safetensors and text files only).
+def resolve_model(model: str, trust_remote_code: bool = False) -> Path:
+    """The local folder of `model`; of a name on a hub, safetensors, texts and trusted code are fetched.
 
     Raises ModelError where there is no such folder or the hub cannot be reached.
     """
@@ -76,10 +101,21 @@ def resolve_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        wanted = [*HUB_FILES, "*.py"] if trust_remote_code else list(HUB_FILES)
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=list(HUB_FILES_NOT_READ)))
     except Exception as error:  # the hub client raises a dozen unrelated types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model!r} is no local folder and cannot be fetched from the hub: {reason}") from error
+
+
+def unserved_generation_keys(generation: Mapping[str, Any]) -> list[str]:
+    """Those of a generation_config.json that would change answers, and that are not applied here."""
+    off: tuple[Any, ...] = (None, [], 0, 1, 1.0, {}, False)
+    return [
+        key
+        for key in UNSERVED_GENERATION_KEYS
+        if (generation.get(key) is not None if key in TOKEN_KEYS else generation.get(key) not in off)
+    ]
 
 
 def check_model_folder(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -18,6 +19,7 @@ from alignedserve.errors import (
     NotFoundError,
     OverloadedError,
     ResourceError,
+    TooLargeError,
 )
 from alignedserve.gateway.standalone import StandaloneGateway
 from alignedserve.model import resolve_model
@@ -240,3 +242,31 @@ async def test_a_grpc_time_limit(client: AsyncClient, cluster: FakeCluster) -> N
 async def test_grpc_models(client: AsyncClient) -> None:
     (model,) = await client.models()
     assert (model.id, model.max_positions) == ("tiny", 512)
+
+
+async def test_a_grpc_message_over_the_limit_is_refused_like_a_body(cluster: FakeCluster) -> None:
+    async with running_gateway(cluster, max_body_mib=0.01) as gateway, AsyncClient(gateway.grpc_address) as client:
+        with pytest.raises(TooLargeError, match="over the limit"):
+            await client.generate("a " * 10_000, max_tokens=1)
+        assert (await client.generate("a", max_tokens=1)).choices
+
+
+async def test_tokenising_lets_the_event_loop_run() -> None:
+    assert TOKENIZER is not None
+    text = "the quick brown fox " * 400_000
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - begun)
+
+    watcher = asyncio.create_task(watch())
+    begun = time.monotonic()
+    tokens = await asyncio.to_thread(TOKENIZER.encode, text)
+    spent = time.monotonic() - begun
+    watcher.cancel()
+    assert len(tokens) > 100_000
+    assert longest < spent / 2

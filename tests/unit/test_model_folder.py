@@ -1,0 +1,64 @@
+"""What is known of a model before anything heavy is imported: its files, its wishes, its refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from alignedserve.cluster.preflight import model_note
+from alignedserve.errors import ModelError
+from alignedserve.model import resolve_model, unserved_generation_keys
+
+
+@pytest.mark.parametrize(
+    ("generation", "keys"),
+    [
+        ({"temperature": 0.6, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0}, []),
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": [5]}, ["no_repeat_ngram_size", "suppress_tokens"]),
+        ({"forced_bos_token_id": 0, "forced_eos_token_id": None}, ["forced_bos_token_id"]),
+        ({"min_new_tokens": 4, "guidance_scale": 1.5}, ["guidance_scale", "min_new_tokens"]),
+    ],
+)
+def test_wishes_that_are_not_followed_are_named(generation: dict[str, Any], keys: list[str], tmp_path: Path) -> None:
+    assert unserved_generation_keys(generation) == keys
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    note = model_note(tmp_path)
+    assert all(key in note for key in keys)
+    assert bool(note) == bool(keys)
+
+
+def test_a_folder_without_wishes_or_with_broken_ones_has_no_note(tmp_path: Path) -> None:
+    assert model_note(tmp_path) == ""
+    (tmp_path / "generation_config.json").write_text("[1", encoding="utf-8")
+    assert model_note(tmp_path) == ""
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_of_a_name_on_a_hub_code_is_fetched_only_where_it_is_trusted(
+    trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("org/name", trusted) == tmp_path
+    assert asked["name"] == "org/name"
+    assert ("*.py" in asked["allow_patterns"]) is trusted
+    assert "*.bin" not in asked["allow_patterns"]
+    assert "consolidated*" in asked["ignore_patterns"]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **options: Any) -> str:
+        raise OSError("no route to host\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelError, match=r"cannot be fetched from the hub: no route to host$"):
+        resolve_model("org/name")
