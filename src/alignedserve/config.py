@@ -146,11 +146,6 @@ class Config:
                 f"supervisor.fence_after_s ({limits.fence_after_s:g}) must be at least twice supervisor.heartbeat_s "
                 f"({limits.heartbeat_s:g}): healthy roles would be ended otherwise"
             )
-        if limits.orphan_after_s <= limits.fence_after_s:
-            raise ConfigError(
-                f"supervisor.orphan_after_s ({limits.orphan_after_s:g}) must be longer than supervisor.fence_after_s "
-                f"({limits.fence_after_s:g})"
-            )
 
     @property
     def served_model_name(self) -> str:

@@ -51,7 +51,6 @@ def test_numbers_and_truth_values_in_the_environment_are_read(variable: str, tex
         ({"ALIGNEDSERVE_KV_POOL__SIZE_GIB": ".nan"}, "must be a finite number"),
         ({"ALIGNEDSERVE_GATEWAY__PORT": "70000"}, "gateway.port must be between 1 and 65535; got 70000"),
         ({"ALIGNEDSERVE_SUPERVISOR__HEARTBEAT_S": "4"}, "must be at least twice supervisor.heartbeat_s (4)"),
-        ({"ALIGNEDSERVE_SUPERVISOR__ORPHAN_AFTER_S": "6"}, "must be longer than supervisor.fence_after_s (6)"),
         ({"ALIGNEDSERVE_GATEWAY__PROXY": "nginx"}, "gateway.proxy must be one of haproxy, python; got 'nginx'"),
     ],
 )
