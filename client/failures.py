@@ -40,6 +40,9 @@ _WORDS = re.compile(r"\s*\[((?:(?:code|param|retry-after-s)=\S+ ?)+)\]\s*$")
 # gRPC's own refusal of a long message has the status of a full server, and would be tried again in vain.
 _TOO_LARGE = re.compile(r"(Sent|Received|Decompressed) message larger than max")
 
+# A proxy whose server has died ends the stream with codes that stand for something else where a server gives them.
+_BROKEN = re.compile(r"RST_STREAM|http2 header with status: 50\d")
+
 
 def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: Any) -> AlignedServeError:
     """The error that a failed call stands for.
@@ -75,6 +78,8 @@ def _kind(status: grpc.StatusCode, message: str, words: dict[str, str]) -> type[
     named = by_code(words.get("code", ""))
     if named is not AlignedServeError:
         return named
+    if _BROKEN.search(message):
+        return UnavailableError
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE.search(message):
         return TooLargeError
     return _BY_STATUS.get(status, AlignedServeError)

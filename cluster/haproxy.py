@@ -21,6 +21,7 @@ from pathlib import Path
 from alignedserve.cluster import haproxy_exec
 from alignedserve.cluster.processes import is_alive
 from alignedserve.config import Config
+from alignedserve.errors import ResourceError
 
 # Sockets lie below it in a folder named for a node, 56 characters, and a socket's path has room for 107.
 PARENT = Path("/tmp")
@@ -28,6 +29,8 @@ PREFIX = "as-"
 START = "RAY_SERVE_HAPROXY_BINARY_PATH"
 WILDCARDS = ("0.0.0.0", "::", "")
 LEAST_CONNECTIONS = 64
+REPLICA_PORTS = 500
+FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's own and those that systems give to outgoing connections
 DISCARD = "127.0.0.1:9"  # the access log goes to syslog otherwise
 
 
@@ -101,6 +104,7 @@ class HaProxyFolder:
         """Variables for Serve's processes, with ports that are free now."""
         metrics, statistics, http, grpc = free_ports(4)
         connections = str(most_connections(config))
+        replica_http, replica_grpc = free_range(REPLICA_PORTS), free_range(REPLICA_PORTS, 1)
         host = config.gateway.host
         return {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -117,6 +121,12 @@ class HaProxyFolder:
             "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http),
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
+            # Serve binds replicas' gRPC ports so that two processes may share one: of two clusters, each other's calls.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_http),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_http + REPLICA_PORTS - 1),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replica_grpc),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replica_grpc + REPLICA_PORTS - 1),
+            "RAY_SERVE_PORT_QUARANTINE_S": "60",  # by default an hour and more, with the time below
             "RAY_SERVE_HAPROXY_LOG_TARGET": DISCARD,
             "RAY_SERVE_HAPROXY_MAXCONN": connections,
             # Calls over one gRPC connection: 100 otherwise, and those beyond wait without a word.
@@ -152,3 +162,29 @@ def free_ports(count: int) -> list[int]:
             probe.bind(("", 0))
             ports.append(int(probe.getsockname()[1]))
         return ports
+
+
+def free_range(count: int, skip: int = 0) -> int:
+    """The first of `count` ports in a row on which nobody listens; others start elsewhere in the same moment.
+
+    `skip` passes over so many free ranges. Raises ResourceError where there is none.
+    """
+    listening = _listening_ports()
+    for number in range(REPLICA_RANGES):
+        first = FIRST_REPLICA_PORT + (os.getpid() + number) % REPLICA_RANGES * count
+        if listening.isdisjoint(range(first, first + count)):
+            if not skip:
+                return first
+            skip -= 1
+    raise ResourceError(f"there are no {count} free ports in a row between {FIRST_REPLICA_PORT} and 32000")
+
+
+def _listening_ports() -> set[int]:
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+                _, address, _, state = line.split()[:4]
+                if state == "0A":
+                    ports.add(int(address.rpartition(":")[2], 16))
+    return ports

@@ -12,6 +12,8 @@ _SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
 def merge(texts: Iterable[str]) -> str:
     """Join pages whose families may be the same. A family's first HELP and TYPE stand; exact repeats are dropped.
 
+    Those of ours that come without a TYPE get it from their name.
+
     The exposition format wants all lines of a family in one group: scrapers refuse a family that comes twice.
     """
     headers: dict[str, dict[str, str]] = {}
@@ -28,6 +30,8 @@ def merge(texts: Iterable[str]) -> str:
     for family, found in samples.items():
         if found:
             lines += [headers.get(family, {})[kind] for kind in ("HELP", "TYPE") if kind in headers.get(family, {})]
+            if family.startswith("alignedserve_") and "TYPE" not in headers.get(family, {}):
+                lines.append(f"# TYPE {family} {'counter' if family.endswith('_total') else 'gauge'}")
             lines += found
     return "\n".join(lines) + "\n" if lines else ""
 

@@ -140,7 +140,8 @@ class RaySession:
         except AlignedServeError:
             raise
         except Exception as error:  # as above
-            raise AlignedServeError(f"the application could not be deployed: {_reason(error)}") from error
+            reason = _replica_reason(self.app_name) or _reason(error)
+            raise AlignedServeError(f"the application could not be deployed: {reason}") from error
 
     def _serve_host(self) -> str:
         host = self._config.gateway.host
@@ -251,6 +252,19 @@ def _own_process_groups() -> None:
             super().__init__(*arguments, process_group=0, **options)
 
     services.ConsolePopen = OwnGroupPopen  # type: ignore[misc]
+
+
+def _replica_reason(app_name: str) -> str:
+    """Why a replica could not start, in its own words: the last line of the traceback that Serve keeps; "" without."""
+    from ray import serve
+
+    with contextlib.suppress(Exception):
+        for deployment in serve.status().applications[app_name].deployments.values():
+            lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+            found = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
+            if found:
+                return re.sub(r"^[\w.]*\.", "", re.sub(r"\x1b\[[0-9;]*m", "", found[-1]))
+    return ""
 
 
 def _serve_runs() -> bool:

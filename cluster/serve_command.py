@@ -82,6 +82,8 @@ class _ServeCommand:
         self._greet(folder)
         log = temp_dir() / f"serve-{os.getpid()}.log"
         self._console.divert(log)
+        # Ray lets workers import from this folder first, whatever is called alignedserve there.
+        os.chdir(temp_dir())
         self._handle_signals()
         self._worker.submit(self._start)
         try:
@@ -191,6 +193,8 @@ class _ServeCommand:
     def _handle_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started to outlive its terminal
+            signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -67,6 +67,7 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
         )
     except (UnsupportedModelError, MemoryError):
         raise
@@ -75,7 +76,7 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
         raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
     model, report = loaded
     for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
-        names = sorted(str(name) for name in report.get(kind) or ())
+        names = sorted(_tensor(entry) for entry in report.get(kind) or ())
         if names:
             raise ModelError(f"the checkpoint {info.path} {meaning} {len(names)} tensors: {', '.join(names[:5])}")
     unexpected = sorted(report.get("unexpected_keys") or ())
@@ -83,3 +84,11 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
         log.warning("%s has %d tensors that the model does not use: %s", info.path, len(unexpected), unexpected[:5])
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _tensor(entry: Any) -> str:
+    """A tensor's name; of a mismatch (name, its shape in the checkpoint, its shape in the model) with both shapes."""
+    if isinstance(entry, str):
+        return entry
+    name, *shapes = entry
+    return f"{name} ({' where the model has '.join(str(list(shape)) for shape in shapes)})"

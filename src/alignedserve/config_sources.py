@@ -124,6 +124,8 @@ def _typed(name: str, value: Any, kind: type, origin: str) -> Any:
         value = float(value)
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
+    if kind is bool and value in (0, 1):
+        value = bool(value)
     if kind is str and value is None:
         value = ""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,11 +91,25 @@ def test_with_too_few_open_files_or_a_binary_that_does_not_run_there_is_none(
 def test_every_path_and_port_that_serve_would_share_is_the_clusters_own(folder: haproxy.HaProxyFolder) -> None:
     environment = folder.environment(Config())
     ports = [value for name, value in environment.items() if name.endswith("_PORT")]
-    assert len(ports) == len(set(ports)) == 4
+    assert len(ports) == len(set(ports)) == 8
     paths = [value for name, value in environment.items() if name.startswith("RAY_SERVE_HAPROXY") and "/" in value]
     assert len(paths) == 6
     assert all(path.startswith(str(folder.path)) for path in paths)
     assert folder.path.stat().st_mode & 0o077 == 0
+
+
+def test_replicas_get_ports_that_no_other_cluster_has(folder: haproxy.HaProxyFolder) -> None:
+    first = haproxy.free_range(100)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first + 50))
+        taken.listen()
+        second = haproxy.free_range(100)
+        assert set(range(first, first + 100)).isdisjoint(range(second, second + 100))
+        third = haproxy.free_range(100, 1)
+        assert set(range(second, second + 100)).isdisjoint(range(third, third + 100))
+    environment = folder.environment(Config())
+    http, grpc = (int(environment[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"]) for kind in ("HTTP", "GRPC"))
+    assert abs(http - grpc) >= haproxy.REPLICA_PORTS
 
 
 def test_a_socket_below_the_folder_has_a_path_that_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,3 +36,14 @@ def test_a_family_that_several_processes_have_comes_once_with_all_samples() -> N
 
 def test_nothing_makes_an_empty_page() -> None:
     assert merge(["", "\n"]) == ""
+
+
+def test_what_comes_without_a_type_gets_it_from_its_name() -> None:
+    page = merge(['alignedserve_things_total{instance="a"} 1\nalignedserve_kv_blocks{instance="a"} 2\nother 3\n'])
+    assert page.splitlines() == [
+        "# TYPE alignedserve_things_total counter",
+        'alignedserve_things_total{instance="a"} 1',
+        "# TYPE alignedserve_kv_blocks gauge",
+        'alignedserve_kv_blocks{instance="a"} 2',
+        "other 3",
+    ]

@@ -33,6 +33,8 @@ def test_text_in_the_environment_stays_as_it_is(name: str) -> None:
         ("ALIGNEDSERVE_KV_POOL__SIZE_GIB", "2", 2.0),
         ("ALIGNEDSERVE_DECODE__CACHE_BLOCKS", "64", 64),
         ("ALIGNEDSERVE_CLUSTER__PREFETCH", "false", False),
+        ("ALIGNEDSERVE_CLUSTER__PREFETCH", "0", False),
+        ("ALIGNEDSERVE_CLUSTER__PREFETCH", "1", True),
     ],
 )
 def test_numbers_and_truth_values_in_the_environment_are_read(variable: str, text: str, value: Any) -> None:
