@@ -133,22 +133,19 @@ def _add_configuration(parser: argparse.ArgumentParser) -> None:
 
 
 def _configuration(options: argparse.Namespace) -> Any:
-    import yaml
-
     from alignedserve.cluster.refused_flags import explain_unknown_key
-    from alignedserve.config_sources import load
+    from alignedserve.config_sources import load, value_of
     from alignedserve.errors import UnknownKeyError
 
-    flags = {key: value for key, value in vars(options).items() if "." in key}
-    for assignment in options.set:
-        key, separator, text = assignment.partition("=")
-        if not separator:
-            raise ConfigError(f"--set takes SECTION.KEY=VALUE, not {assignment!r}")
-        try:
-            flags[key] = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError:
-            flags[key] = text
     try:
+        flags: dict[str, Any] = {}
+        for assignment in options.set:
+            key, separator, text = assignment.partition("=")
+            if not separator:
+                raise ConfigError(f"--set takes SECTION.KEY=VALUE, not {assignment!r}")
+            flags[key] = value_of(key, text, "--set")
+        # A flag of its own says more than --set.
+        flags |= {key: value for key, value in vars(options).items() if "." in key and value is not None}
         return load(options.config, flags=flags)
     except UnknownKeyError as error:
         raise explain_unknown_key(error) from error

@@ -42,6 +42,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _ask(url: str | None) -> tuple[str, dict[str, Any]]:
     if url is not None:
+        url = url if "://" in url else f"http://{url}"
         return url, fetch_status(url)
     records = read_records()
     problems = []

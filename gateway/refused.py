@@ -41,7 +41,7 @@ _BOTH = (
     Refusal("function_call", "there are no function calls", _OFF),
     Refusal("response_format", "there is no structured output, only text", _TEXT_FORMAT),
     Refusal("structured_outputs", "there is no structured output"),
-    Refusal("guided_json", "there is no structured output"),
+    Refusal("guided_json", "there is no structured output", ()),  # {} asks for JSON of any kind
     Refusal("guided_regex", "there is no structured output"),
     Refusal("guided_choice", "there is no structured output"),
     Refusal("guided_grammar", "there is no structured output"),

@@ -98,11 +98,15 @@ def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
         if not variable.startswith(ENV_PREFIX) or "__" not in variable:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
-        value: Any = text
-        if text and _kind(name, variable) is not str:  # a name such as 007 stays what it is
-            with contextlib.suppress(yaml.YAMLError):
-                value = yaml.safe_load(text)
-        _put(tree, name, value, variable)
+        _put(tree, name, value_of(name, text, variable), variable)
+
+
+def value_of(name: str, text: str, origin: str) -> Any:
+    """What `text` says for the key `name`. Raises UnknownKeyError."""
+    if text and _kind(name, origin) is not str:  # a name such as 007 stays what it is
+        with contextlib.suppress(yaml.YAMLError):
+            return yaml.safe_load(text)
+    return text
 
 
 def _put(tree: Tree, name: str, value: Any, origin: str) -> None:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from alignedserve.cluster.records import Record, read_records
 from alignedserve.testing.serving import free_port
@@ -73,6 +74,13 @@ def test_what_cannot_be_served_is_refused_in_one_line_before_anything_is_started
     assert said in error_line(done)
     assert done.stdout == ""
     assert time.monotonic() - begun < 10
+
+
+def test_set_takes_text_as_it_is_and_a_flag_of_its_own_says_more() -> None:
+    done = run("config", "--set", "model.served_name=007", "--set", "gateway.port=84", "--port", "85")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert (config["model"]["served_name"], config["gateway"]["port"]) == ("007", 85)
 
 
 def test_more_gpus_than_there_are_is_refused() -> None:
@@ -149,6 +157,9 @@ def test_status_asks_the_newest_live_cluster_and_prints_json_and_nothing_else(ga
 
 
 def test_status_of_a_url_prints_a_table(gateway_url: str) -> None:
+    assert (
+        run("status", "--url", gateway_url.removeprefix("http://")).stdout == run("status", "--url", gateway_url).stdout
+    )
     done = run("status", "--url", gateway_url)
     assert done.returncode == 0
     assert "decode-0" in done.stdout
