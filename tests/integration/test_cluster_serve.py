@@ -101,17 +101,9 @@ def test_a_role_that_cannot_start_ends_the_command_with_its_reason(nothing_left:
     assert "alignedserve: error: prefill-0 was told to fail" in server.output
 
 
-def test_haproxy_listens_for_this_machine_only(nothing_left: Descendants) -> None:
-    with FakeServe("--device", "cpu") as server:
-        found = {pid: listening(pid) for pid in processes("haproxy")}
-        mine = [sockets for sockets in found.values() if ("127.0.0.1", server.port) in sockets]
-        assert len(mine) == 1
-        assert ("127.0.0.1", server.grpc_port) in mine[0]
-        assert {address for address, _ in mine[0]} == {"127.0.0.1"}
-        nothing_left.note()
-
-
-def test_two_clusters_on_one_machine_do_not_meet(nothing_left: Descendants, tmp_path: Path) -> None:
+def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_only(
+    nothing_left: Descendants, tmp_path: Path
+) -> None:
     other = {"ALIGNEDSERVE_RUNTIME_DIR": str(tmp_path / "other")}
     with FakeServe("--device", "cpu") as one, FakeServe("--device", "cpu", environment=other) as two:
         nothing_left.note()
@@ -119,6 +111,12 @@ def test_two_clusters_on_one_machine_do_not_meet(nothing_left: Descendants, tmp_
         assert pids[0]
         assert pids[1]
         assert pids[0].isdisjoint(pids[1])
+        for server in (one, two):
+            (sockets,) = [
+                found for found in map(listening, processes("haproxy")) if ("127.0.0.1", server.port) in found
+            ]
+            assert ("127.0.0.1", server.grpc_port) in sockets
+            assert {address for address, _ in sockets} == {"127.0.0.1"}
         assert two.stop() == 0
         assert {role["pid"] for role in one.get("/alignedserve/status")["roles"]} == pids[0]
 
