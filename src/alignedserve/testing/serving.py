@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,13 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from alignedserve.cluster.haproxy import free_ports
+
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on now."""
+    return free_ports(1)[0]
 
 
 class ServeProcess:
