@@ -18,6 +18,7 @@ from alignedserve.client.sync import ChunkStream, Client
 from alignedserve.client.types import Choice, Chunk, Completion, Logprob, Message, ModelCard, Timings, Usage
 from alignedserve.errors import (
     AlignedServeError,
+    AuthenticationError,
     CancelledError,
     DeadlineError,
     InvalidRequestError,
@@ -32,6 +33,7 @@ __all__ = [
     "AlignedServeError",
     "AsyncChunkStream",
     "AsyncClient",
+    "AuthenticationError",
     "CancelledError",
     "ChatTurn",
     "Choice",

@@ -73,8 +73,9 @@ class AsyncClient:
         model: str | None = None,
         application: str | None = None,
         timeout_s: float | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._planner = CallPlanner(address, model, application, timeout_s)
+        self._planner = CallPlanner(address, model, application, timeout_s, api_key)
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -18,6 +19,7 @@ from alignedserve.proto.common_pb2 import Empty
 from alignedserve.proto.inference_pb2_grpc import InferenceStub
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
+API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 _LONGEST_TIMEOUT_S = 1e9  # gRPC overflows on longer ones
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -34,7 +36,7 @@ class Call(Generic[Result]):
     message: Any
     parse: Callable[[Any], Result]
     timeout_s: float | None
-    metadata: tuple[tuple[str, str], ...]
+    metadata: tuple[tuple[str, str], ...] = field(repr=False)  # the API key is in it
     address: str
 
     def error(self, error: grpc.RpcError, request_id: str | None = None) -> AlignedServeError:
@@ -56,10 +58,15 @@ class CallPlanner:
     model: str | None = None
     application: str | None = None
     timeout_s: float | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if "://" in self.address and self.address.split("://")[0] in ("http", "https", "grpc"):
             raise ConfigError(f"address must be HOST:PORT of the gRPC port, without a scheme: {self.address!r}")
+        if self.api_key is None and (found := os.environ.get(API_KEY_VARIABLE, "").strip()):
+            object.__setattr__(self, "api_key", found)
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
+            raise ConfigError(f"api_key (or {API_KEY_VARIABLE}) must be printable ASCII without spaces")
         self._limit(None)
 
     def channel_options(self) -> list[tuple[str, Any]]:
@@ -111,8 +118,10 @@ class CallPlanner:
         return limit_s
 
     def _call(self, method: str, message: Any, parse: Callable[[Any], Result], limit_s: float | None) -> Call[Result]:
-        metadata = (("application", self.application),) if self.application else ()
-        return Call(method, message, parse, limit_s, metadata, self.address)
+        metadata = [("application", self.application)] if self.application else []
+        if self.api_key:
+            metadata.append(("authorization", f"Bearer {self.api_key}"))
+        return Call(method, message, parse, limit_s, tuple(metadata), self.address)
 
     def _limit(self, timeout_s: float | None) -> float | None:
         """The call's limit in seconds, None for none: its own, else this client's."""

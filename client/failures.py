@@ -16,6 +16,7 @@ import grpc
 
 from alignedserve.errors import (
     AlignedServeError,
+    AuthenticationError,
     CancelledError,
     DeadlineError,
     InvalidRequestError,
@@ -30,6 +31,7 @@ from alignedserve.errors import (
 _BY_STATUS: dict[grpc.StatusCode, type[AlignedServeError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,

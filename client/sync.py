@@ -63,11 +63,13 @@ class Client:
         model: the served model to use where a call names none; None: the only one.
         application: the Serve application's name, where one Ray cluster runs several.
         timeout_s: limit in seconds for every call that gives none of its own; None: no limit.
+        api_key: for a server that has an --api-key-file; None: what ALIGNEDSERVE_API_KEY in the environment says.
 
     The connection is made by the first call, and made again after it broke. A `with` block closes it at its end.
 
     Every method raises, besides what it names itself:
         InvalidRequestError: an argument is malformed or out of range; `param` names it.
+        AuthenticationError: the server asks for an API key, and this is none of its own.
         DeadlineError: `timeout_s` passed.
         CancelledError: the request was cancelled, by `cancel` or by closing its stream or the client.
         UnavailableError: nothing answers at `address`, or a role that is needed is not there.
@@ -86,8 +88,9 @@ class Client:
         model: str | None = None,
         application: str | None = None,
         timeout_s: float | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._planner = CallPlanner(address, model, application, timeout_s)
+        self._planner = CallPlanner(address, model, application, timeout_s, api_key)
         self._channel = grpc.insecure_channel(address, options=self._planner.channel_options())
         self._stub = open_stub(self._channel)
         self._closed = False

@@ -63,7 +63,12 @@ class SupervisorDeployment:
         launcher = RayLauncher(f"alignedserve-{context.app_name}", self._config, actors)
         self._identity = await _identity(launcher, tree)
         self._record = Record(
-            self._identity.cluster_id, http_url(self._config), os.getpid(), time.time(), self._config.cluster.name
+            self._identity.cluster_id,
+            http_url(self._config),
+            os.getpid(),
+            time.time(),
+            self._config.cluster.name,
+            self._config.gateway.api_key_file,
         )
         self._supervisor = Supervisor(self._config, launcher, self._identity)
         self._ended = False

@@ -30,6 +30,10 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "model.chat_template",
         {"metavar": "FILE", "help": "a Jinja template instead of the model's own"},
     ),
+    "--api-key-file": (
+        "gateway.api_key_file",
+        {"metavar": "FILE", "help": "one API key a line; /v1/* and gRPC then ask for one of them"},
+    ),
     "--log-format": ("log.format", {"metavar": "text|json", "help": "how log records are written"}),
     "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file a role"}),
 }
@@ -38,6 +42,9 @@ SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
     "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
     "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),
 }
+
+
+_KEY_HELP = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster itself reads)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_configuration(config)
     status = add("status", "List the processes of the newest running cluster of this user.")
     status.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+    status.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
     doctor = add("doctor", "Say what this machine offers, and what is missing.")
     _add_configuration(doctor)
@@ -103,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
         case "status":
             from alignedserve.cluster.status_command import show_status
 
-            return show_status(options.url, as_json=options.json)
+            return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
         case "config":
             from alignedserve.config_sources import to_yaml
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from alignedserve import __version__
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import pair_up, plan_roles
-from alignedserve.cluster.preflight import check_machine, check_model, check_ports
+from alignedserve.cluster.preflight import check_api_keys, check_machine, check_model, check_ports
 from alignedserve.cluster.status_command import table
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
@@ -97,6 +97,7 @@ def examine(config: Config) -> Report:
     for check, problems in (
         (check_model, report.missing),
         (check_machine, report.missing),
+        (check_api_keys, report.missing),
         (check_ports, report.notes),  # a running cluster of one's own has them
     ):
         try:

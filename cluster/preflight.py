@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 from alignedserve.cluster import haproxy
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import check_gpus
-from alignedserve.config import Config
+from alignedserve.config import Config, GatewayConfig
 from alignedserve.errors import ConfigError, ResourceError
+from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.memory import available_memory_bytes, describe_bytes
 from alignedserve.model import check_model_folder, resolve_model, unserved_generation_keys
 from alignedserve.sizing import GIB
@@ -37,6 +39,29 @@ def model_note(folder: Path) -> str:
         return ""
     keys = unserved_generation_keys(generation) if isinstance(generation, dict) else []
     return f"note: generation_config.json sets {', '.join(keys)}, which is not applied here" if keys else ""
+
+
+def check_api_keys(config: Config) -> None:
+    """Raises ConfigError where there is to be a file of API keys, and it cannot be used."""
+    ApiKeys(config.gateway.api_key_file)
+
+
+def open_door_note(gateway: GatewayConfig) -> str:
+    """That anybody may use this server, where that is so; "" otherwise."""
+    if gateway.api_key_file or _is_loopback(gateway.host):
+        return ""
+    return (
+        f"warning: {gateway.host or 'every address'} is open to others, and there is no --api-key-file: anybody who "
+        f"reaches port {gateway.port} or {gateway.grpc_port} may use this server"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return False
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
 
 
 def check_machine(config: Config) -> None:

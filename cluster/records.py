@@ -13,10 +13,12 @@ from typing import Any
 
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import record_dirs, remove_stale, runtime_dir
-from alignedserve.errors import UnavailableError
+from alignedserve.errors import AuthenticationError, ConfigError, UnavailableError
+from alignedserve.gateway.api_keys import first_key
 
 PROBE_TIMEOUT_S = 2.0
 STATUS_PATH = "/alignedserve/status"
+API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Record:
     pid: int
     started_unix_s: float
     name: str = ""
+    api_key_file: str = ""
 
     def write(self) -> None:
         """Written beside and moved, so that nobody reads half of it."""
@@ -60,18 +63,39 @@ def read_records() -> list[Record]:
     return sorted(records, key=lambda record: -record.started_unix_s)
 
 
-def fetch_status(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, Any]:
-    """What the gateway at `url` says of its cluster. Raises UnavailableError where none answers."""
-    return fetch_json(url.rstrip("/") + STATUS_PATH, timeout_s)
+def operator_key(api_key_file: str | None, record: Record | None = None) -> str:
+    """The API key that a command of the operator sends: of the file, else of the environment, else of the file that
+    the cluster itself reads, where this user may. "" where there is none. Raises ConfigError for a file given."""
+    if api_key_file:
+        return first_key(api_key_file)
+    if found := os.environ.get(API_KEY_VARIABLE, "").strip():
+        return found
+    if record is not None and record.api_key_file:
+        with contextlib.suppress(ConfigError):
+            return first_key(record.api_key_file)
+    return ""
 
 
-def fetch_json(address: str, timeout_s: float) -> dict[str, Any]:
-    """Never through a proxy that the environment names: it is this machine, or what the user pointed at."""
+def fetch_status(url: str, timeout_s: float = PROBE_TIMEOUT_S, *, api_key: str = "") -> dict[str, Any]:
+    """What the gateway at `url` says of its cluster. Raises as `fetch_json`."""
+    return fetch_json(url.rstrip("/") + STATUS_PATH, timeout_s, api_key=api_key)
+
+
+def fetch_json(address: str, timeout_s: float, *, api_key: str = "") -> dict[str, Any]:
+    """Never through a proxy that the environment names: it is this machine, or what the user pointed at.
+
+    Raises UnavailableError where nobody answers, AuthenticationError where the API key is not the right one.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(address, headers={"authorization": f"Bearer {api_key}"} if api_key else {})
     try:
-        with opener.open(address, timeout=timeout_s) as answer:
+        with opener.open(request, timeout=timeout_s) as answer:
             body = json.loads(answer.read())
     except urllib.error.HTTPError as error:
+        if error.code == AuthenticationError.http_status:
+            raise AuthenticationError(
+                f"{address} asks for an API key: set {API_KEY_VARIABLE}, or give --api-key-file FILE"
+            ) from error
         with contextlib.suppress(ValueError, OSError):
             if isinstance(body := json.loads(error.read()), dict):
                 return body

@@ -18,7 +18,14 @@ from alignedserve import __version__
 from alignedserve.cluster.console import Console
 from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.plan import MODEL_ROLES
-from alignedserve.cluster.preflight import check_machine, check_model, check_ports, model_note
+from alignedserve.cluster.preflight import (
+    check_api_keys,
+    check_machine,
+    check_model,
+    check_ports,
+    model_note,
+    open_door_note,
+)
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
@@ -36,6 +43,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def serve(config: Config) -> int:
     """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
     folder = check_model(config)
+    check_api_keys(config)
     session = RaySession(config)
     if session.owned:
         check_machine(config)
@@ -55,7 +63,10 @@ def _absolute(config: Config, folder: Path) -> Config:
     log = config.log
     if log.dir:
         log = replace(log, dir=str(Path(log.dir).expanduser().resolve()))
-    return replace(config, model=model, log=log)
+    gateway = config.gateway
+    if gateway.api_key_file:
+        gateway = replace(gateway, api_key_file=str(Path(gateway.api_key_file).expanduser().resolve()))
+    return replace(config, model=model, log=log, gateway=gateway)
 
 
 class _ServeCommand:
@@ -212,6 +223,8 @@ class _ServeCommand:
         )
         if note := model_note(Path(folder)):
             self._console.line(note)
+        if note := open_door_note(self._config.gateway):
+            self._console.line(note)
 
     def _announce(self) -> None:
         url = self._url()
@@ -223,5 +236,7 @@ class _ServeCommand:
         self._console.step("ready")
         self._console.line(f"serving {self._config.served_model_name} on {url}")
         header = "-H 'Content-Type: application/json'"
+        if self._config.gateway.api_key_file:
+            header += " -H 'Authorization: Bearer KEY'"
         self._console.line(f"  curl -N {url}/v1/completions {header} -d '{json.dumps(body)}'")
         self._console.line("Ctrl-C ends it")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from alignedserve.cluster.records import fetch_status, read_records
-from alignedserve.errors import UnavailableError
+from alignedserve.cluster.records import Record, fetch_status, operator_key, read_records
+from alignedserve.errors import AuthenticationError, UnavailableError
+
+Answer = TypeVar("Answer")
 
 COLUMNS = ("role", "id", "pid", "node", "address", "state", "holds")
 
 
-def show_status(url: str | None, *, as_json: bool) -> int:
+def show_status(url: str | None, *, as_json: bool, api_key_file: str | None = None) -> int:
     """Print the roles of the cluster at `url`, or of this user's newest that answers. Raises UnavailableError."""
-    where, status = _ask(url)
+    where, status = ask_newest(url, api_key_file, fetch_status)
     roles = status.get("roles")
     if not isinstance(roles, list):
         raise UnavailableError(f"{where} does not say which roles run: it is not a gateway of AlignedServe")
@@ -40,19 +42,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _ask(url: str | None) -> tuple[str, dict[str, Any]]:
+def ask_newest(url: str | None, api_key_file: str | None, fetch: Callable[..., Answer]) -> tuple[str, Answer]:
+    """What `fetch(url, api_key=…)` says of the cluster at `url`, or of this user's newest that answers; and which.
+
+    Raises AuthenticationError and UnavailableError.
+    """
+    records = read_records()
     if url is not None:
         url = url if "://" in url else f"http://{url}"
-        return url, fetch_status(url)
-    records = read_records()
+        own = next((record for record in records if _same(record, url)), None)
+        return url, fetch(url, api_key=operator_key(api_key_file, own))
     problems = []
     for record in records:
         try:
-            status = fetch_status(record.url)
-        except UnavailableError as error:
-            problems.append(error.message)
-            continue
-        return record.url, status
+            return record.url, fetch(record.url, api_key=operator_key(api_key_file, record))
+        except (UnavailableError, AuthenticationError) as error:
+            problems.append(error)
     if problems:
-        raise UnavailableError(f"a cluster of this user runs, but does not answer: {problems[0]}")
+        if isinstance(problems[0], AuthenticationError):
+            raise problems[0]
+        raise UnavailableError(f"a cluster of this user runs, but does not answer: {problems[0].message}")
     raise UnavailableError("no cluster of this user is running; start one with `alignedserve serve`, or give --url")
+
+
+def _same(record: Record, url: str) -> bool:
+    return record.url.rstrip("/") == url.rstrip("/").replace("//localhost", "//127.0.0.1")

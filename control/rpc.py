@@ -25,16 +25,21 @@ _OPTIONS = [
 ]
 
 
+def refusal(status: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """Ends a call of any kind at once, without waiting for what it sends."""
+
+    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(status, details)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Ends every call that does not carry the cluster's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call does not carry the cluster's token")
-
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refusal = refusal(grpc.StatusCode.UNAUTHENTICATED, "this call does not carry the cluster's token")
 
     async def intercept_service(
         self,

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from alignedserve import logs
 from alignedserve.config_sources import Tree, from_tree
 from alignedserve.control.role import new_incarnation
+from alignedserve.gateway import api_keys
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.server import GatewayServer
@@ -83,6 +84,7 @@ class Gateway:
 
     async def Generate(self, request: inf.GenerateRequest, grpc_context: RayServegRPCContext) -> inf.GenerateResponse:
         try:
+            self._check_key(grpc_context)
             return await self._server.inference.generate(request)
         except Exception as error:
             _refuse(grpc_context, error)
@@ -92,6 +94,7 @@ class Gateway:
     ) -> AsyncIterator[inf.GenerateChunk]:
         chunks = self._server.inference.stream(request)
         try:
+            self._check_key(grpc_context)
             async for chunk in chunks:
                 yield chunk
         except Exception as error:
@@ -99,11 +102,22 @@ class Gateway:
         finally:
             await chunks.aclose()
 
-    async def Cancel(self, request: inf.CancelRequest) -> inf.CancelResponse:
-        return self._server.inference.cancel(request)
+    async def Cancel(self, request: inf.CancelRequest, grpc_context: RayServegRPCContext) -> inf.CancelResponse:
+        try:
+            self._check_key(grpc_context)
+            return self._server.inference.cancel(request)
+        except Exception as error:
+            _refuse(grpc_context, error)
 
-    async def ListModels(self, request: pb.Empty) -> inf.ModelList:
-        return self._server.inference.list_models()
+    async def ListModels(self, request: pb.Empty, grpc_context: RayServegRPCContext) -> inf.ModelList:
+        try:
+            self._check_key(grpc_context)
+            return self._server.inference.list_models()
+        except Exception as error:
+            _refuse(grpc_context, error)
+
+    def _check_key(self, grpc_context: RayServegRPCContext) -> None:
+        self._server.api_keys.check(api_keys.of_headers(grpc_context.invocation_metadata()))
 
     async def _locate(self) -> str | None:
         """Where the supervisor is after it was restarted; None while it is not back."""

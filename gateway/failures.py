@@ -9,6 +9,7 @@ import grpc
 
 from alignedserve.errors import (
     AlignedServeError,
+    AuthenticationError,
     CancelledError,
     DeadlineError,
     InvalidRequestError,
@@ -84,6 +85,7 @@ def retry_after_header(error: AlignedServeError) -> dict[str, str]:
 
 
 _GRPC: tuple[tuple[type[AlignedServeError], grpc.StatusCode], ...] = (
+    (AuthenticationError, grpc.StatusCode.UNAUTHENTICATED),
     (NotFoundError, grpc.StatusCode.NOT_FOUND),
     (OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (TooLargeError, grpc.StatusCode.INVALID_ARGUMENT),

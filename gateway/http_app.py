@@ -14,9 +14,11 @@ from starlette.routing import Route
 
 from alignedserve.config import GatewayConfig
 from alignedserve.errors import AlignedServeError, NotFoundError
+from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
 from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
+from alignedserve.gateway.guard import guarded
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.openai_replies import ChatReply, CompletionReply
 from alignedserve.gateway.openapi import openapi_json
@@ -35,11 +37,7 @@ class _Endpoint:
         await self._handle(scope, receive, send)
 
 
-async def _openapi(scope: Scope, receive: Receive, send: Send) -> None:
-    await send_bytes(send, openapi_json(), "application/json")
-
-
-def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator) -> Starlette:
+def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator, keys: ApiKeys) -> Starlette:
     """The ASGI application of one gateway."""
     limit = config.max_body_bytes
     model = operator.model
@@ -53,6 +51,14 @@ def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator) -> Star
     )
     chat = GenerateEndpoint(ledger, model, limit, parse_chat, plan_chat, ChatReply)
     operations = Operations(operator)
+
+    async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, openapi_json(keys.wanted), "application/json")
+
+    def route(path: str, handle: Any, method: str) -> Route:
+        return Route(path, _Endpoint(handle if path in OPEN_PATHS else guarded(handle, keys)), methods=[method])
+
+    posts = {"/v1/completions": completions, "/v1/chat/completions": chat}
     gets = {
         "/v1/models": operations.models,
         "/v1/models/{model_id:path}": operations.model,
@@ -60,13 +66,12 @@ def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator) -> Star
         "/live": operations.live,
         "/metrics": operations.metrics,
         "/alignedserve/status": operations.status,
-        "/openapi.json": _openapi,
+        "/openapi.json": openapi,
     }
     return Starlette(
         routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            *(Route(path, _Endpoint(handle), methods=["GET"]) for path, handle in gets.items()),
+            *(route(path, handle, "POST") for path, handle in posts.items()),
+            *(route(path, handle, "GET") for path, handle in gets.items()),
         ],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from alignedserve import __version__
+from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.fields import TOKEN_LIMIT, Field
 from alignedserve.gateway.messages import MAX_MESSAGES, ROLES
 from alignedserve.gateway.refused import refused_names
@@ -150,8 +151,10 @@ def _json(name: str, description: str) -> Schema:
     return {"description": description, "content": {"application/json": {"schema": _ref(name)}}}
 
 
+_NO_KEY = "No API key, or none that is known here."
 _ERRORS = {
     "400": "Malformed, of a wrong type, out of range, too long, or not supported.",
+    "401": _NO_KEY,
     "404": "No such model.",
     "408": "timeout_s has passed.",
     "413": "The body is over the limit.",
@@ -180,35 +183,55 @@ def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
     return {"get": {"summary": summary, "responses": dict(answers)}}
 
 
+def _guard(paths: dict[str, Any], keys_wanted: bool) -> Schema:
+    """Say of each path whether it asks for an API key; what the document says of keys as a whole."""
+    for path, item in paths.items():
+        for method in item.keys() & {"get", "post"}:
+            if path in OPEN_PATHS:
+                item[method]["security"] = []
+            elif keys_wanted:
+                item[method]["responses"]["401"] = _json("Error", _NO_KEY)
+    schemes: list[Schema] = [{"bearer": []}, {"header": []}]
+    return {"security": schemes if keys_wanted else [{}, *schemes]}
+
+
 @cache
-def openapi_json() -> bytes:
-    """The OpenAPI 3.1 document, as `GET /openapi.json` gives it."""
+def openapi_json(keys_wanted: bool = False) -> bytes:
+    """The OpenAPI 3.1 document, as `GET /openapi.json` gives it; `keys_wanted`: the server asks for API keys."""
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": _STRING}
     text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": _STRING}}}
+    paths: dict[str, Any] = {
+        "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
+        "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
+        "/v1/models": _get("List models", ("200", _json("ModelList", "All models that are served."))),
+        "/v1/models/{model_id}": {
+            **_get(
+                "One model",
+                ("200", _json("Model", "The model.")),
+                ("404", _json("Error", "No such model.")),
+            ),
+            "parameters": [model_id],
+        },
+        "/health": _get(
+            "Can it serve?",
+            ("200", _json("Health", "Each role has a ready instance.")),
+            ("503", _json("Health", "What is missing.")),
+        ),
+        "/live": _get("Is the gateway alive?", ("200", _json("Live", "It is."))),
+        "/metrics": _get("Metrics of the whole cluster", ("200", text)),
+        "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
+    }
     document = {
         "openapi": "3.1.0",
         "info": {"title": "AlignedServe", "version": __version__, "description": "OpenAI's API, from a cluster."},
-        "paths": {
-            "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
-            "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
-            "/v1/models": _get("List models", ("200", _json("ModelList", "All models that are served."))),
-            "/v1/models/{model_id}": {
-                **_get(
-                    "One model",
-                    ("200", _json("Model", "The model.")),
-                    ("404", _json("Error", "No such model.")),
-                ),
-                "parameters": [model_id],
+        **_guard(paths, keys_wanted),
+        "paths": paths,
+        "components": {
+            "schemas": {**_request_schemas(), **_reply_schemas(), **_operation_schemas()},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": "A key of the server's --api-key-file."},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
-            "/health": _get(
-                "Can it serve?",
-                ("200", _json("Health", "Each role has a ready instance.")),
-                ("503", _json("Health", "What is missing.")),
-            ),
-            "/live": _get("Is the gateway alive?", ("200", _json("Live", "It is."))),
-            "/metrics": _get("Metrics of the whole cluster", ("200", text)),
-            "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
         },
-        "components": {"schemas": {**_request_schemas(), **_reply_schemas(), **_operation_schemas()}},
     }
     return orjson.dumps(document)

@@ -20,6 +20,7 @@ from typing import Any, Self
 from starlette.applications import Starlette
 
 from alignedserve.config import Config
+from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend import Backend, Locate
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, judge, role_entry
@@ -57,7 +58,8 @@ class GatewayServer:
         self._started_unix_s = time.time()
         self._ending: asyncio.Task[None] | None = None
         self._node_id = ""
-        self.asgi_app: Starlette = build_app(config.gateway, ledger, self)
+        self.api_keys = ApiKeys(config.gateway.api_key_file)
+        self.asgi_app: Starlette = build_app(config.gateway, ledger, self, self.api_keys)
         self.inference = InferenceService(ledger, model, config.gateway.max_body_bytes)
 
     @classmethod

@@ -14,6 +14,7 @@ import uvicorn
 
 from alignedserve.errors import ResourceError
 from alignedserve.gateway.grpc_service import InferenceServicer
+from alignedserve.gateway.guard import ApiKeyCheck
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
 
@@ -61,7 +62,8 @@ class StandaloneGateway:
         self._uvicorn = _Uvicorn(config)
         self._task = asyncio.get_running_loop().create_task(self._uvicorn.serve(sockets=[listener]))
         self._grpc = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+            interceptors=[ApiKeyCheck(self._server.api_keys)],
+            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)],
         )
         inf_grpc.add_InferenceServicer_to_server(InferenceServicer(self._server.inference), self._grpc)
         try:

@@ -99,6 +99,7 @@ class GatewayConfig:
     max_queue: int = _key(1024, "most requests that a replica holds at once", low=1)
     max_prompts: int = _key(256, "most prompts in one completion request", low=1)
     route_prefix: str = _key("/", "path below which the application answers")
+    api_key_file: str = _key("", "a file with one API key a line, closed to other users; empty: anybody may ask")
 
     @property
     def max_body_bytes(self) -> int:

@@ -8,6 +8,7 @@ AlignedServeError
 │   └── UnsupportedModelError   the architecture or a feature of it would give wrong tokens
 ├── RequestError                the client's request cannot be served (HTTP 4xx)
 │   ├── InvalidRequestError     malformed or out of range (400)
+│   ├── AuthenticationError     no API key, or none that is known here (401)
 │   ├── NotFoundError           unknown model or request (404)
 │   ├── TooLargeError           the body is over the limit (413)
 │   └── OverloadedError         no room now; `retry_after_s` says when to try again (429)
@@ -85,6 +86,11 @@ class RequestError(AlignedServeError):
 
 class InvalidRequestError(RequestError):
     code = "invalid_value"
+
+
+class AuthenticationError(RequestError):
+    code = "invalid_api_key"
+    http_status = 401
 
 
 class NotFoundError(RequestError):

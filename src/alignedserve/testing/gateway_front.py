@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from alignedserve.config import GatewayConfig
+from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.http_app import build_app
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
@@ -53,7 +54,8 @@ class Front:
         self.port = RecordingPort()
         self.ledger = Ledger(64, GatewayMetrics("gateway-0"))
         self.ledger.attach(self.port)
-        app = build_app(GatewayConfig(max_body_mib=0.25, max_prompts=8), self.ledger, self)  # type: ignore[arg-type]
+        config = GatewayConfig(max_body_mib=0.25, max_prompts=8)
+        app = build_app(config, self.ledger, self, ApiKeys())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=5.0)
 
