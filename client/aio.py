@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from alignedserve.client.calls import DEFAULT_ADDRESS, Call, CallPlanner, open_stub
+from alignedserve.client.attempts import Attempts
+from alignedserve.client.calls import DEFAULT_ADDRESS, DEFAULT_RESUME_S, Call, CallPlanner, open_stub
 from alignedserve.client.options import ChatTurn, Options
 from alignedserve.client.types import Chunk, Completion, ModelCard
 from alignedserve.proto.inference_pb2 import GenerateChunk
@@ -23,24 +24,46 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     Cancelling the task that waits for a chunk cancels the request as well.
     """
 
-    def __init__(self, call: Call[Chunk], responses: Any) -> None:
-        self.request_id: str | None = call.message.request_id or None
-        self._call = call
-        self._responses = responses
+    def __init__(self, call: Call[Chunk], send: Callable[[Call[Chunk]], Any], patience_s: float) -> None:
+        self._attempts = Attempts(call, patience_s)
+        self._send = send
+        self._parse = call.parse
+        self._closed = False
+        self._responses = send(call)
+
+    @property
+    def request_id(self) -> str | None:
+        return self._attempts.request_id
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Chunk:
-        message = await _answer(self._call, self._responses.read(), self.request_id)
-        if not isinstance(message, GenerateChunk):  # grpc.aio.EOF
-            raise StopAsyncIteration
-        chunk = self._call.parse(message)
-        self.request_id = chunk.request_id
-        return chunk
+        while True:
+            try:
+                message = await _answer(self._attempts.call, self._responses.read())
+            except grpc.RpcError as error:
+                if self._attempts.complete and not self._closed:
+                    raise StopAsyncIteration from None  # all is there but the word that it is
+                await self._go_on(error)
+                continue
+            if not isinstance(message, GenerateChunk):  # grpc.aio.EOF
+                raise StopAsyncIteration
+            self._attempts.take(message)
+            return self._parse(message)
+
+    async def _go_on(self, error: grpc.RpcError) -> None:
+        wait_s = None if self._closed else self._attempts.again(error)
+        if wait_s is None:
+            raise self._attempts.error(error) from error
+        await asyncio.sleep(wait_s)
+        if self._closed:
+            raise self._attempts.call.closed_here() from error
+        self._responses = self._send(self._attempts.call)
 
     async def close(self) -> None:
         """Cancel the request unless its last chunk has been read. May be called again."""
+        self._closed = True
         self._responses.cancel()
 
     async def __aenter__(self) -> Self:
@@ -52,7 +75,8 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         await self.close()
 
     def __del__(self) -> None:
-        self._responses.cancel()  # gRPC's own object is part of a cycle: it would wait for the garbage collector
+        if "_responses" in self.__dict__:  # sending may have failed
+            self._responses.cancel()  # gRPC's own object is part of a cycle: it would wait for the garbage collector
 
 
 class AsyncClient:
@@ -74,8 +98,9 @@ class AsyncClient:
         application: str | None = None,
         timeout_s: float | None = None,
         api_key: str | None = None,
+        resume_s: float = DEFAULT_RESUME_S,
     ) -> None:
-        self._planner = CallPlanner(address, model, application, timeout_s, api_key)
+        self._planner = CallPlanner(address, model, application, timeout_s, api_key, resume_s)
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,10 +179,18 @@ class AsyncClient:
         await self.close()
 
     async def _ask(self, call: Call[Result]) -> Result:
-        return call.parse(await _answer(call, self._send(call)))
+        attempts = Attempts(call, self._planner.patience_s(call))
+        while True:
+            try:
+                return call.parse(await _answer(call, self._send(attempts.call)))
+            except grpc.RpcError as error:
+                wait_s = attempts.again(error)
+                if wait_s is None:
+                    raise attempts.error(error) from error
+            await asyncio.sleep(wait_s)
 
     def _follow(self, call: Call[Chunk]) -> AsyncChunkStream:
-        return AsyncChunkStream(call, self._send(call))
+        return AsyncChunkStream(call, self._send, self._planner.patience_s(call))
 
     def _send(self, call: Call[Any]) -> Any:
         if self._closed:
@@ -171,12 +204,10 @@ class AsyncClient:
         return getattr(self._stub, call.method)(call.message, timeout=call.timeout_s, metadata=call.metadata)
 
 
-async def _answer(call: Call[Any], response: Any, request_id: str | None = None) -> Any:
-    """Wait for a response; what goes wrong becomes a typed error."""
+async def _answer(call: Call[Any], response: Any) -> Any:
+    """Wait for a response. Raises grpc.RpcError, and CancelledError where this side closed the call."""
     try:
         return await response
-    except grpc.RpcError as error:
-        raise call.error(error, request_id) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

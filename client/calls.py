@@ -20,6 +20,7 @@ from alignedserve.proto.inference_pb2_grpc import InferenceStub
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
 API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
+DEFAULT_RESUME_S = 15.0
 _LONGEST_TIMEOUT_S = 1e9  # gRPC overflows on longer ones
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -59,8 +60,11 @@ class CallPlanner:
     application: str | None = None
     timeout_s: float | None = None
     api_key: str | None = field(default=None, repr=False)
+    resume_s: float = DEFAULT_RESUME_S
 
     def __post_init__(self) -> None:
+        if not self.resume_s >= 0:  # a NaN too
+            raise ConfigError(f"resume_s must be at least 0, got {self.resume_s}")
         if "://" in self.address and self.address.split("://")[0] in ("http", "https", "grpc"):
             raise ConfigError(f"address must be HOST:PORT of the gRPC port, without a scheme: {self.address!r}")
         if self.api_key is None and (found := os.environ.get(API_KEY_VARIABLE, "").strip()):
@@ -80,6 +84,10 @@ class CallPlanner:
         if self.address.rsplit(":", 1)[0] in _LOOPBACK:  # `http_proxy` in the environment is not meant for these
             options.append(("grpc.enable_http_proxy", 0))
         return options
+
+    def patience_s(self, call: Call[Any]) -> float:
+        """How long the call is tried again. Those that generate nothing are as well called again by whoever called."""
+        return self.resume_s if call.method in ("Generate", "Stream") else 0.0
 
     def generate(self, prompt: str | None, token_ids: Iterable[int] | None, options: Options) -> Call[Completion]:
         return self._whole(messages.prompt_request(prompt, token_ids, options))

@@ -45,6 +45,9 @@ _TOO_LARGE = re.compile(r"(Sent|Received|Decompressed) message larger than max")
 # A proxy whose server has died ends the stream with codes that stand for something else where a server gives them.
 _BROKEN = re.compile(r"RST_STREAM|http2 header with status: 50\d")
 
+# No server has seen such a call.
+_UNREACHED = re.compile(r"failed to connect|Connection refused|DNS resolution failed|resolver")
+
 
 def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: Any) -> AlignedServeError:
     """The error that a failed call stands for.
@@ -66,6 +69,23 @@ def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: 
     if issubclass(kind, OverloadedError) and (retry_after_s := _seconds(words.get("retry-after-s"))) is not None:
         details["retry_after_s"] = retry_after_s
     return kind(message, **details)
+
+
+def may_go_on(error: grpc.RpcError, *, begun: bool) -> bool:
+    """Whether the call may go on over another connection: this one broke, or its server is ending.
+
+    `begun`: a server has had the call. Then it is worth waiting for one that can be reached and has room.
+    """
+    status = error.code()
+    message, words = _split(error.details() or "")
+    if "code" in words:
+        return words["code"] == "shutting_down" or (begun and words["code"] in ("unavailable", "overloaded"))
+    if status is grpc.StatusCode.UNAVAILABLE:
+        return begun or not _UNREACHED.search(message)
+    if status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) or _BROKEN.search(message):
+        return True
+    # A proxy that has just started knows no application.
+    return begun and status in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:

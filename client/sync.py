@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from alignedserve.client.calls import DEFAULT_ADDRESS, Call, CallPlanner, open_stub
+from alignedserve.client.attempts import Attempts
+from alignedserve.client.calls import DEFAULT_ADDRESS, DEFAULT_RESUME_S, Call, CallPlanner, open_stub
 from alignedserve.client.options import ChatTurn, Options
 from alignedserve.client.types import Chunk, Completion, ModelCard
 
@@ -20,27 +23,49 @@ class ChunkStream(Iterator[Chunk]):
 
     Leaving early cancels the request at the server: `close()`, the end of a `with` block, or dropping the last
     reference (a `for` loop over `client.stream(...)` that breaks). A chunk that is asked for after that raises
-    CancelledError. `request_id` is None until the first chunk where the request did not name it.
+    CancelledError. `request_id` is None until the first chunk where the request did not name it. A connection that
+    breaks is replaced: see `Client`'s `resume_s`.
     """
 
-    def __init__(self, call: Call[Chunk], responses: Any) -> None:
-        self.request_id: str | None = call.message.request_id or None
-        self._call = call
-        self._responses = responses
+    def __init__(self, call: Call[Chunk], send: Callable[[Call[Chunk]], Any], patience_s: float) -> None:
+        self._attempts = Attempts(call, patience_s)
+        self._send = send
+        self._parse = call.parse
+        self._closed = threading.Event()
+        self._responses = send(call)
+
+    @property
+    def request_id(self) -> str | None:
+        return self._attempts.request_id
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
-        try:
-            chunk = self._call.parse(next(self._responses))
-        except grpc.RpcError as error:
-            raise self._call.error(error, self.request_id) from error
-        self.request_id = chunk.request_id
-        return chunk
+        while True:
+            try:
+                message = next(self._responses)
+            except grpc.RpcError as error:
+                if self._attempts.complete and not self._closed.is_set():
+                    raise StopIteration from None  # all is there but the word that it is
+                self._go_on(error)
+                continue
+            self._attempts.take(message)
+            return self._parse(message)
+
+    def _go_on(self, error: grpc.RpcError) -> None:
+        wait_s = None if self._closed.is_set() else self._attempts.again(error)
+        if wait_s is None:
+            raise self._attempts.error(error) from error
+        if self._closed.wait(wait_s):
+            raise self._attempts.call.closed_here() from error
+        self._responses = self._send(self._attempts.call)
+        if self._closed.is_set():
+            self._responses.cancel()
 
     def close(self) -> None:
         """Cancel the request unless its last chunk has been read. May be called again, and from another thread."""
+        self._closed.set()
         self._responses.cancel()
 
     def __enter__(self) -> Self:
@@ -52,18 +77,23 @@ class ChunkStream(Iterator[Chunk]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if "_responses" in self.__dict__:  # sending may have failed
+            self.close()
 
 
 class Client:
     """A blocking client of one cluster. Threads may share it; a process forked from this one needs its own.
 
     Args:
-        address: HOST:PORT of the cluster's gRPC port.
+        address: HOST:PORT of the cluster's gRPC port; `ipv4:HOST:PORT,HOST:PORT` for several, tried in order.
         model: the served model to use where a call names none; None: the only one.
         application: the Serve application's name, where one Ray cluster runs several.
         timeout_s: limit in seconds for every call that gives none of its own; None: no limit.
         api_key: for a server that has an --api-key-file; None: what ALIGNEDSERVE_API_KEY in the environment says.
+        resume_s: a call whose connection broke, or whose gateway ended, goes on through another connection. A stream
+            continues where it was, with the same tokens and text; nothing is repeated. So many seconds may pass from a
+            failure to the next token before it is raised; 0 raises it at once. A call that reaches no server at all
+            fails at once in any case.
 
     The connection is made by the first call, and made again after it broke. A `with` block closes it at its end.
 
@@ -89,8 +119,9 @@ class Client:
         application: str | None = None,
         timeout_s: float | None = None,
         api_key: str | None = None,
+        resume_s: float = DEFAULT_RESUME_S,
     ) -> None:
-        self._planner = CallPlanner(address, model, application, timeout_s, api_key)
+        self._planner = CallPlanner(address, model, application, timeout_s, api_key, resume_s)
         self._channel = grpc.insecure_channel(address, options=self._planner.channel_options())
         self._stub = open_stub(self._channel)
         self._closed = False
@@ -202,14 +233,18 @@ class Client:
         self.close()
 
     def _ask(self, call: Call[Result]) -> Result:
-        try:
-            response = self._send(call)
-        except grpc.RpcError as error:
-            raise call.error(error) from error
-        return call.parse(response)
+        attempts = Attempts(call, self._planner.patience_s(call))
+        while True:
+            try:
+                return call.parse(self._send(attempts.call))
+            except grpc.RpcError as error:
+                wait_s = attempts.again(error)
+                if wait_s is None:
+                    raise attempts.error(error) from error
+            time.sleep(wait_s)
 
     def _follow(self, call: Call[Chunk]) -> ChunkStream:
-        return ChunkStream(call, self._send(call))
+        return ChunkStream(call, self._send, self._planner.patience_s(call))
 
     def _send(self, call: Call[Any]) -> Any:
         if self._closed:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.gateway.calls import Answer, Delta
 from alignedserve.gateway.planning import CallPlan, PromptPlan
+from alignedserve.gateway.resume import Delivered
 from alignedserve.request import FinishReason, TokenLogprobs
 from alignedserve.text import IncrementalDetokenizer, StoppableText, Tokenizer
 
@@ -43,18 +44,19 @@ class AnswerView:
         sampling = answer.sampling
         self.answer = answer
         self.parts = 0
-        self.tokens = 0  # that the client got
+        self.tokens = 0  # that the client has
         self.finish: FinishReason | None = None
         self.scored = sampling.logprobs is not None
         self._echo = plan.reply.echo
         self._scored_only = plan.scored_only
         self._tokenizer = tokenizer
         self._base = 0  # characters of the echoed prompt
-        ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *sampling.eos_token_ids)
-        self._ends = frozenset(ends)
+        self._ends = frozenset(sampling.end_token_ids)
         self._text: StoppableText | None = None
         if tokenizer is not None:
             self._text = StoppableText(tokenizer, sampling.stop, answer.prompt.token_ids, sampling.min_tokens)
+        if plan.resume:
+            self._go_on(plan.resume[answer.index])
 
     @property
     def wants_prompt_scores(self) -> bool:
@@ -75,6 +77,16 @@ class AnswerView:
         self.parts += 1
         self.tokens += len(part.token_ids)
         return part
+
+    def _go_on(self, delivered: Delivered) -> None:
+        """As after a part with these tokens: the same text has been given out, the same is held back."""
+        tokens = delivered.token_ids
+        self.tokens = len(tokens)
+        self.finish = delivered.finish if delivered.told else None
+        if self._text is not None:
+            ended = delivered.finish is FinishReason.STOP and bool(tokens) and tokens[-1] in self._ends
+            for token in tokens[:-1] if ended else tokens:
+                self._text.push(token)
 
     def _push_prompt(self, part: Part, logprobs: Sequence[TokenLogprobs]) -> None:
         prompt = self.answer.prompt

@@ -105,7 +105,7 @@ class Gateway:
     async def Cancel(self, request: inf.CancelRequest, grpc_context: RayServegRPCContext) -> inf.CancelResponse:
         try:
             self._check_key(grpc_context)
-            return self._server.inference.cancel(request)
+            return await self._server.inference.cancel(request)
         except Exception as error:
             _refuse(grpc_context, error)
 

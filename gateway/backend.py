@@ -15,6 +15,7 @@ from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import RoleHost
 from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
 from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.peers import GatewayPeers, PeerService
 from alignedserve.gateway.planning import ServedModel
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
@@ -185,6 +186,7 @@ class Backend:
         self._link: SchedulerLink | None = None
         self._status_channel: tuple[str, TokenChannel] | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._peers = GatewayPeers(process.id, token)
 
     async def start(
         self,
@@ -196,6 +198,7 @@ class Backend:
         orphan_after_s: float = 60.0,
     ) -> None:
         self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
+        self._server.add(gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self._ledger))
         self.address = await self._server.start()
         self._link = SchedulerLink(self.process, self.address, self._token, self._ledger, self._model)
         self._ledger.attach(self._link)
@@ -205,6 +208,7 @@ class Backend:
             self.view = view
             on_view(view)
             await self._follow_scheduler(view)
+            await self._peers.follow(view)
 
         self._host = RoleHost(
             self.process,
@@ -225,6 +229,10 @@ class Backend:
     @property
     def scheduler_up(self) -> bool:
         return self._link is not None and self._link.up
+
+    async def cancel_call(self, call_id: str) -> bool:
+        """A client's cancel by id, whichever replica has the call. False where none has it."""
+        return self._ledger.cancel_call(call_id) or await self._peers.cancel(call_id)
 
     def report(self) -> None:
         if self._host is not None:
@@ -252,6 +260,7 @@ class Backend:
             await self._link.close()
         if self._host is not None:
             await self._host.close()
+        await self._peers.close()
         if self._status_channel is not None:
             await self._status_channel[1].close()
         await self._server.stop()

@@ -22,6 +22,7 @@ from alignedserve.request import (
 
 if TYPE_CHECKING:
     from alignedserve.gateway.news import EarlyEvent
+    from alignedserve.gateway.resume import Delivered
 
 
 class AnswerState(enum.Enum):
@@ -38,7 +39,9 @@ class AnswerState(enum.Enum):
 
 @dataclass(slots=True)
 class Answer:
-    """One answer to one prompt: a request of the cluster. `tokens` are all that were delivered, in whatever epoch."""
+    """One answer to one prompt: a request of the cluster. `tokens` are all that were delivered, in whatever epoch and
+    by whichever gateway.
+    """
 
     call: Call
     index: int
@@ -93,8 +96,7 @@ class Answer:
     def finished_unsaid(self) -> FinishReason | None:
         """How it ended, where all its tokens are there and only the word that it has ended was lost."""
         sampling = self.sampling
-        ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *sampling.eos_token_ids)
-        if self.tokens and self.tokens[-1] in ends and len(self.tokens) > sampling.min_tokens:
+        if self.tokens and self.tokens[-1] in sampling.end_token_ids and len(self.tokens) > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= sampling.max_tokens else None
 
@@ -155,6 +157,8 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
         self._pending: dict[int, Delta] = {}
         self._waiter: asyncio.Future[None] | None = None
+        for answer, delivered in zip(self.answers, plan.resume, strict=bool(plan.resume)):
+            self._go_on(answer, delivered)
 
     def _answer(self, number: int, prompt: PromptPlan, index: int) -> Answer:
         plan = self.plan
@@ -166,6 +170,17 @@ class Call:
             request_id=f"{plan.internal_id}-{index}",
             group_id=f"{plan.internal_id}-g{index - number}",
         )
+
+    def _go_on(self, answer: Answer, delivered: Delivered) -> None:
+        answer.tokens.extend(delivered.token_ids)
+        if delivered.finish is None:
+            return
+        answer.state = AnswerState.ENDED
+        answer.finish = delivered.finish
+        if delivered.told:
+            self.open -= 1
+        else:
+            self.add(answer, finish=delivered.finish)
 
     def add(
         self,

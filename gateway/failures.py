@@ -57,6 +57,12 @@ class MethodNotAllowedError(RequestError):
     http_status = 405
 
 
+class ShuttingDownError(UnavailableError):
+    """This gateway ends; another one may go on with the call, and `alignedserve.client` asks it to."""
+
+    code = "shutting_down"
+
+
 def as_error(error: BaseException) -> AlignedServeError:
     """The error to report. What is not ours is a bug: its text stays in the log."""
     if isinstance(error, AlignedServeError):

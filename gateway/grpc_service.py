@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
 from alignedserve.gateway.replies import LEAST_LOGPROB, Parts, timings
 from alignedserve.gateway.requests import parse_chat, parse_completion
+from alignedserve.gateway.resume import with_resume
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
@@ -44,7 +45,10 @@ _OPTIONAL = (
 class InferenceService:
     """What the service's four methods do. They raise AlignedServeError; who serves them turns it into a status."""
 
-    def __init__(self, ledger: Ledger, model: ServedModel, max_body_bytes: int) -> None:
+    def __init__(
+        self, ledger: Ledger, model: ServedModel, max_body_bytes: int, cancel_call: Callable[[str], Awaitable[bool]]
+    ) -> None:
+        self._cancel_call = cancel_call
         self._ledger = ledger
         self._max_body_bytes = max_body_bytes
         self._model = model
@@ -84,6 +88,7 @@ class InferenceService:
                     )
                     if prompt is not None:
                         chunk.prompt_token_ids.extend(prompt)
+                        chunk.seed = call.plan.prompts[0].sampling.seed
                         prompt = None
                     if all(other.finish is not None for other in parts.views):
                         chunk.usage.CopyFrom(_usage(parts))
@@ -93,8 +98,8 @@ class InferenceService:
         finally:
             self._ledger.close(call)
 
-    def cancel(self, request: inf.CancelRequest) -> inf.CancelResponse:
-        return inf.CancelResponse(found=self._ledger.cancel_call(request.request_id))
+    async def cancel(self, request: inf.CancelRequest) -> inf.CancelResponse:
+        return inf.CancelResponse(found=await self._cancel_call(request.request_id))
 
     def list_models(self) -> inf.ModelList:
         info = self._model.info
@@ -109,8 +114,10 @@ class InferenceService:
             raise InvalidRequestError(message, param="request_id")
         body = body_of(request)
         if "messages" in body:
-            return await plan_chat(self._model, parse_chat(body), request.request_id)
-        return await plan_completion(self._model, parse_completion(body), request.request_id)
+            plan = await plan_chat(self._model, parse_chat(body), request.request_id)
+        else:
+            plan = await plan_completion(self._model, parse_completion(body), request.request_id)
+        return with_resume(plan, request, self._model)
 
     def _choice(self, view: AnswerView, part: Part) -> inf.Choice:
         return inf.Choice(
@@ -196,7 +203,7 @@ class InferenceServicer(inf_grpc.InferenceServicer):
             await chunks.aclose()
 
     async def Cancel(self, request: inf.CancelRequest, context: Any) -> inf.CancelResponse:
-        return self._service.cancel(request)
+        return await self._service.cancel(request)
 
     async def ListModels(self, request: pb.Empty, context: Any) -> inf.ModelList:
         return self._service.list_models()

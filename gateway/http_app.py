@@ -58,7 +58,11 @@ def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator, keys: A
     def route(path: str, handle: Any, method: str) -> Route:
         return Route(path, _Endpoint(handle if path in OPEN_PATHS else guarded(handle, keys)), methods=[method])
 
-    posts = {"/v1/completions": completions, "/v1/chat/completions": chat}
+    posts = {
+        "/v1/completions": completions,
+        "/v1/chat/completions": chat,
+        "/v1/requests/{request_id:path}/cancel": operations.cancel,
+    }
     gets = {
         "/v1/models": operations.models,
         "/v1/models/{model_id:path}": operations.model,

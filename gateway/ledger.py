@@ -33,6 +33,7 @@ from alignedserve.errors import (
     UnavailableError,
 )
 from alignedserve.gateway.calls import Answer, AnswerState, Call
+from alignedserve.gateway.failures import ShuttingDownError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.news import EarlyEvent, News, read_event
 from alignedserve.gateway.planning import CallPlan
@@ -77,18 +78,22 @@ class Ledger:
         """Submit a call.
 
         Raises before anything is sent: OverloadedError when this gateway holds as much as it may, InvalidRequestError
-        for a request id in use or more answers than it can ever hold, UnavailableError when it is draining.
+        for a request id in use or more answers than it can ever hold, ShuttingDownError when it is draining.
+        A call that goes on with another one takes its place.
         """
+        if plan.resume and (broken := self._calls.pop(plan.id, None)) is not None:
+            self._fail(broken, CancelledError("the call goes on over another connection"))
         self._check_room(plan)
         call = Call(plan)
+        if not call.open:  # it had ended, and the client had not heard of it
+            return call
         if plan.scored_only and all(prompt.sampling.prompt_logprobs is None for prompt in plan.prompts):
             for answer in call.answers:  # echo alone: there is nothing to compute
                 answer.state = AnswerState.ENDED
                 call.add(answer, finish=FinishReason.LENGTH)
             return call
         self._calls[plan.id] = call
-        for answer in call.answers:
-            self._open[answer.request_id] = answer
+        self._open |= {answer.request_id: answer for answer in call.answers if not answer.ended}
         self._empty.clear()
         self._metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
         if plan.timeout_s is not None:
@@ -100,7 +105,8 @@ class Ledger:
         """The reader is done with it (or gone): what is not finished is cancelled, everywhere. May be called again."""
         if call.timer is not None:
             call.timer.cancel()
-        self._calls.pop(call.plan.id, None)
+        if self._calls.get(call.plan.id) is call:
+            del self._calls[call.plan.id]
         if call.open and call.error is None:
             self._metrics.on_call_failed(CancelledError("its client went away"))
         self._cancel([answer for answer in call.answers if not answer.ended])
@@ -129,7 +135,7 @@ class Ledger:
         """This gateway is ending: every call ends with an error, and is cancelled everywhere."""
         self.drain()
         for call in list(self._calls.values()):
-            self._fail(call, UnavailableError("this gateway is shutting down"))
+            self._fail(call, ShuttingDownError("this gateway is shutting down"))
 
     # ---- from the workers
 
@@ -199,7 +205,7 @@ class Ledger:
 
     def _check_room(self, plan: CallPlan) -> None:
         if self._draining:
-            raise UnavailableError("this gateway is shutting down")
+            raise ShuttingDownError("this gateway is shutting down")
         if plan.answers > self._max_open:
             message = f"one call may ask for {self._max_open} answers at most, this asks for {plan.answers}"
             raise InvalidRequestError(message, param="prompt")

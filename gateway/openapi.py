@@ -139,6 +139,7 @@ def _operation_schemas() -> dict[str, Schema]:
     return {
         "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
+        "Cancelled": _object({"id": _STRING, "object": {"const": "request.cancelled"}}, ["id", "object"]),
         "Live": _object({"status": {"const": "ok"}}, ["status"]),
         "Health": _object(
             {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
@@ -199,10 +200,21 @@ def _guard(paths: dict[str, Any], keys_wanted: bool) -> Schema:
 def openapi_json(keys_wanted: bool = False) -> bytes:
     """The OpenAPI 3.1 document, as `GET /openapi.json` gives it; `keys_wanted`: the server asks for API keys."""
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": _STRING}
+    request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": _STRING}}}
     paths: dict[str, Any] = {
         "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
         "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
+        "/v1/requests/{request_id}/cancel": {
+            "post": {
+                "summary": "Cancel a running request by the x-alignedserve-request-id of its answer",
+                "responses": {
+                    "200": _json("Cancelled", "It has ended; its own client gets an error."),
+                    "404": _json("Error", "No such request is running."),
+                },
+            },
+            "parameters": [request_id],
+        },
         "/v1/models": _get("List models", ("200", _json("ModelList", "All models that are served."))),
         "/v1/models/{model_id}": {
             **_get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from alignedserve.errors import NotFoundError
 from alignedserve.gateway.asgi import Receive, Scope, Send, send_bytes, send_error, send_json
 from alignedserve.gateway.failures import ModelNotFoundError
 from alignedserve.gateway.health import Health
@@ -18,6 +19,8 @@ class Operator(Protocol):
     model: ServedModel
 
     def health(self) -> Health: ...
+
+    async def cancel_call(self, call_id: str) -> bool: ...
 
     async def metrics_text(self) -> str: ...
 
@@ -50,6 +53,13 @@ class Operations:
             await send_error(send, ModelNotFoundError(message, param="model"))
             return
         await send_json(send, model_card(self._operator.model))
+
+    async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = scope["path_params"]["request_id"]
+        if await self._operator.cancel_call(request_id):
+            await send_json(send, {"id": request_id, "object": "request.cancelled"})
+        else:
+            await send_error(send, NotFoundError(f"no request {request_id[:200]!r} is running", param="request_id"))
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"status": "ok"})

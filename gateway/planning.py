@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import InvalidRequestError, UnavailableError
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
@@ -16,6 +16,9 @@ from alignedserve.gateway.requests import ChatRequest, CompletionRequest, ReplyO
 from alignedserve.model import ModelInfo
 from alignedserve.request import SamplingParams
 from alignedserve.text import ChatTemplate, Tokenizer
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.resume import Delivered
 
 DEFAULT_MAX_TOKENS = 16
 _LONG_TEXT = 8192  # characters; a longer text is tokenised in a thread, so that nobody waits for it
@@ -45,6 +48,7 @@ class CallPlan:
     timeout_s: float | None = None
     scored_only: bool = False
     internal_id: str = ""
+    resume: tuple[Delivered, ...] = ()  # one an answer, where the call goes on with one whose connection broke
 
     @property
     def answers(self) -> int:

@@ -60,7 +60,7 @@ class GatewayServer:
         self._node_id = ""
         self.api_keys = ApiKeys(config.gateway.api_key_file)
         self.asgi_app: Starlette = build_app(config.gateway, ledger, self, self.api_keys)
-        self.inference = InferenceService(ledger, model, config.gateway.max_body_bytes)
+        self.inference = InferenceService(ledger, model, config.gateway.max_body_bytes, backend.cancel_call)
 
     @classmethod
     async def create(
@@ -138,6 +138,9 @@ class GatewayServer:
         await self.backend.close()
 
     # ---- what the operations' endpoints ask
+
+    async def cancel_call(self, call_id: str) -> bool:
+        return await self.backend.cancel_call(call_id)
 
     def health(self) -> Health:
         return judge(

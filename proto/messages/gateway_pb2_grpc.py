@@ -97,3 +97,76 @@ class TokenSink(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class GatewayPeerStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.CancelCall = channel.unary_unary(
+                '/alignedserve.v1.GatewayPeer/CancelCall',
+                request_serializer=alignedserve_dot_proto_dot_gateway__pb2.CallId.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_gateway__pb2.CallFound.FromString,
+                _registered_method=True)
+
+
+class GatewayPeerServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def CancelCall(self, request, context):
+        """End a call of this replica; it is not passed on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_GatewayPeerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'CancelCall': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelCall,
+                    request_deserializer=alignedserve_dot_proto_dot_gateway__pb2.CallId.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_gateway__pb2.CallFound.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'alignedserve.v1.GatewayPeer', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('alignedserve.v1.GatewayPeer', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class GatewayPeer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def CancelCall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.GatewayPeer/CancelCall',
+            alignedserve_dot_proto_dot_gateway__pb2.CallId.SerializeToString,
+            alignedserve_dot_proto_dot_gateway__pb2.CallFound.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

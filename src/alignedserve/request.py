@@ -90,6 +90,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the request."""
+        return self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *self.eos_token_ids)
+
     def with_seed(self, seed: int) -> SamplingParams:
         return replace(self, seed=seed)
 

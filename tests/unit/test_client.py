@@ -119,7 +119,7 @@ def test_a_status_becomes_its_error(
     ask: Ask, method: str, status: str, details: str, kind: type[AlignedServeError]
 ) -> None:
     with pytest.raises(kind) as caught:
-        ask(method, f"fail {status} {details}", request_id="mine")
+        ask(method, f"fail {status} {details}", request_id="mine", settings={"resume_s": 0})
     assert type(caught.value) is kind
     assert str(caught.value) == "no"
     assert caught.value.details["status"] == status

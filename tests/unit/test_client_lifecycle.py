@@ -85,7 +85,7 @@ def test_an_address_with_a_scheme_is_refused() -> None:
 
 
 def test_a_failure_in_the_middle_of_a_stream_follows_what_came_before(address: str) -> None:
-    with Client(address) as client:
+    with Client(address, resume_s=0) as client:
         stream = client.stream("break")
         assert next(stream).text == " a"
         with pytest.raises(AlignedServeError, match="the actor died") as caught:

@@ -221,6 +221,24 @@ async def test_grpc_cancel_by_id(client: AsyncClient, cluster: FakeCluster) -> N
     await cluster.wait_for(lambda: cluster.cancelled)
 
 
+async def test_http_cancel_by_id(cluster: FakeCluster, gateway: RunningGateway) -> None:
+    cluster.script = silent_script
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http,
+        AsyncClient(gateway.grpc_address) as client,
+    ):
+        waiting = asyncio.create_task(client.generate("a", request_id="of/mine:1"))
+        await cluster.wait_for(lambda: cluster.submitted)
+        gone = await http.post("/v1/requests/of/mine:1/cancel")
+        assert (gone.status_code, gone.json()) == (200, {"id": "of/mine:1", "object": "request.cancelled"})
+        with pytest.raises(CancelledError):
+            await waiting
+        again = await http.post("/v1/requests/of/mine:1/cancel")
+        assert (again.status_code, again.json()["error"]["code"]) == (404, "not_found")
+        assert (await http.get("/v1/requests/x/cancel")).status_code == 405
+    await cluster.wait_for(lambda: cluster.cancelled)
+
+
 async def test_a_grpc_client_that_leaves_is_cancelled(
     client: AsyncClient, cluster: FakeCluster, gateway: RunningGateway
 ) -> None:

@@ -28,13 +28,18 @@ class RunningGateway:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    cluster: FakeCluster, *, model_path: str | Path = "", wait: bool = True, **gateway_keys: Any
+    cluster: FakeCluster,
+    *,
+    gateway_id: str = "gateway-0",
+    model_path: str | Path = "",
+    wait: bool = True,
+    **gateway_keys: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Start one (the shipped model's texts unless `model_path` says otherwise), with keys of the `gateway` section."""
     config = Config()
     config = replace(config, gateway=replace(config.gateway, **gateway_keys))
     path = model_path or resolve_model("tiny")
-    process = pb.ProcessKey(role="gateway", id="gateway-0", incarnation=new_incarnation())
+    process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
     server = await GatewayServer.create(config, path, process, cluster.address, TOKEN)
     try:
         async with StandaloneGateway(server) as listening:

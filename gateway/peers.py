@@ -1,0 +1,68 @@
+"""The other gateway replicas: a call is cancelled through whichever of them its client reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+ANSWER_WITHIN_S = 1.0
+
+
+class GatewayPeers:
+    """Asks the replicas that the supervisor knows, all at once; one that does not answer in time knows of nothing."""
+
+    def __init__(self, own_id: str, token: str) -> None:
+        self._own_id = own_id
+        self._token = token
+        self._channels: dict[str, TokenChannel] = {}  # by address
+
+    async def follow(self, view: sv.ClusterView) -> None:
+        addresses = {
+            peer.address
+            for peer in view.peers
+            if peer.process.role == "gateway" and peer.process.id != self._own_id and peer.address
+        }
+        for address in self._channels.keys() - addresses:
+            await self._channels.pop(address).close()
+        for address in addresses - self._channels.keys():
+            self._channels[address] = open_channel(address, self._token)
+
+    async def cancel(self, call_id: str) -> bool:
+        """Whether one of them had the call; it has ended then."""
+        found = await asyncio.gather(*(self._cancel_at(channel, call_id) for channel in self._channels.values()))
+        return any(found)
+
+    async def close(self) -> None:
+        while self._channels:
+            await self._channels.popitem()[1].close()
+
+    async def _cancel_at(self, channel: TokenChannel, call_id: str) -> bool:
+        try:
+            answer = await gw_grpc.GatewayPeerStub(channel).CancelCall(
+                gw.CallId(call_id=call_id), timeout=ANSWER_WITHIN_S
+            )
+        except grpc.aio.AioRpcError as error:
+            logger.debug("another gateway cannot be asked: %s", error.code().name)
+            return False
+        return bool(answer.found)
+
+
+class PeerService(gw_grpc.GatewayPeerServicer):
+    """What the others ask of this replica."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def CancelCall(self, request: gw.CallId, context: grpc.aio.ServicerContext[Any, Any]) -> gw.CallFound:
+        return gw.CallFound(found=self._ledger.cancel_call(request.call_id))
