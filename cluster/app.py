@@ -26,6 +26,7 @@ from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_to
 from alignedserve.cluster.supervisor import Identity, Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_tree, to_tree
+from alignedserve.gateway.serve_ports import close_internal_port
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class SupervisorDeployment:
     """
 
     async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:  # type: ignore[misc]
+        close_internal_port()
         self._config = from_tree(tree)
         logs.setup(self._config.log, "supervisor", "supervisor-0")
         context = serve.get_replica_context()

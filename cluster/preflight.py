@@ -10,7 +10,6 @@ import os
 import socket
 from pathlib import Path
 
-from alignedserve.cluster import haproxy
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import check_gpus
 from alignedserve.config import Config, GatewayConfig
@@ -88,9 +87,7 @@ def check_ports(config: Config) -> None:
     if config.gateway.port == config.gateway.grpc_port:
         raise ConfigError(f"gateway.port and gateway.grpc_port are both {config.gateway.port}")
     _check_port("HTTP port (--port)", config.gateway.host, config.gateway.port)
-    # Serve's Python proxy listens for gRPC on every address.
-    grpc_host = config.gateway.host if haproxy.wanted(config) else "0.0.0.0"
-    _check_port("gRPC port (--grpc-port)", grpc_host, config.gateway.grpc_port)
+    _check_port("gRPC port (--grpc-port)", config.gateway.host, config.gateway.grpc_port)
 
 
 def _check_port(what: str, host: str, port: int) -> None:

@@ -17,9 +17,12 @@ from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError
+from alignedserve.gateway import serve_ports
 
 GRPC_SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
+WORKER_SETUP = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray's own name for what its workers run first
+LOOPBACK = "127.0.0.1"
 OLD_SESSION_S = 24 * 3600.0
 
 # Set before Ray is imported, and inherited by what it starts.
@@ -76,10 +79,14 @@ class RaySession:
         try:
             if self.owned:
                 _leave_out_services()
+                _stay_on_loopback()
+                os.environ[WORKER_SETUP] = f"{serve_ports.__name__}.{serve_ports.narrow.__name__}"
+                os.environ[serve_ports.GRPC_HOST] = self._grpc_host()
                 _own_process_groups()
                 ray.init(
                     address="local",
                     include_dashboard=False,
+                    _node_ip_address=LOOPBACK,
                     object_store_memory=OBJECT_STORE_BYTES,
                     _temp_dir=str(self._folder),
                     **common,
@@ -104,10 +111,7 @@ class RaySession:
             return {}
         self._haproxy = haproxy.prepare(self._config)
         if self._haproxy is None:
-            self.note = (
-                "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place, and "
-                "listens for gRPC on every address"
-            )
+            self.note = "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place"
             os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
             return {}
         environment = self._haproxy.environment(self._config)
@@ -146,6 +150,13 @@ class RaySession:
     def _serve_host(self) -> str:
         host = self._config.gateway.host
         return host if self._haproxy is None else haproxy.serve_host(host)
+
+    def _grpc_host(self) -> str:
+        """Where Serve's own gRPC ports listen; HAProxy, where it runs, is in front of them."""
+        host = self._config.gateway.host
+        if self._haproxy is not None:
+            return LOOPBACK
+        return f"[{host or '::'}]" if ":" in host or not host else host
 
     @staticmethod
     def build(tree: dict[str, Any]) -> Any:
@@ -238,6 +249,18 @@ def _leave_out_services() -> None:
     for name in ("start_monitor", "start_api_server", "start_log_monitor"):
         if callable(getattr(Node, name, None)):
             setattr(Node, name, start_nothing)
+
+
+def _stay_on_loopback() -> None:
+    """Have Ray's own processes listen on loopback only, and leave out the job API that each node's agent serves.
+
+    Ray binds every interface unless the node's address is 127.0.0.1, which it takes for a mistake and replaces; and it
+    has no option to do without the agent's HTTP server but to lack what that imports.
+    """
+    from ray._private import services, utils
+
+    services.resolve_ip_for_localhost = lambda host: host
+    utils.get_dashboard_dependency_error = lambda: ImportError("left out")
 
 
 def _own_process_groups() -> None:

@@ -20,6 +20,7 @@ from alignedserve.control.role import new_incarnation
 from alignedserve.gateway import api_keys
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.serve_ports import close_internal_port
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
@@ -48,6 +49,7 @@ class Gateway:
     """
 
     async def __init__(self, tree: Tree, supervisor: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # awaited
+        close_internal_port()
         config = from_tree(tree)
         self._supervisor = supervisor
         gateway_id = f"gateway-{serve.get_replica_context().replica_id.unique_id}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+import psutil
 import pytest
 
 from alignedserve.cluster.descendants import Descendants
@@ -117,6 +120,8 @@ def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_onl
             ]
             assert ("127.0.0.1", server.grpc_port) in sockets
             assert {address for address, _ in sockets} == {"127.0.0.1"}
+            assert open_to_others(server.process.pid) == []
+            assert_gcs_wants_its_token(server.process.pid)
         assert two.stop() == 0
         assert {role["pid"] for role in one.get("/alignedserve/status")["roles"]} == pids[0]
 
@@ -154,6 +159,34 @@ def listening(pid: int) -> set[tuple[str, int]]:
             address, port = fields[1].split(":")
             found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
     return found
+
+
+def open_to_others(pid: int) -> list[str]:
+    """What a process and its descendants listen on that is not this machine's own."""
+    found = []
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ports = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            found += [f"{process.name()} {address}" for address in ports if not is_loopback(address.ip)]
+    return found
+
+
+def is_loopback(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def assert_gcs_wants_its_token(pid: int) -> None:
+    """Other users of this machine reach Ray's ports as well: without the token of this cluster they learn nothing."""
+    (gcs,) = [child for child in psutil.Process(pid).children(recursive=True) if child.name() == "gcs_server"]
+    ports = [c.laddr.port for c in gcs.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    for port in ports:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(b"", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert ports
 
 
 def wait_printed(server: ServeProcess, text: str, timeout_s: float = 10.0) -> None:

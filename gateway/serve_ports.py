@@ -1,0 +1,40 @@
+"""What Ray Serve's processes listen on beside the ports that clients use (docs/adr/0015).
+
+Serve binds all of its gRPC ports to every interface, and has no option for it. One of them takes pickled requests from
+anybody: whoever reaches it runs code as this user.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+GRPC_HOST = "ALIGNEDSERVE_SERVE_GRPC_HOST"
+"""In the environment of Ray's workers: the address that Serve's gRPC ports listen on instead of every one."""
+ANY = "[::]:"
+
+
+def close_internal_port() -> None:
+    """In the constructor of a deployment: its replica will not listen for calls of other deployments over gRPC.
+
+    Handles call replicas as actors, unless Serve was told otherwise (RAY_SERVE_USE_GRPC_BY_DEFAULT=1).
+    """
+    from ray.serve._private import constants, replica
+
+    if not constants.RAY_SERVE_USE_GRPC_BY_DEFAULT and hasattr(replica, "add_port_to_grpc_server"):
+        replica.add_port_to_grpc_server = lambda server, address: 0
+
+
+def narrow() -> None:
+    """At the start of a worker of Ray: gRPC ports asked for on every interface are bound to GRPC_HOST's address."""
+    host = os.environ.get(GRPC_HOST, "")
+    if not host:
+        return
+    from grpc.aio._server import Server
+
+    bind = Server.add_insecure_port
+
+    def add_insecure_port(self: Any, address: str) -> int:
+        return bind(self, f"{host}:{address.removeprefix(ANY)}" if address.startswith(ANY) else address)
+
+    Server.add_insecure_port = add_insecure_port  # type: ignore[method-assign]
