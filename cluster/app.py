@@ -72,7 +72,7 @@ class SupervisorDeployment:
             self._config.cluster.name,
             self._config.gateway.api_key_file,
         )
-        self._supervisor = Supervisor(self._config, launcher, self._identity)
+        self._supervisor = Supervisor(self._config, launcher, self._identity, replaceable=True)
         self._ended = False
         self._failed_at = 0.0
         await self._supervisor.start()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.cluster.members import Member, Phase, Slot
 from alignedserve.cluster.plan import PlannedRole, pair_up
+from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.roster import Roster
 from alignedserve.cluster.store_planner import StorePlanner
+from alignedserve.cluster.vigil import LATE_S, Vigil
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError, ModelError, StaleError, by_code
 from alignedserve.proto import common_pb2 as pb
@@ -41,7 +43,15 @@ class Fence:
     reason: str
 
 
-Action = Launch | Fence
+@dataclass(frozen=True, slots=True)
+class FenceGuest:
+    """The same for a process that somebody else starts, and replaces; say `process_ended`."""
+
+    hello: sv.RoleHello
+    reason: str
+
+
+Action = Launch | Fence | FenceGuest
 
 
 class SupervisorCore:
@@ -59,6 +69,9 @@ class SupervisorCore:
         self.was_ready = False
         self.ending = False
         self.failure: pb.Failure | None = None
+        self.supervisor: sv.Peer | None = None
+        """Itself, for agents that may end it when it hangs."""
+        self.own_pid = 0
         self._ticked_at: float | None = None
 
     # ---- events
@@ -87,11 +100,11 @@ class SupervisorCore:
         if self.ending or (same and slot.phase is Phase.ENDING):
             return _refusal(f"{key.id} is being ended")
         if not same:
-            slot.member = Member(hello, now, unix_s)
+            slot.member = Member(hello, Vigil(now), unix_s)
             slot.was_ready = False
             slot.deadline = now + self.config.supervisor.start_timeout_s
         elif old is not None:
-            old.heard_at = now
+            old.vigil.heard(None, now)
         slot.enter(Phase.JOINED, now)
         self._touch()
         return None
@@ -102,7 +115,7 @@ class SupervisorCore:
         if member is None:
             return []
         before = (member.state, list(member.beat.stores), member.beat.HasField("failure"))
-        member.heard_at = now
+        member.vigil.heard(beat, now)
         member.beat = beat
         if (member.state, list(beat.stores), beat.HasField("failure")) != before:
             self._touch()
@@ -122,6 +135,24 @@ class SupervisorCore:
             self.roster.lost_guests[key.id] = now + RECONNECT_S
         elif slot.phase is Phase.JOINED:
             slot.enter(Phase.LOST, now)
+        self._touch()
+        return []
+
+    def seen(self, sights: Mapping[tuple[str, int], Sight], now: float) -> None:
+        """What the kernel says of processes, by id and incarnation. Of those that are not here nothing is known."""
+        for member, _ in self.roster.members():
+            sight = sights.get((member.key.id, member.key.incarnation))
+            if sight is not None:
+                member.vigil.seen(sight, now)
+
+    def process_ended(self, key: pb.ProcessKey, reason: str, now: float) -> list[Action]:
+        """This process of a role or guest is known to be dead, whoever fills its place by now."""
+        if self.roster.member(key) is None:
+            return []
+        slot = self.roster.slots.get(key.id)
+        if slot is not None:
+            return self.ended(key.id, slot.generation, reason, now)
+        self.roster.drop_guest(key.id)
         self._touch()
         return []
 
@@ -150,15 +181,17 @@ class SupervisorCore:
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed: launch what is due, fence what is silent."""
-        late = self._ticked_at is not None and now - self._ticked_at > self.config.supervisor.fence_after_s / 2
+        slept_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
-        if late:  # it was this process that slept: nobody else is to blame for what was not heard meanwhile
-            self.roster.forgive(now)
+        if slept_s > min(LATE_S, self.config.supervisor.fence_after_s / 2):
+            self.roster.forgive(slept_s, now)  # nobody else is to blame for what was not heard meanwhile
         if self.roster.drop_lost_guests(now):
             self._touch()
         if self.ending:
             return []
-        return [action for slot in self.roster.slots.values() if (action := self._due(slot, now)) is not None]
+        due = [self._due(slot, now) for slot in self.roster.slots.values()]
+        guests = [self._hung_guest(member, now) for member in self.roster.guests.values()]
+        return [action for action in (*due, *guests) if action is not None]
 
     def end(self) -> None:
         """Nothing is to be started any more, and gateways hear that the others are about to end."""
@@ -171,11 +204,15 @@ class SupervisorCore:
     def view(self) -> sv.ClusterView:
         return sv.ClusterView(
             version=self.view_version,
-            peers=[member.peer(lost=lost, detailed=False) for member, lost in self.roster.members()],
+            peers=[
+                member.peer(lost=lost, fenced=self.roster.is_fenced(member.key.id))
+                for member, lost in self.roster.members()
+            ],
             model_info=self.planner.model_info,
             pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in pair_up(self.config)],
             store_plan=self.planner.store_plan,
             ending=self.ending,
+            supervisor=self.supervisor,
         )
 
     def state(self) -> str:
@@ -213,7 +250,8 @@ class SupervisorCore:
         if old is not None and key.incarnation < old.key.incarnation:
             return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
         if old is None or old.key.incarnation != key.incarnation:
-            self.roster.guests[key.id] = Member(hello, now, unix_s)
+            self.roster.drop_guest(key.id)
+            self.roster.guests[key.id] = Member(hello, Vigil(now), unix_s)
         self.roster.lost_guests.pop(key.id, None)
         self._touch()
         return None
@@ -249,8 +287,10 @@ class SupervisorCore:
             return Launch(slot.planned, slot.generation)
         if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
             return self._fence(slot, "its connection broke", now)
-        if slot.phase is Phase.JOINED and slot.member and now - slot.member.heard_at > limits.fence_after_s:
-            return self._fence(slot, f"nothing was heard of it for {limits.fence_after_s:g} s", now)
+        if slot.phase is Phase.JOINED and slot.member:
+            hung = slot.member.vigil.verdict(slot.member.beat, limits, now)
+            if hung:
+                return self._fence(slot, hung, now)
         if slot.phase in (Phase.STARTING, Phase.JOINED) and not slot.was_ready and now > slot.deadline:
             state = slot.member.state if slot.member else "not joined"
             reason = f"{slot.planned.id} was not ready in time ({state})"
@@ -258,6 +298,19 @@ class SupervisorCore:
                 self._fail(None, f"{reason}; supervisor.start_timeout_s is {limits.start_timeout_s:g}")
             return self._fence(slot, reason, now)
         return None
+
+    def _hung_guest(self, member: Member, now: float) -> FenceGuest | None:
+        key = member.key
+        if key.id in self.roster.ending_guests or key.id in self.roster.lost_guests:
+            return None
+        if member.hello.pid == self.own_pid:  # a gateway in this very process, which is running
+            return None
+        hung = member.vigil.verdict(member.beat, self.config.supervisor, now)
+        if not hung:
+            return None
+        self.roster.ending_guests.add(key.id)
+        self._touch()
+        return FenceGuest(member.hello, hung)
 
     def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
         hello = slot.member.hello if slot.member else None

@@ -1,4 +1,4 @@
-"""Ending processes for certain: through the node's agent, which waits on them, or the launcher where there is none."""
+"""Ending processes for certain: by the node's agent, which waits on them, here on this node, or by the launcher."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import grpc
 
 from alignedserve.cluster.launcher import Launcher
 from alignedserve.cluster.members import Slot
+from alignedserve.cluster.processes import end_process
 from alignedserve.cluster.roster import Roster
 from alignedserve.control.rpc import open_channel
 from alignedserve.proto import node_agent_pb2 as na
@@ -19,13 +20,19 @@ from alignedserve.proto import supervisor_pb2 as sv
 logger = logging.getLogger(__name__)
 
 AGENT_TIMEOUT_S = 10.0
+AGENT_PATIENCE_S = 1.0
+END_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 
 
 class Fencer:
-    """Messages do not fence memory: only a process that is known to be dead writes nothing any more."""
+    """Messages do not fence memory: only a process that is known to be dead writes nothing any more.
+
+    `here` is the node of this process, where it can do itself what an agent does.
+    """
 
     def __init__(self, roster: Callable[[], Roster], launcher: Launcher, token: str) -> None:
+        self.here = ""
         self._roster = roster
         self._launcher = launcher
         self._token = token
@@ -33,10 +40,10 @@ class Fencer:
     async def end(self, role_id: str, hello: sv.RoleHello | None, still_wanted: Callable[[], bool]) -> bool:
         """End the process, trying until it is dead or `still_wanted` is not.
 
-        True when an agent has seen it end; False when the launcher's own word (`watch`) came first.
+        True when it was seen to end; False when the launcher's own word (`watch`) came first.
         """
         while still_wanted():
-            if hello is not None and await self._through_agent(hello):
+            if hello is not None and await self._end(hello):
                 return True
             await self._launcher.kill(role_id)
             await asyncio.sleep(RETRY_S)
@@ -45,11 +52,24 @@ class Fencer:
     async def kill(self, slot: Slot) -> None:
         """One try; the launcher says when it has ended."""
         hello = slot.member.hello if slot.member else None
-        if hello is None or not await self._through_agent(hello):
+        if hello is None or not await self._end(hello):
             await self._launcher.kill(slot.planned.id)
 
+    async def _end(self, hello: sv.RoleHello) -> bool:
+        """True when the process is known to be dead. An agent that does not answer at once may hang itself."""
+        through_agent = asyncio.create_task(self._through_agent(hello))
+        try:
+            done, _ = await asyncio.wait([through_agent], timeout=AGENT_PATIENCE_S)
+            if done and through_agent.result():
+                return True
+            if self.here and hello.node_id == self.here:
+                return await end_process(hello.pid, hello.process.incarnation / 1e9, END_TIMEOUT_S)
+            return await through_agent
+        finally:
+            through_agent.cancel()
+
     async def _through_agent(self, hello: sv.RoleHello) -> bool:
-        """True when the process is known to be dead; False where there is no agent to say so."""
+        """False where there is no agent to say so."""
         agent = self._agent(hello)
         if agent is None:
             return False

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from alignedserve.cluster.plan import PlannedRole
+from alignedserve.cluster.vigil import Vigil
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 
@@ -28,7 +29,7 @@ class Member:
     """A process that has joined: who it is, and what it said last."""
 
     hello: sv.RoleHello
-    heard_at: float
+    vigil: Vigil
     joined_unix_s: float
     beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)
 
@@ -40,7 +41,7 @@ class Member:
     def state(self) -> str:
         return self.beat.state or "starting"
 
-    def peer(self, *, lost: bool, detailed: bool) -> sv.Peer:
+    def peer(self, *, lost: bool, fenced: bool = False, detailed: bool = False) -> sv.Peer:
         """As others see it; what changes all the time is left out but where `detailed`."""
         peer = sv.Peer(
             process=self.key,
@@ -50,6 +51,7 @@ class Member:
             state="lost" if lost else self.state,
             stores=self.beat.stores,
             started_unix_s=self.joined_unix_s,
+            fenced=fenced,
         )
         if detailed:
             peer.holds = self.beat.holds

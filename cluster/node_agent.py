@@ -13,6 +13,7 @@ import grpc
 
 from alignedserve.cluster.processes import ProcessHandle, open_process
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.supervisor_guard import LOOK_S, SupervisorGuard
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
 from alignedserve.proto import common_pb2 as pb
@@ -36,6 +37,8 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         self.segments = SegmentServer(settings.agent_socket, settings.token)
         self._handles: dict[tuple[str, int], ProcessHandle] = {}
         self._memory_at_start = available_memory_bytes()
+        self._guard = SupervisorGuard(settings.node_id, self.config.supervisor)
+        self._guarding: asyncio.Task[None] | None = None
         self.set_supervisor(settings.supervisor_address)
 
     # ---- the role
@@ -45,10 +48,12 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
 
     async def on_start(self) -> None:
         await asyncio.to_thread(self.segments.start)
+        self._guarding = asyncio.get_running_loop().create_task(self._guard_supervisor())
         self.set_state("ready")
 
     async def on_view(self, view: sv.ClusterView) -> None:
         """Hold on to who lives here, let go of who does not."""
+        self._guard.on_view(view)
         here = {
             (peer.process.id, peer.process.incarnation): peer
             for peer in view.peers
@@ -60,7 +65,14 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             if key not in self._handles and (handle := _open(peer.process, peer.pid)) is not None:
                 self._handles[key] = handle
 
+    async def _guard_supervisor(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._guard.look(self.host.ordered_at if self.host is not None else None)
+
     async def on_close(self) -> None:
+        if self._guarding is not None:
+            self._guarding.cancel()
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()

@@ -62,11 +62,45 @@ def open_process(pid: int, started_before_unix_s: float) -> ProcessHandle | None
     return None
 
 
+async def end_process(pid: int, started_before_unix_s: float, timeout_s: float) -> bool:
+    """Kill it (`open_process` says which it is); whether it has ended within the time, or before."""
+    handle = open_process(pid, started_before_unix_s)
+    if handle is None:
+        return True
+    try:
+        handle.signal(signal.SIGKILL)
+        return await handle.wait_ended(timeout_s)
+    finally:
+        handle.close()
+
+
 def start_unix_s(pid: int) -> float:
     """When the process was started. Raises OSError where there is none."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the kernel says of a process. `cpu_s` is the processor time that it has used since its start."""
+
+    stopped: bool
+    traced: bool
+    cpu_s: float
+
+
+def look_at(pid: int) -> Sight | None:
+    """None where there is no such process, or it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in "ZX":
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    # T: by SIGSTOP. t: by a debugger, which is somebody's intention.
+    return Sight(fields[0] == "T", fields[0] == "t", ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def is_alive(pid: int) -> bool:

@@ -17,6 +17,7 @@ class Roster:
         self.guests: dict[str, Member] = {}
         self.lost_guests: dict[str, float] = {}
         """Guests whose stream is gone, and until when they may come back."""
+        self.ending_guests: set[str] = set()
 
     def member(self, key: pb.ProcessKey) -> Member | None:
         """The live process of this role, id and incarnation."""
@@ -35,14 +36,23 @@ class Roster:
         """Forget those whose time is over; whether there were any."""
         over = [role_id for role_id, until in self.lost_guests.items() if now >= until]
         for role_id in over:
-            del self.lost_guests[role_id]
-            self.guests.pop(role_id, None)
+            self.drop_guest(role_id)
         return bool(over)
 
-    def forgive(self, now: float) -> None:
-        """Nobody is to blame for what was not heard until now."""
+    def drop_guest(self, role_id: str) -> None:
+        self.guests.pop(role_id, None)
+        self.lost_guests.pop(role_id, None)
+        self.ending_guests.discard(role_id)
+
+    def is_fenced(self, role_id: str) -> bool:
+        """Whether it is being ended: nothing that it says counts any more."""
+        slot = self.slots.get(role_id)
+        return slot.phase is Phase.ENDING if slot is not None else role_id in self.ending_guests
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """Nobody is to blame for what was not heard in so many seconds until now."""
         for member, _ in self.members():
-            member.heard_at = now
+            member.vigil.forgive(seconds, now)
         for slot in self.slots.values():
             if slot.phase is Phase.LOST:
                 slot.since = now

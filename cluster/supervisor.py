@@ -16,11 +16,12 @@ from typing import Any
 import grpc
 
 from alignedserve.cluster.collector import Collector, cluster_metrics
-from alignedserve.cluster.core import Action, Fence, Launch, SupervisorCore
+from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
 from alignedserve.cluster.fencer import Fencer
 from alignedserve.cluster.launcher import Launcher
 from alignedserve.cluster.members import Phase, Slot
 from alignedserve.cluster.plan import Node, plan_roles
+from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.link import Outbox, serve_stream
@@ -33,6 +34,8 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 logger = logging.getLogger(__name__)
+
+EXIT_NEWS_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Identity:
 class Supervisor(sv_grpc.SupervisorServicer):
     """Life: `start` → `end_all` (ends every process) → `close`; without `end_all` the roles wait for a successor."""
 
-    def __init__(self, config: Config, launcher: Launcher, identity: Identity) -> None:
+    def __init__(self, config: Config, launcher: Launcher, identity: Identity, *, replaceable: bool = False) -> None:
+        """`replaceable`: somebody starts a successor, so node agents may end this process when it hangs."""
         self.config = config
         self.identity = identity
         self.address = ""
@@ -55,12 +59,15 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.core: SupervisorCore
         self._tree: Mapping[str, Any] = to_tree(config)
         self._launcher = launcher
+        self._replaceable = replaceable
         self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=new_incarnation())
         self._started_unix_s = time.time()
         self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}
         self._told_version = 0
         self._collector = Collector(self._outboxes)
         self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)
+        self._watchdog = Watchdog(self._on_dead)
+        self._here = ""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: RpcServer | None = None
@@ -72,12 +79,16 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def start(self) -> None:
         """Serve, find what runs, start what does not. Raises ResourceError where no node has what is asked for."""
         nodes = list(await self._launcher.nodes())
+        self._here = self._fencer.here = nodes[0].node_id
         self.home = _choose_home(self.config, nodes)
         planned = plan_roles(self.config, self.home.gpus)
         self.core = SupervisorCore(self.config, planned, first_version=time.time_ns() // 1_000_000)
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
+        self.core.own_pid = os.getpid()
+        if self._replaceable:
+            self.core.supervisor = self._as_peer()
         found = await self._launcher.find()
         for running in found:
             self.core.planner.adopt(running.model_info, running.store_plan)
@@ -111,6 +122,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for outbox in self._outboxes.values():
             outbox.close()
+        self._watchdog.close()
         await self._launcher.close()
         if self._server is not None:
             await self._server.stop()
@@ -163,26 +175,29 @@ class Supervisor(sv_grpc.SupervisorServicer):
         if fresh:
             await self._collector.refresh()
         status = self.core.status(self.identity.cluster_id)
-        status.peers.append(
-            sv.Peer(
-                process=self._process,
-                pid=os.getpid(),
-                node_id=self.home.node_id,
-                address=self.address,
-                state="ready",
-                holds=f"{len(self._outboxes)} roles",
-                started_unix_s=self._started_unix_s,
-            )
-        )
+        status.peers.append(self._as_peer())
         status.metrics = cluster_metrics(self.core.roster, self._launches)
         return status
 
     # ---- inside
 
+    def _as_peer(self) -> sv.Peer:
+        return sv.Peer(
+            process=self._process,
+            pid=os.getpid(),
+            node_id=self._here,
+            address=self.address,
+            state="ready",
+            holds=f"{len(self._outboxes)} roles",
+            started_unix_s=self._started_unix_s,
+        )
+
     def _on_report(self, key: pb.ProcessKey, report: sv.RoleReport) -> None:
         if report.WhichOneof("body") == "heartbeat":
             self._carry_out(self.core.heard(key, report.heartbeat, time.monotonic()))
             self._collector.heard(key.id)
+            if key.role == "node_agent" and key.id in self._outboxes:
+                self._outboxes[key.id].put(sv.RoleOrder(heard=pb.Empty()))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -191,6 +206,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
                     self._spawn(self._launch(action))
                 case Fence():
                     self._spawn(self._end_process(action))
+                case FenceGuest():
+                    self._spawn(self._end_guest(action))
         self._publish()
 
     def _publish(self) -> None:
@@ -244,6 +261,19 @@ class Supervisor(sv_grpc.SupervisorServicer):
         ):
             self._exited(fence.role_id, fence.generation, fence.reason)
 
+    async def _end_guest(self, fence: FenceGuest) -> None:
+        key = fence.hello.process
+        logger.warning("ending %s: %s", key.id, fence.reason)
+        if await self._fencer.end(key.id, fence.hello, lambda: self.core.roster.member(key) is not None):
+            self._carry_out(self.core.process_ended(key, fence.reason, time.monotonic()))
+
+    def _on_dead(self, key: pb.ProcessKey) -> None:
+        """The kernel says so, before anybody else; whoever started it may say why it ended, a moment later."""
+        asyncio.get_running_loop().call_later(EXIT_NEWS_S, self._process_ended, key)
+
+    def _process_ended(self, key: pb.ProcessKey) -> None:
+        self._carry_out(self.core.process_ended(key, "its process has ended", time.monotonic()))
+
     async def _end_slots(self, slots: list[Slot], grace_s: float) -> None:
         for slot in slots:
             if (outbox := self._outboxes.get(slot.planned.id)) is not None:
@@ -266,6 +296,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         while True:
             await asyncio.sleep(min(0.25, self.config.supervisor.heartbeat_s / 2))
             self.ticked_at = time.monotonic()
+            self._watchdog.follow(self._here, (member for member, _ in self.core.roster.members()))
+            self.core.seen(self._watchdog.look(), self.ticked_at)
             self._carry_out(self.core.tick(self.ticked_at))
 
     def _spawn(self, work: Any) -> None:

@@ -57,12 +57,17 @@ class RoleHost:
         self._heartbeat_s = heartbeat_s
         self._orphan_after_s = orphan_after_s
         self._locate = locate
-        self._heard_at = time.monotonic()
+        self._heard_at = self._ordered_at = time.monotonic()
         self._channel: TokenChannel | None = None
         self._link: DuplexLink[sv.RoleReport, sv.RoleOrder] = DuplexLink(
             self._open, self._on_order, self._first, on_down=self._on_down
         )
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def ordered_at(self) -> float | None:
+        """When the supervisor last sent anything, on `time.monotonic`'s clock; None while the stream is not open."""
+        return self._ordered_at if self._link.up else None
 
     def start(self) -> None:
         """Join, and keep joined, in tasks of the current loop."""
@@ -85,10 +90,11 @@ class RoleHost:
         return sv_grpc.SupervisorStub(self._channel).Join()
 
     def _first(self) -> Iterable[sv.RoleReport]:
+        self._ordered_at = time.monotonic()
         return (sv.RoleReport(hello=self._hello), sv.RoleReport(heartbeat=self._heartbeat()))
 
     async def _on_order(self, order: sv.RoleOrder) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = self._ordered_at = time.monotonic()
         kind = order.WhichOneof("body")
         if kind == "view":
             self.view = order.view

@@ -74,6 +74,9 @@ class RoleServer(ABC):
         self.process = pb.ProcessKey(role=self.role, id=settings.id, incarnation=new_incarnation())
         self.state = "starting"
         self.progress = 0
+        self.busy = False
+        """Whether there is work to do now: then `progress` must grow."""
+        self.step_s = 0.0
         self.address = ""
         self.host: RoleHost | None = None
         self._failure: BaseException | None = None
@@ -98,7 +101,7 @@ class RoleServer(ABC):
         """Let go of everything."""
 
     def describe(self) -> sv.Heartbeat:
-        """What the next heartbeat says beside state, progress and failure."""
+        """What the next heartbeat says beside state and failure. May set `progress`, `busy` and `step_s`."""
         return sv.Heartbeat()
 
     # ---- life
@@ -166,6 +169,8 @@ class RoleServer(ABC):
             beat, self.state, self._failure = sv.Heartbeat(), "failed", error
         beat.state = self.state
         beat.progress = self.progress
+        beat.busy = self.busy
+        beat.step_s = self.step_s
         if self._failure is not None:
             beat.failure.CopyFrom(failure_to_proto(self._failure))
         return beat

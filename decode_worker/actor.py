@@ -60,7 +60,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         if instance.compute is None:
             return beat
         status, cache = instance.compute.status, instance.cache
-        self.progress = status.iterations
+        meter = instance.compute.meter
+        self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
         beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}"

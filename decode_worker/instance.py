@@ -78,7 +78,6 @@ class DecodeInstance:
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(from_pool, to_pool, writer, pool_store.store_id, plan.block_size)
         runner = ModelRunner(loaded, tensor)
-        await asyncio.to_thread(runner.warm_up)
         scheduler = IterationScheduler(
             config.decode,
             self.cache,
@@ -86,7 +85,9 @@ class DecodeInstance:
             starvation_after_s=config.scheduler.starvation_after_s,
             join_window=config.scheduler.join_window,
         )
-        self.compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post)
+        compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post)
+        await asyncio.to_thread(compute.warm_up)
+        self.compute = compute
         self.compute.start()
         await self._follow_pairs()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from alignedserve.control.convert import failure_event, key_from_proto, spec_from_proto, token_event
+from alignedserve.control.steps import StepMeter
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
@@ -57,8 +58,14 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
         self._status: IterationStatus = scheduler.status()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self.meter = StepMeter()
 
     # ---- called from any thread
+
+    def warm_up(self) -> None:
+        """Before `start`: the first pass is slower than any that follows."""
+        with self.meter.step(1.0):
+            self._runner.warm_up()
 
     def start(self) -> None:
         self._thread.start()
@@ -66,6 +73,10 @@ class DecodeLoop:
     def stop(self) -> None:
         self._inbox.put(None)
         self._thread.join(timeout=10.0)
+
+    @property
+    def busy(self) -> bool:
+        return not self.meter.waiting or not self._inbox.empty()
 
     @property
     def status(self) -> IterationStatus:
@@ -122,7 +133,8 @@ class DecodeLoop:
             if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
                 self._post(outcome)
                 outcome = Outcome()
-            self._iterate(plan.run, outcome)
+            with self.meter.step(len(plan.run)):
+                self._iterate(plan.run, outcome)
         self._publish(outcome)
         return bool(plan.run) or self._wait()
 
@@ -136,13 +148,15 @@ class DecodeLoop:
             if message is None:
                 return False
             message(outcome)
+            self.meter.count += 1
 
     def _wait(self) -> bool:
         """Sleep until something comes in (or a waiting candidate may have become overdue)."""
         status = self._status
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         try:
-            message = self._inbox.get(timeout=STARVATION_POLL_S if waiting else None)
+            with self.meter.idle():
+                message = self._inbox.get(timeout=STARVATION_POLL_S if waiting else None)
         except queue.Empty:
             return True
         if message is None:

@@ -74,12 +74,24 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if self._pool is None:
             return
         living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
+        fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
         for writer in self._pool.writers():
+            if (writer.id, writer.incarnation) in fenced:
+                self._quarantine(writer)
             # The supervisor drops a process from the view once its node's agent has seen it end; but a supervisor that
             # has only just started does not know every process yet, so an open stream counts as a sign of life too.
             if writer not in self._writers and (writer.id, writer.incarnation) not in living:
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
+
+    def _quarantine(self, writer: WriterKey) -> None:
+        """It is being ended, and may write until it has: its leases are nobody's, and what it says is not heard."""
+        assert self._pool is not None
+        self._pool.writer_lost(writer)
+        outbox = self._writers.pop(writer, None)
+        if outbox is not None:
+            outbox.close()
+        self._announce()
 
     async def on_close(self) -> None:
         if self._store is not None:
@@ -122,6 +134,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     def _on_message(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
         self.progress += 1
+        if self._writers.get(writer) is not outbox:
+            return  # of a stream that was replaced, or of a process that is being ended
         kind = message.WhichOneof("body")
         if kind == "commit":
             self._commit(writer, message, outbox)

@@ -69,12 +69,13 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
         if instance.compute is None:
             return beat
-        self.progress = instance.compute.passes
+        passes, meter = instance.compute.passes, instance.compute.meter
+        self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
         beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}"
-        counters = {"prefill_pending_tokens": instance.compute.pending_tokens, "prefill_passes_total": self.progress}
+        counters = {"prefill_pending_tokens": instance.compute.pending_tokens, "prefill_passes_total": passes}
         lines = store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters)
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
         return beat

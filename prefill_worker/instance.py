@@ -82,8 +82,9 @@ class PrefillInstance:
         self.offloader = Offloader(settings.id, writers[0], offload, pool_store.store_id)
         self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, writers[1], plan.block_size)
         runner = ModelRunner(loaded, tensor)
-        await asyncio.to_thread(runner.warm_up)
-        self.compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
+        compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
+        await asyncio.to_thread(compute.warm_up)
+        self.compute = compute
         self.compute.start()
 
     def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:

@@ -13,6 +13,7 @@ import torch
 
 from alignedserve.config import PrefillConfig
 from alignedserve.control.convert import failure_event, logprob_to_proto, token_event
+from alignedserve.control.steps import StepMeter
 from alignedserve.engine.batch import LogitRows
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
@@ -95,8 +96,14 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
         self.passes = 0
+        self.meter = StepMeter()
 
     # ---- called from the event loop
+
+    def warm_up(self) -> None:
+        """Before `start`: the first pass is slower than any that follows."""
+        with self.meter.step(1.0):
+            self._runner.warm_up()
 
     def start(self) -> None:
         self._thread.start()
@@ -124,6 +131,10 @@ class PrefillLoop:
         self._inbox.put(lambda: self._chunks.release(lead))
 
     @property
+    def busy(self) -> bool:
+        return not self.meter.waiting or not self._inbox.empty()
+
+    @property
     def pending_tokens(self) -> int:
         return self._chunks.pending_tokens
 
@@ -142,9 +153,11 @@ class PrefillLoop:
             if self._inbox.empty():
                 plan = self._chunks.plan(self._config.token_budget, self._config.max_requests)
             if plan:
-                self._step(plan)
+                with self.meter.step(sum(chunk.count for chunk in plan)):
+                    self._step(plan)
                 continue
-            message = self._inbox.get()
+            with self.meter.idle():
+                message = self._inbox.get()
             if message is None:
                 return
             message()

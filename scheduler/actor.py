@@ -64,6 +64,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._audit = PoolAudit(lambda key: key in self._stored or key in self._specs)
         self._living_gateways: set[str] = set()  # as the supervisor knows them
         self._ticker: asyncio.Task[None] | None = None
+        self._ticks = 0
 
     # ---- the role's hooks
 
@@ -99,7 +100,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if self._core is None:
             return sv.Heartbeat()
         counts = self._counts()
-        self.progress = self._core.events_handled
+        self.progress = self._core.events_handled + self._ticks
+        self.busy = True  # it ticks, whatever there is
+        self.step_s = self.config.scheduler.tick_s
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
         gauges = {f"requests_{name}": count for name, count in counts.items()}
         gauges["requests_dropped_for_room_total"] = self._core.dropped_for_room
@@ -308,6 +311,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.config.scheduler.tick_s)
+            self._ticks += 1
             if self._core is not None:
                 if self._core.needs_ticks:
                     self._feed(ev.Tick())

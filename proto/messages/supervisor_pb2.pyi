@@ -16,19 +16,21 @@ class RoleReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[RoleHello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class RoleHello(_message.Message):
-    __slots__ = ("process", "pid", "node_id", "address")
+    __slots__ = ("process", "pid", "node_id", "address", "device")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pid: int
     node_id: str
     address: str
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    device: str
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics")
+    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "step_s")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +46,8 @@ class Heartbeat(_message.Message):
     STORES_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     state: str
     progress: int
     holds: str
@@ -52,22 +56,26 @@ class Heartbeat(_message.Message):
     stores: _containers.RepeatedCompositeFieldContainer[_common_pb2.StoreHandle]
     gauges: _containers.ScalarMap[str, float]
     metrics: str
-    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ...) -> None: ...
+    busy: bool
+    step_s: float
+    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class RoleOrder(_message.Message):
-    __slots__ = ("view", "end", "refused", "report")
+    __slots__ = ("view", "end", "refused", "report", "heard")
     VIEW_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
     view: ClusterView
     end: _common_pb2.Empty
     refused: _common_pb2.Failure
     report: _common_pb2.Empty
-    def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
+    heard: _common_pb2.Empty
+    def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., heard: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s")
+    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s", "fenced")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +85,7 @@ class Peer(_message.Message):
     STORES_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pid: int
     node_id: str
@@ -86,7 +95,8 @@ class Peer(_message.Message):
     stores: _containers.RepeatedCompositeFieldContainer[_common_pb2.StoreHandle]
     failure: _common_pb2.Failure
     started_unix_s: float
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ...) -> None: ...
+    fenced: bool
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ..., fenced: bool = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("decode_id", "prefill_id")
@@ -97,20 +107,22 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "supervisor")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     STORE_PLAN_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
     store_plan: str
     ending: bool
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ...) -> None: ...
+    supervisor: Peer
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics")

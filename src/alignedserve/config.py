@@ -110,6 +110,9 @@ class GatewayConfig:
 class SupervisorConfig:
     heartbeat_s: float = _key(1.0, "every role reports this often", low=0.05, high=60.0)
     fence_after_s: float = _key(6.0, "a role that was not heard of for so long is ended and replaced", low=0.2)
+    stall_after_s: float = _key(
+        4.0, "a worker that has work and comes no further with it for so long is ended and replaced", low=0.2
+    )
     start_timeout_s: float = _key(300.0, "a role has so long to load its model", low=1.0)
     orphan_after_s: float = _key(60.0, "a role that heard of no supervisor for so long ends itself", low=1.0)
     max_start_failures: int = _key(3, "the cluster fails after a role failed to start so often", low=1)

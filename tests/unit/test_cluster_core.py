@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster.core import Action, Fence, Launch, SupervisorCore
+from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
 from alignedserve.cluster.plan import pair_up, plan_roles
+from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
@@ -129,6 +130,68 @@ def test_a_silent_process_is_fenced_but_not_when_it_was_the_supervisor_that_slep
     bring_up(slept)
     slept.tick(0.5)
     assert slept.tick(60.0) == []
+
+
+def test_a_stopped_role_is_fenced_within_two_seconds_and_the_view_says_that_it_is() -> None:
+    core = make_core()
+    bring_up(core)
+    stopped = {("decode-0", 1): Sight(stopped=True, traced=False, cpu_s=0.0), ("decode-0", 2): Sight(True, False, 0.0)}
+    core.seen(stopped, 1.0)
+    assert core.tick(1.5) == []
+    assert not any(peer.fenced for peer in core.view().peers)
+    assert names(core.tick(2.1)) == [("fence", "decode-0")]
+    assert [peer.process.id for peer in core.view().peers if peer.fenced] == ["decode-0"]
+
+
+def test_a_role_with_work_that_comes_no_further_is_fenced_though_its_heartbeats_go_on() -> None:
+    core = make_core()
+    bring_up(core)
+    actions: list[Action] = []
+    now = 0.0
+    while not actions and now < 20.0:
+        now += 1.0
+        for role_id in ALL:
+            stuck = beat(role_id)
+            stuck.busy, stuck.progress = True, 5 if role_id == "prefill-0" else int(now)
+            core.heard(hello(role_id).process, stuck, now)
+        actions = core.tick(now)
+    assert names(actions) == [("fence", "prefill-0")]
+    assert now <= LIMITS.stall_after_s + 2.0
+
+
+def test_a_gateway_that_hangs_is_ended_once_and_leaves_the_view_when_it_is_dead() -> None:
+    core = make_core()
+    bring_up(core)
+    guest = sv.RoleHello(process=pb.ProcessKey(role="gateway", id="gateway-x", incarnation=9), pid=77)
+    core.joined(guest, 0.0)
+    core.heard(guest.process, sv.Heartbeat(state="ready"), 0.0)
+    core.seen({("gateway-x", 9): Sight(stopped=True, traced=False, cpu_s=0.0)}, 0.5)
+    assert core.tick(1.0) == []
+    (fence,) = core.tick(1.6)
+    assert isinstance(fence, FenceGuest)
+    assert fence.hello.pid == 77
+    assert core.tick(1.8) == []
+    assert [peer.process.id for peer in core.view().peers if peer.fenced] == ["gateway-x"]
+    assert core.process_ended(guest.process, "killed", 2.0) == []
+    assert "gateway-x" not in [peer.process.id for peer in core.view().peers]
+
+
+def test_a_gateway_within_the_supervisors_own_process_is_never_ended() -> None:
+    core = make_core()
+    bring_up(core)
+    core.own_pid = 77
+    guest = sv.RoleHello(process=pb.ProcessKey(role="gateway", id="gateway-x", incarnation=9), pid=77)
+    core.joined(guest, 0.0)
+    core.heard(guest.process, sv.Heartbeat(state="ready"), 0.0)
+    assert not [action for action in core.tick(1.0) + core.tick(2.4) if isinstance(action, FenceGuest)]
+
+
+def test_the_kernels_word_that_a_process_is_dead_counts_for_that_process_only() -> None:
+    core = make_core()
+    bring_up(core)
+    assert core.process_ended(hello("decode-0", 2).process, "killed", 1.0) == []
+    assert names(core.process_ended(hello("decode-0").process, "killed", 1.0)) == [("launch", "decode-0")]
+    assert core.process_ended(hello("decode-0").process, "killed", 1.1) == []
 
 
 def test_the_end_of_a_predecessor_is_not_held_against_its_successor() -> None:

@@ -20,7 +20,9 @@ from alignedserve.errors import AlignedServeError, ModelError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 
-QUICK = SupervisorConfig(heartbeat_s=0.1, fence_after_s=1.0, start_timeout_s=20.0, max_start_failures=2)
+QUICK = SupervisorConfig(
+    heartbeat_s=0.1, fence_after_s=1.0, stall_after_s=0.5, start_timeout_s=20.0, max_start_failures=2
+)
 
 
 def make_cluster(cluster: ClusterConfig | None = None, **environment: str) -> LocalCluster:
@@ -58,7 +60,8 @@ async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+# SIGUSR1 and SIGUSR2 are orders of fake roles: block the event loop; have work and come no further with it.
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1, signal.SIGUSR2])
 async def test_a_role_that_dies_or_hangs_is_replaced_in_a_new_incarnation(number: signal.Signals) -> None:
     async with make_cluster() as cluster:
         await cluster.wait_ready(30)
@@ -70,6 +73,29 @@ async def test_a_role_that_dies_or_hangs_is_replaced_in_a_new_incarnation(number
         assert not is_alive(before.pid)
         assert cluster.view().store_plan == plan
         await cluster.wait_ready(5)
+
+
+async def test_a_worker_whose_steps_take_long_is_not_taken_for_hung() -> None:
+    async with make_cluster(FAKE_DECODE="step=60") as cluster:
+        await cluster.wait_ready(30)
+        before = cluster.peer("decode-0")
+        cluster.kill("decode-0", signal.SIGUSR2)
+        slot = cluster.supervisor.core.roster.slots["decode-0"]
+        await eventually(lambda: slot.member is not None and slot.member.beat.busy)
+        await asyncio.sleep(3 * QUICK.stall_after_s)
+        assert cluster.peer("decode-0") == before
+
+
+async def test_a_stopped_node_agent_is_replaced_and_does_not_hold_up_the_others() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        agent, pool = cluster.peer("node_agent-0"), cluster.peer("kv_pool-0")
+        cluster.kill("node_agent-0", signal.SIGSTOP)
+        cluster.kill("kv_pool-0", signal.SIGSTOP)
+        begun = time.monotonic()
+        await cluster.wait_restarted("kv_pool-0", pool.process.incarnation, 15)
+        await cluster.wait_restarted("node_agent-0", agent.process.incarnation, 15)
+        assert time.monotonic() - begun < 10.0
 
 
 async def test_a_dead_node_agent_is_replaced_and_does_not_hold_up_the_others() -> None:

@@ -1,13 +1,17 @@
 """Roles that hold nothing and do nothing but join: what the supervisor does with processes is tested with them.
 
 `python -m alignedserve.testing.fake_roles` is `role_main` with these roles. What they do beside joining is said in
-`FAKE_<ROLE>` in the environment: words of `key=value`, among them `fail=CODE`, `exit=SECONDS`, `never_ready=1`.
+`FAKE_<ROLE>` in the environment: words of `key=value`, among them `fail=CODE`, `exit=SECONDS`, `never_ready=1`,
+`step=SECONDS` (how long a step of its work takes). SIGUSR1 blocks the event loop for ever, SIGUSR2 has it report work
+with which it comes no further.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +57,10 @@ class FakeRole(RoleServer):
         if "exit" in orders:
             await asyncio.sleep(float(orders["exit"]))
             os._exit(3)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, time.sleep, 3600.0)
+        loop.add_signal_handler(signal.SIGUSR2, setattr, self, "busy", True)
+        self.step_s = float(orders.get("step", 0.0))
         self.set_state("loading")
         await self._planned.wait()
         if "never_ready" not in orders:

@@ -1,0 +1,55 @@
+"""A node agent's eye on the supervisor: one that hangs is ended, so that Ray Serve starts its successor.
+
+Serve alone takes a minute: it calls a replica unhealthy after three health checks without an answer, and then waits
+for it to end in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from alignedserve.cluster.processes import end_process, look_at
+from alignedserve.cluster.vigil import LATE_S, Vigil
+from alignedserve.config import SupervisorConfig
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+END_TIMEOUT_S = 5.0
+_SERVING = sv.Heartbeat(state="ready")
+
+
+class SupervisorGuard:
+    """`look` is to be called every `LOOK_S`. Looks only at a supervisor of its own node that may be ended."""
+
+    def __init__(self, node_id: str, limits: SupervisorConfig) -> None:
+        self._node_id = node_id
+        self._limits = limits
+        self._peer: sv.Peer | None = None
+        self._vigil = Vigil(0.0)
+        self._looked_at = 0.0
+
+    def on_view(self, view: sv.ClusterView) -> None:
+        named = view.HasField("supervisor") and view.supervisor.node_id == self._node_id and not view.ending
+        peer = view.supervisor if named else None
+        if peer is None or self._peer is None or peer.process != self._peer.process:
+            self._peer = peer
+            self._vigil = Vigil(time.monotonic())
+
+    async def look(self, heard_at: float | None) -> None:
+        """End it where it hangs. `heard_at`: when it last sent anything; None where it has no open stream to here."""
+        peer, now = self._peer, time.monotonic()
+        slept_s, self._looked_at = now - self._looked_at, now
+        if peer is None or (sight := look_at(peer.pid)) is None:
+            return
+        self._vigil.seen(sight, now)
+        self._vigil.heard_at = max(self._vigil.heard_at, now if heard_at is None else heard_at)
+        if slept_s > LATE_S:
+            self._vigil.forgive(slept_s, now)
+        hung = self._vigil.verdict(_SERVING, self._limits, now)
+        if hung:
+            self._peer = None
+            logger.warning("ending the supervisor (pid %d): %s", peer.pid, hung)
+            await end_process(peer.pid, peer.process.incarnation / 1e9, END_TIMEOUT_S)

@@ -1,0 +1,130 @@
+"""A writer that is being ended: its blocks are nobody's until it is dead, and its words are not heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from alignedserve.config import Config
+from alignedserve.config_sources import to_tree
+from alignedserve.control.rpc import RpcServer
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import AlignedServeError
+from alignedserve.kv_pool.actor import KvPoolServer
+from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
+from alignedserve.sizing import StorePlan
+from alignedserve.testing.fake_roles import MODEL
+from alignedserve.transfer.segments import SegmentServer
+
+TOKEN = "token"
+BLOCKS, LEASED = 40, 8
+PLAN = StorePlan(block_size=16, pool=BLOCKS, prefill_cache=4, decode_cache=4, batch_buffer=4, requests_buffer=4)
+STOPPED = pb.ProcessKey(role="decode", id="decode-0", incarnation=5)
+OTHER = pb.ProcessKey(role="decode", id="decode-1", incarnation=6)
+
+
+@dataclass(slots=True)
+class Pool:
+    server: KvPoolServer
+    address: str
+
+    async def view(self, *peers: sv.Peer) -> None:
+        await self.server.on_view(view(*peers))
+
+    def blocks(self) -> dict[str, int]:
+        """Blocks by state, as scraped."""
+        lines = [line for line in self.server.heartbeat().metrics.splitlines() if "alignedserve_kv_blocks{" in line]
+        return {line.partition('state="')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in lines}
+
+
+def view(*peers: sv.Peer) -> sv.ClusterView:
+    return sv.ClusterView(peers=peers, model_info=MODEL.to_json(), store_plan=PLAN.to_json())
+
+
+def peer(process: pb.ProcessKey, *, fenced: bool = False) -> sv.Peer:
+    return sv.Peer(process=process, state="lost" if fenced else "ready", fenced=fenced)
+
+
+@pytest_asyncio.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
+    segments = SegmentServer(str(tmp_path / "agent.sock"), TOKEN)
+    segments.start()
+    settings = RoleSettings(
+        "kv_pool", "kv_pool-0", to_tree(Config()), "c", TOKEN, agent_socket=str(segments.socket_path)
+    )
+    server = KvPoolServer(settings)
+    await server.on_view(view())
+    await server.on_start()
+    rpc = RpcServer(TOKEN)
+    for register, servicer in server.servicers():
+        rpc.add(register, servicer)
+    yield Pool(server, await rpc.start())
+    await rpc.stop()
+    await server.on_close()
+    segments.close()
+
+
+async def writer_with_lease(pool: Pool, process: pb.ProcessKey) -> tuple[PoolWriter, list[int]]:
+    writer = PoolWriter(process, TOKEN, 0)
+    await writer.connect(pool.address)
+    return writer, await asyncio.wait_for(writer.take(LEASED), 10.0)
+
+
+async def test_leased_blocks_of_a_process_that_is_being_ended_are_owned_until_it_is_dead(pool: Pool) -> None:
+    writer, _ = await writer_with_lease(pool, STOPPED)
+    await pool.view(peer(STOPPED))
+    assert pool.blocks() == {"free": BLOCKS, "owned": 0, "cached": 0}  # leased: at hand, and free
+    await pool.view(peer(STOPPED, fenced=True))
+    assert pool.blocks() == {"free": BLOCKS - LEASED, "owned": LEASED, "cached": 0}
+    await pool.view()
+    assert pool.blocks() == {"free": BLOCKS, "owned": 0, "cached": 0}
+    await writer.close()
+
+
+async def test_no_other_writer_is_given_its_blocks_before_it_is_dead(pool: Pool) -> None:
+    stopped, in_doubt = await writer_with_lease(pool, STOPPED)
+    await pool.view(peer(STOPPED, fenced=True), peer(OTHER))
+    other = PoolWriter(OTHER, TOKEN, 0)
+    await other.connect(pool.address)
+    rest = await asyncio.wait_for(other.take(BLOCKS - LEASED), 10.0)
+    assert not set(rest) & set(in_doubt)
+    waiting = asyncio.create_task(other.take(LEASED))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await pool.view(peer(OTHER))
+    assert sorted(await asyncio.wait_for(waiting, 10.0)) == sorted(in_doubt)
+    await stopped.close()
+    await other.close()
+
+
+async def test_what_it_says_when_it_wakes_up_is_not_heard(pool: Pool) -> None:
+    writer, block_ids = await writer_with_lease(pool, STOPPED)
+    await pool.view(peer(STOPPED, fenced=True))
+    late = asyncio.create_task(writer.commit(RequestKey("late"), 20, block_ids[:2]))
+    await asyncio.wait([late], timeout=1.0)
+    assert pool.server.heartbeat().holds.startswith("0 requests")
+    assert pool.blocks()["owned"] == LEASED
+    await writer.close()
+    with pytest.raises(AlignedServeError):
+        await asyncio.wait_for(late, 10.0)
+
+
+async def test_its_successor_gets_a_lease_of_its_own(pool: Pool) -> None:
+    old, in_doubt = await writer_with_lease(pool, STOPPED)
+    successor = pb.ProcessKey(role="decode", id="decode-0", incarnation=7)
+    await pool.view(peer(STOPPED, fenced=True))
+    new, blocks = await writer_with_lease(pool, successor)
+    assert not set(blocks) & set(in_doubt)
+    await pool.view(peer(successor))
+    await new.commit(RequestKey("new"), 20, blocks[:2])
+    assert pool.server.heartbeat().holds.startswith("1 requests")
+    await old.close()
+    await new.close()
