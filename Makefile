@@ -2,15 +2,17 @@
 VENV ?= .venv
 PYTHON ?=
 ARGS ?=
+FUZZ ?= 50
 BIN := $(VENV)/bin
 
 export PYTHON
 
-.PHONY: help setup setup-test setup-dev serve test test-all bench proto lint format types wheel clean
+.PHONY: help setup setup-test setup-dev serve test test-all fuzz bench proto lint format types wheel clean
 
 help:
 	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up, and serve a model"
 	@echo "make test | test-all [ARGS='-k name']              set up, and run the tests (test-all: the slow ones too)"
+	@echo "make fuzz [FUZZ=50]                                walk the state machines of the tests so many times longer"
 	@echo "make bench                                         run the benchmarks of the main job"
 	@echo "make lint | format | types | proto | wheel | clean for developers"
 
@@ -32,6 +34,9 @@ test: setup-test
 
 test-all: setup-test
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+fuzz: setup-test
+	@ALIGNEDSERVE_FUZZ=$(FUZZ) exec $(BIN)/python -m pytest -k machine --timeout 0 $(ARGS) tests/unit
 
 bench: setup-test
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done

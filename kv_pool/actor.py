@@ -41,6 +41,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._store: HostBlockStore | None = None
         self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
+        self._living: set[tuple[str, int]] = set()  # processes in the supervisor's view
         self._announced_free = -1
 
     # ---- the role's hooks
@@ -71,16 +72,24 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.store_plan and view.model_info and not self._plan.done():
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
+        self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
         if self._pool is None:
             return
-        living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
         fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
         for writer in self._pool.writers():
             if (writer.id, writer.incarnation) in fenced:
                 self._quarantine(writer)
-            # The supervisor drops a process from the view once its node's agent has seen it end; but a supervisor that
-            # has only just started does not know every process yet, so an open stream counts as a sign of life too.
-            if writer not in self._writers and (writer.id, writer.incarnation) not in living:
+        self._bury()
+
+    def _bury(self) -> None:
+        """Free what writers leased that are known to have ended.
+
+        The supervisor drops a process from the view once its node's agent has seen it end; but a supervisor that has
+        only just started does not know every process yet, so an open stream counts as a sign of life too.
+        """
+        assert self._pool is not None
+        for writer in self._pool.writers():
+            if writer not in self._writers and (writer.id, writer.incarnation) not in self._living:
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
 
@@ -130,6 +139,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         finally:
             if self._writers.get(writer) is outbox:
                 del self._writers[writer]
+            self._bury()  # the view may have dropped it before its stream broke
 
     def _on_message(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None

@@ -177,10 +177,10 @@ class KvPool:
 
     def writer_lost(self, writer: WriterKey) -> None:
         """Nobody knows whether it still writes: its leased blocks count as owned, and are nobody's. Idempotent."""
-        if writer in self._lost or (self._has_ended(writer) and writer not in self._writers):
-            return
         self._wants.pop(writer, None)
         self._regranted.pop(writer, None)
+        if writer in self._lost or (self._has_ended(writer) and writer not in self._writers):
+            return
         self._lost[writer] = tuple(self._blocks.leased_to(writer))
         self._blocks.quarantine(writer)
         self._write_down(Lost(writer))
@@ -201,8 +201,8 @@ class KvPool:
     # ---- what there is
 
     def writers(self) -> list[WriterKey]:
-        """Writers that may have a lease here, or are lost: whoever knows that one of them has ended must say so."""
-        return list({**self._writers, **dict.fromkeys(self._lost)})
+        """Writers with a lease here, in line for one, or lost: whoever knows that one of them has ended must say so."""
+        return list({**self._writers, **self._wants, **dict.fromkeys(self._lost)})
 
     def holding(self, request_id: str) -> Holding | None:
         return self._holdings.get(request_id)

@@ -84,7 +84,7 @@ class BlockAllocator:
 
     def retain(self, block_ids: Iterable[int], holder: Holder) -> None:
         """Make `holder` one more holder of owned blocks."""
-        block_ids = list(block_ids)
+        block_ids = self._distinct(block_ids)
         held = self._held.get(holder, {})
         for block in block_ids:
             if self._sole[block] is None and block not in self._shared:
@@ -104,7 +104,7 @@ class BlockAllocator:
 
     def release(self, block_ids: Iterable[int], holder: Holder) -> None:
         """`holder` holds these no more; those that nobody else holds are free."""
-        block_ids = list(block_ids)
+        block_ids = self._distinct(block_ids)
         if not block_ids:
             return
         held = self._held.get(holder)
@@ -242,11 +242,17 @@ class BlockAllocator:
             del self._shared[block]
             self._sole[block] = next(iter(holders))
 
+    def _distinct(self, block_ids: Iterable[int]) -> list[int]:
+        block_ids = list(block_ids)
+        if len(set(block_ids)) != len(block_ids):
+            raise AccountingError(f"{self.store_id}: a block is named twice in {block_ids[:8]}")
+        return block_ids
+
     def _take_leased(self, block_ids: Sequence[int], writer: Writer) -> None:
         if writer in self._quarantine:
             raise StaleError(f"{self.store_id}: the lease of {writer} has ended: it was declared lost")
         leased = self._leases.get(writer, {})
-        if len(set(block_ids)) != len(block_ids) or any(block not in leased for block in block_ids):
+        if any(block not in leased for block in self._distinct(block_ids)):
             raise AccountingError(f"{self.store_id}: {list(block_ids)[:8]} are not all leased to {writer}")
         for block in block_ids:
             del leased[block]

@@ -15,7 +15,7 @@ from alignedserve.scheduler import events
 from alignedserve.scheduler.actions import Action
 from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
-from alignedserve.scheduler.events import Event
+from alignedserve.scheduler.events import Event, RequestMeta
 from alignedserve.scheduler.instances import DecodeView, PrefillView
 from alignedserve.scheduler.pool_relief import PoolRelief
 from alignedserve.scheduler.prefetcher import Prefetcher
@@ -107,18 +107,20 @@ class SchedulerCore:
     # requests
 
     def _submitted(self, event: events.Submitted, now_s: float) -> None:
-        group = []
+        group: dict[str, RequestMeta] = {}
         for meta in event.requests:
             known = self._books.table.latest(meta.key.request_id)
-            if known is not None and known.epoch >= meta.key.epoch:
+            if meta.key.request_id in group or (known is not None and known.epoch >= meta.key.epoch):
                 continue  # a duplicate, or older than what is open
             if known is not None:
                 self._books.abandon(self._books.record(known), now_s)
-            group.append(meta)
-        if not group:
-            return
+            group[meta.key.request_id] = meta
+        if group:
+            self._open(tuple(group.values()), now_s)
+
+    def _open(self, group: tuple[RequestMeta, ...], now_s: float) -> None:
         keys = [meta.key for meta in group]
-        refusal = self._admission.refusal(tuple(group))
+        refusal = self._admission.refusal(group)
         if refusal is not None:
             self._books.refuse(keys, refusal)
             return

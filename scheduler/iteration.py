@@ -99,6 +99,7 @@ class IterationScheduler:
         if self._batch.get(key) is not None or key in self._giving_back:
             return
         if self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1)) > self._allocator.capacity:
+            self.withdraw(key)
             self._giving_back[key] = None
             return
         self._waiting.add(candidate)

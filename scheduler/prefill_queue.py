@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ class PrefillQueue:
     """FCFS. Every operation is O(1), but for `cancel` in a group of n, which is O(n)."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[RequestKey, QueuedGroup] = OrderedDict()  # by the first key that they came with
-        self._group_of: dict[RequestKey, RequestKey] = {}
+        self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()  # by a number: a key may leave its group and return
+        self._group_of: dict[RequestKey, int] = {}
+        self._numbers = itertools.count()
         self.tokens = 0  # prompt tokens of all groups
 
     def __len__(self) -> int:
@@ -32,8 +34,9 @@ class PrefillQueue:
     def add(self, keys: list[RequestKey], tokens: int) -> None:
         if any(key in self._group_of for key in keys):
             raise AccountingError(f"{keys[0]} or one of its group is queued already")
-        self._groups[keys[0]] = QueuedGroup(list(keys), tokens)
-        self._group_of.update(dict.fromkeys(keys, keys[0]))
+        number = next(self._numbers)
+        self._groups[number] = QueuedGroup(list(keys), tokens)
+        self._group_of.update(dict.fromkeys(keys, number))
         self.tokens += tokens
 
     def head(self) -> QueuedGroup | None:
@@ -52,17 +55,17 @@ class PrefillQueue:
 
     def cancel(self, key: RequestKey) -> bool:
         """One request leaves its group, and a group without requests the queue. False where it is not queued."""
-        first = self._group_of.pop(key, None)
-        if first is None:
+        number = self._group_of.pop(key, None)
+        if number is None:
             return False
-        group = self._groups[first]
+        group = self._groups[number]
         group.keys.remove(key)
         if not group.keys:
-            del self._groups[first]
+            del self._groups[number]
             self.tokens -= group.tokens
         return True
 
     def check_integrity(self) -> None:
-        members = {key: first for first, group in self._groups.items() for key in group.keys}
+        members = {key: number for number, group in self._groups.items() for key in group.keys}
         if members != self._group_of or self.tokens != sum(group.tokens for group in self._groups.values()):
             raise AccountingError("the prefill queue does not match a recount")

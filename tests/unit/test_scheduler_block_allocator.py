@@ -1,9 +1,6 @@
 """Blocks are free, owned or cached; holders are counted; leases and quarantine keep the books balanced."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from alignedserve.errors import AccountingError, StaleError
 from alignedserve.request import RequestKey
@@ -93,75 +90,3 @@ def test_quarantined_leases_count_as_owned_until_the_writer_is_dead():
     assert allocator.end_quarantine("writer") == 0
     assert allocator.free_blocks == 4
     allocator.check_integrity()
-
-
-class Books(RuleBasedStateMachine):
-    """Random use against a model: which holder holds which blocks, which writer has which lease."""
-
-    def __init__(self):
-        super().__init__()
-        self.allocator = BlockAllocator(12, "store")
-        self.held: dict[str, set[int]] = {}
-        self.leases: dict[str, set[int]] = {}
-        self.quarantined: dict[str, set[int]] = {}
-
-    holder = st.sampled_from("abcd")
-    writer = st.sampled_from("wx")
-
-    @rule(count=st.integers(0, 6), holder=holder)
-    def allocate(self, count, holder):
-        blocks = self.allocator.allocate(count, holder)
-        if blocks is not None:
-            self.held.setdefault(holder, set()).update(blocks)
-
-    @rule(source=holder, holder=holder, count=st.integers(0, 4))
-    def retain(self, source, holder, count):
-        blocks = sorted(self.held.get(source, set()) - self.held.get(holder, set()))[:count]
-        self.allocator.retain(blocks, holder)
-        self.held.setdefault(holder, set()).update(blocks)
-
-    @rule(holder=holder, count=st.integers(0, 4))
-    def release(self, holder, count):
-        blocks = sorted(self.held.get(holder, set()))[:count]
-        if blocks:
-            self.allocator.release(blocks, holder)
-            self.held[holder] -= set(blocks)
-
-    @rule(holder=holder)
-    def release_all(self, holder):
-        assert self.allocator.release_all(holder) == len(self.held.pop(holder, set()))
-
-    @rule(writer=writer, count=st.integers(0, 4))
-    def lease(self, writer, count):
-        self.leases.setdefault(writer, set()).update(self.allocator.lease(count, writer))
-
-    @rule(writer=writer, holder=holder, count=st.integers(0, 4))
-    def assign(self, writer, holder, count):
-        blocks = sorted(self.leases.get(writer, set()))[:count]
-        if writer in self.quarantined:
-            return
-        self.allocator.assign_leased(blocks, writer, holder)
-        self.leases.setdefault(writer, set()).difference_update(blocks)
-        self.held.setdefault(holder, set()).update(blocks)
-
-    @rule(writer=writer)
-    def quarantine(self, writer):
-        self.allocator.quarantine(writer)
-        self.quarantined.setdefault(writer, self.leases.pop(writer, set()))
-
-    @rule(writer=writer)
-    def end_quarantine(self, writer):
-        assert self.allocator.end_quarantine(writer) == len(self.quarantined.pop(writer, set()))
-
-    @invariant()
-    def it_adds_up(self):
-        self.allocator.check_integrity()
-        owned = set().union(*self.held.values(), *self.quarantined.values())
-        assert self.allocator.owned_blocks == len(owned)
-        assert self.allocator.free_blocks == 12 - len(owned)
-        for holder, blocks in self.held.items():
-            assert set(self.allocator.blocks_of(holder)) == blocks
-
-
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,233 @@
+"""What a scheduler's core must do with each event, whatever the order: every action of it is held against a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import actions as act
+from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.core import SchedulerCore
+
+BEYOND_QUEUE = ("prefilling", "waiting", "prefetched", "decoding")
+
+
+@dataclass
+class Entry:
+    """An open request. `state` is named as by `SchedulerCore.describe`, but that WAITING is "waiting"."""
+
+    meta: ev.RequestMeta
+    state: str = "queued"
+    prefill_id: str = ""
+    decode_id: str = ""
+    kv_tokens: int = 0
+    cancelled: bool = False
+
+
+@dataclass
+class _Turn:
+    """What one event led to."""
+
+    must_end: set[RequestKey] = field(default_factory=set)
+    silent: set[RequestKey] = field(default_factory=set)  # may end without a word to the gateway
+    unknown: set[RequestKey] = field(default_factory=set)  # have committed KV that nobody else would free
+    asked_to_end: set[RequestKey] = field(default_factory=set)
+    rejected: list[RequestKey] = field(default_factory=list)
+    lost: list[RequestKey] = field(default_factory=list)
+    released: list[RequestKey] = field(default_factory=list)
+    forgotten: list[RequestKey] = field(default_factory=list)
+    cancelled_at: set[RequestKey] = field(default_factory=set)
+
+
+class CoreModel:
+    """Feed the core through `do`. Raises AssertionError, with the events so far as notes, where it does wrong."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self.core = core
+        self.open: dict[RequestKey, Entry] = {}
+        self.instances: dict[str, set[str]] = {"prefill": set(), "decode": set(), "kv_pool": set()}
+        self.history: list[str] = []
+        self.ended: Counter[str] = Counter()
+
+    def do(self, event: ev.Event, now_s: float) -> list[act.Action]:
+        self.history.append(f"({now_s:g}, {event!r}),")
+        try:
+            actions = self.core.handle(event, now_s)
+            turn = _Turn()
+            self._expect(event, turn)
+            for action in actions:
+                self._check(action, turn)
+            self._settle(turn)
+            self.core.check_integrity()
+        except Exception as error:
+            error.add_note("\n".join(self.history))
+            raise
+        return actions
+
+    def latest(self, request_id: str) -> RequestKey | None:
+        return next((key for key in self.open if key.request_id == request_id), None)
+
+    # what the event means
+
+    def _expect(self, event: ev.Event, turn: _Turn) -> None:
+        match event:
+            case ev.Submitted(requests):
+                self._submitted(requests, turn)
+            case ev.CancelRequested(keys):
+                self._cancelled(keys, turn)
+            case ev.GatewayLost(gateway_id):
+                self._cancelled([key for key, e in self.open.items() if e.meta.gateway_id == gateway_id], turn)
+            case ev.Prefilled(key, kv_tokens):
+                self._placed(key, ("prefilling",), kv_tokens, turn)
+            case ev.Returned(key, kv_tokens):
+                self._placed(key, ("prefetched", "decoding"), kv_tokens, turn)
+            case ev.Joined(decode_id, keys):
+                for entry in self._entries(keys):
+                    if entry.state == "prefetched" and entry.decode_id == decode_id:
+                        entry.state, entry.prefill_id = "decoding", ""
+            case ev.Finished(keys) | ev.Lost(keys):
+                turn.must_end |= self.open.keys() & set(keys)
+                turn.silent |= turn.must_end if isinstance(event, ev.Finished) else set()
+            case _:
+                self._expect_of_instance(event, turn)
+
+    def _expect_of_instance(self, event: ev.Event, turn: _Turn) -> None:
+        match event:
+            case ev.InstanceJoined(role, instance_id):
+                self.instances[role].add(instance_id)
+            case ev.InstanceLost(role, instance_id):
+                self.instances[role].discard(instance_id)
+                turn.must_end |= {key for key, e in self.open.items() if self._was_behind(e, role, instance_id)}
+
+    def _entries(self, keys: tuple[RequestKey, ...]) -> list[Entry]:
+        return [self.open[key] for key in keys if key in self.open]
+
+    def _was_behind(self, entry: Entry, role: str, instance_id: str) -> bool:
+        if role == "kv_pool":
+            return entry.state != "queued"
+        return instance_id == (entry.prefill_id if role == "prefill" else entry.decode_id)
+
+    def _submitted(self, requests: tuple[ev.RequestMeta, ...], turn: _Turn) -> None:
+        for meta in requests:
+            known = self.latest(meta.key.request_id)
+            if known is not None and known.epoch >= meta.key.epoch:
+                continue
+            if known is not None:
+                turn.must_end.add(known)
+                turn.silent.add(known)
+            self.open[meta.key] = Entry(meta)
+
+    def _cancelled(self, keys: tuple[RequestKey, ...] | list[RequestKey], turn: _Turn) -> None:
+        for key in self.open.keys() & set(keys):
+            entry = self.open[key]
+            if entry.state in ("queued", "waiting"):
+                turn.must_end.add(key)
+            else:
+                entry.cancelled = True
+                turn.asked_to_end.add(key)
+
+    def _placed(self, key: RequestKey, states: tuple[str, ...], kv_tokens: int, turn: _Turn) -> None:
+        entry = self.open.get(key)
+        if entry is None:
+            turn.unknown.add(key)
+        elif entry.state in states:
+            entry.state, entry.kv_tokens = "waiting", kv_tokens
+            entry.prefill_id = entry.decode_id = ""
+            if entry.cancelled:
+                turn.must_end.add(key)
+
+    # what the core may do
+
+    def _check(self, action: act.Action, turn: _Turn) -> None:
+        match action:
+            case act.StartPrefill(prefill_id, keys):
+                assert prefill_id in self.instances["prefill"]
+                self._move(keys, ("queued",), "prefilling", prefill_id, "")
+            case act.Prefetch(decode_id, prefill_id, _, _, keys):
+                assert decode_id in self.instances["decode"]
+                assert prefill_id is None or prefill_id in self.instances["prefill"]
+                self._move(keys, ("waiting",), "prefetched", prefill_id or "", decode_id)
+            case act.Recall(decode_id, keys) | act.MarkUrgent(decode_id, keys):
+                assert decode_id in self.instances["decode"]
+                for key in keys:
+                    assert (self.open[key].state, self.open[key].decode_id) == ("prefetched", decode_id), key
+            case act.CancelAt(role, instance_id, keys):
+                assert instance_id in self.instances[role]
+                for key in keys:
+                    entry = self.open[key]
+                    assert instance_id == (entry.prefill_id if role == "prefill" else entry.decode_id), key
+                turn.cancelled_at.update(keys)
+            case _:
+                self._check_word(action, turn)
+
+    def _check_word(self, action: act.Action, turn: _Turn) -> None:
+        """What is said of requests that end, or of their copies."""
+        match action:
+            case act.ReleasePool(keys, True, kv_tokens):
+                for key, tokens in zip(keys, kv_tokens, strict=True):
+                    assert (self.open[key].state, self.open[key].kv_tokens) == ("decoding", tokens), key
+            case act.ReleasePool(keys):
+                turn.released += keys
+            case act.Reject(keys):
+                turn.rejected += keys
+            case act.ReportLost(keys):
+                assert not any(self.open[key].cancelled for key in keys)
+                turn.lost += keys
+            case act.Forget(keys):
+                turn.forgotten += keys
+
+    def _move(
+        self, keys: tuple[RequestKey, ...], states: tuple[str, ...], state: str, prefill_id: str, decode_id: str
+    ) -> None:
+        assert len(set(keys)) == len(keys) > 0
+        for key in keys:
+            entry = self.open[key]
+            assert entry.state in states, f"{key} is {entry.state}"
+            assert not entry.cancelled
+            entry.state, entry.prefill_id, entry.decode_id = state, prefill_id, decode_id
+
+    def _settle(self, turn: _Turn) -> None:
+        """Who ended did so once, with one word to the gateway at most, and what it had in the pool is released."""
+        gone = set(turn.forgotten)
+        told = [*turn.rejected, *turn.lost]
+        assert len(gone) == len(turn.forgotten), "forgotten twice"
+        assert len(set(told)) == len(told), "told twice"
+        assert len(set(turn.released)) == len(turn.released), "released twice"
+        assert gone == turn.must_end | set(told), f"{gone ^ (turn.must_end | set(told))}"
+        assert gone <= self.open.keys()
+        assert gone - turn.silent <= set(told), "ended without a word"
+        assert not turn.silent & set(told)
+        assert turn.asked_to_end <= turn.cancelled_at
+        in_pool = {key for key in gone if self.open[key].state != "queued"}
+        assert set(turn.released) == in_pool | turn.unknown
+        for key in gone:
+            del self.open[key]
+        self.ended.update(rejected=len(turn.rejected), lost=len(turn.lost), all=len(gone))
+        counts = Counter(entry.state for entry in self.open.values())
+        described = self.core.describe()
+        described["waiting"] = described.pop("waiting_in_pool")
+        assert {state: count for state, count in described.items() if count} == counts
+
+    def check_empty(self) -> None:
+        """Nothing is open: the books say so too. Raises AssertionError."""
+        assert not self.open
+        assert not any(self.core.describe().values())
+        books = self.core._books
+        ledger = books.ledger
+        left = {
+            "committed": ledger.committed,
+            "reserved": ledger.reserved,
+            "clock": len(books.clock),
+            "policy": books.policy.totals()[1],
+            "queue": books.queue.tokens,
+            "pending": sum(view.load.pending_tokens for view in books.instances.prefill.values()),
+            "buffers": sum(b.committed for view in books.instances.prefill.values() for b in view.buffers.values()),
+            "candidates": sum(sum(view.candidate_blocks.values()) for view in books.instances.decode.values()),
+            "overdue": sum(len(view.overdue) for view in books.instances.decode.values()),
+        }
+        if any(left.values()):
+            error = AccountingError(f"nothing is open, but the books hold {left}")
+            error.add_note("\n".join(self.history))
+            raise error

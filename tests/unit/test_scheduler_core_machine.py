@@ -1,0 +1,276 @@
+"""The scheduler's core under any order of events, likely ones and absurd ones: see `CoreModel` for what must hold."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.testing.core_cell import BLOCK
+from alignedserve.testing.core_model import CoreModel, Entry
+from alignedserve.testing.machines import machine_settings
+
+NUMBERS = st.integers(0, 7)
+MANY = st.lists(NUMBERS, min_size=1, max_size=3)
+INDEX = st.integers(0, 20)
+SHIFTS = st.sampled_from((0, 0, 0, -1, 1))
+TOKENS = st.integers(1, 60)
+INSTANCES = st.integers(0, 1)
+BLOCKS = st.sampled_from((0, 1, 5, 20, 40))
+BATCH_BUFFER, REQUESTS_BUFFER, CACHE = 16, 10, 40
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Up to two instances of each role, eight requests in any number of epochs."""
+
+    @initialize(
+        prefetch=st.booleans(),
+        policy=st.sampled_from(("aligned", "fcfs")),
+        pool=st.sampled_from((20, 30, 60, 400)),
+        max_running=st.sampled_from((1, 2, 16)),
+        min_batch=st.sampled_from((1, 3)),
+        max_queue=st.sampled_from((3, 100)),
+        queue_tokens=st.sampled_from((1, 100)),
+        reserve=st.sampled_from((0.0, 0.1, 0.3)),
+        flush_after_s=st.sampled_from((0.0, 0.3)),
+        starvation_after_s=st.sampled_from((0.5, 5.0)),
+        drain=st.booleans(),
+    )
+    def start(
+        self,
+        prefetch: bool,
+        policy: str,
+        pool: int,
+        max_running: int,
+        min_batch: int,
+        max_queue: int,
+        queue_tokens: int,
+        reserve: float,
+        flush_after_s: float,
+        starvation_after_s: float,
+        drain: bool,
+    ) -> None:
+        config = Config(
+            cluster=ClusterConfig(prefetch=prefetch),
+            kv_pool=KvPoolConfig(block_size=BLOCK, growth_reserve=reserve),
+            prefill=PrefillConfig(queue_tokens=queue_tokens),
+            decode=DecodeConfig(max_running=max_running),
+            scheduler=SchedulerConfig(
+                leaf_tokens=4,
+                max_prefix_tokens=128,
+                policy=policy,
+                min_batch_requests=min_batch,
+                max_queue=max_queue,
+                flush_after_s=flush_after_s,
+                starvation_after_s=starvation_after_s,
+            ),
+        )
+        self.model = CoreModel(SchedulerCore(config, BLOCK))
+        self.prefetch, self.pool, self.max_running, self.drain = prefetch, pool, max_running, drain
+        self.now_s = 0.0
+        self.epochs = [0] * 8
+        self.heal()
+
+    def do(self, event: ev.Event) -> None:
+        self.went_wrong = True
+        self.model.do(event, self.now_s)
+        self.went_wrong = False
+
+    def key(self, number: int, shift: int = 0) -> RequestKey:
+        return RequestKey(f"r{number}", max(0, self.epochs[number] + shift))
+
+    def picked(self, index: int, *states: str) -> Entry | None:
+        found = [entry for entry in self.model.open.values() if entry.state in states]
+        return found[index % len(found)] if found else None
+
+    # gateways
+
+    @rule(numbers=MANY, shift=SHIFTS, tokens=TOKENS, more=st.integers(1, 30), gateway=st.sampled_from("gh"))
+    def submit(self, numbers: list[int], shift: int, tokens: int, more: int, gateway: str) -> None:
+        keys = [self.key(number, shift) for number in numbers]
+        for number, key in zip(numbers, keys, strict=True):
+            self.epochs[number] = max(self.epochs[number], key.epoch)
+        metas = [ev.RequestMeta(key, tokens, tokens + more, f"group-{numbers[0]}", gateway) for key in keys]
+        self.do(ev.Submitted(tuple(metas)))
+
+    @rule(numbers=MANY, shift=SHIFTS)
+    def cancel(self, numbers: list[int], shift: int) -> None:
+        self.do(ev.CancelRequested(tuple(self.key(number, shift) for number in numbers)))
+
+    @rule(gateway=st.sampled_from("gh"))
+    def lose_gateway(self, gateway: str) -> None:
+        self.do(ev.GatewayLost(gateway))
+
+    # workers, as they should be
+
+    @rule(index=INDEX, how=st.sampled_from(("goes on", "goes on", "goes on", "finishes", "is lost", "returns")))
+    def work(self, index: int, how: str) -> None:
+        """Somebody goes on with one of the requests that it has."""
+        entry = self.picked(index, "prefilling", "prefetched", "decoding")
+        if entry is not None:
+            self.go_on(entry, how)
+
+    def go_on(self, entry: Entry, how: str) -> None:
+        key, tokens = entry.meta.key, max(entry.kv_tokens, entry.meta.prefix_tokens)
+        grown = min(tokens + 3, entry.meta.max_total_tokens) if entry.state == "decoding" else tokens
+        if how == "finishes":
+            self.do(ev.Finished((key,)))
+        elif how == "is lost":
+            self.do(ev.Lost((key,), "a test"))
+        elif entry.state == "prefilling":
+            self.do(ev.Prefilled(key, tokens, blocks_of(tokens), blocks_of(tokens)))
+        elif how == "returns":
+            self.do(ev.Returned(key, grown, blocks_of(grown)))
+        elif entry.state == "prefetched":
+            self.do(ev.Joined(entry.decode_id, (key,)))
+        else:
+            self.do(ev.Finished((key,)))
+
+    # workers, late, confused, or with a lot to do
+
+    @rule(
+        kind=st.sampled_from((ev.Prefilled, ev.Finished, ev.Lost, ev.Joined, ev.Returned)),
+        numbers=MANY,
+        shift=SHIFTS,
+        tokens=TOKENS,
+        new_blocks=st.integers(0, 15),
+        instance=INSTANCES,
+    )
+    def stray(self, kind: type, numbers: list[int], shift: int, tokens: int, new_blocks: int, instance: int) -> None:
+        keys = tuple(self.key(number, shift) for number in numbers)
+        if kind is ev.Prefilled:
+            self.do(ev.Prefilled(keys[0], tokens, blocks_of(tokens), min(new_blocks, blocks_of(tokens))))
+        elif kind is ev.Returned:
+            self.do(ev.Returned(keys[0], tokens, blocks_of(tokens)))
+        elif kind is ev.Joined:
+            self.do(ev.Joined(f"d{instance}", keys))
+        elif kind is ev.Finished:
+            self.do(ev.Finished(keys))
+        else:
+            self.do(ev.Lost(keys, "a stray word"))
+
+    @rule(instance=INSTANCES, free=st.tuples(BLOCKS, BLOCKS), waits=st.sampled_from((0, 0, 3)))
+    def prefill_reports(self, instance: int, free: tuple[int, int], waits: int) -> None:
+        batch, requests = min(free[0], BATCH_BUFFER), min(free[1], REQUESTS_BUFFER)
+        self.do(ev.PrefillReported(f"p{instance}", 0, 100, BATCH_BUFFER, batch, REQUESTS_BUFFER, requests, waits))
+
+    @rule(
+        instance=INSTANCES,
+        free=BLOCKS,
+        running=st.integers(0, 4),
+        lengths=st.tuples(TOKENS, TOKENS),
+        batch_id=st.integers(0, 3),
+        switching=st.booleans(),
+        waits=st.sampled_from((0, 0, 3)),
+    )
+    def decode_reports(
+        self,
+        instance: int,
+        free: int,
+        running: int,
+        lengths: tuple[int, int],
+        batch_id: int,
+        switching: bool,
+        waits: int,
+    ) -> None:
+        shortest, longest = sorted(lengths) if running else (0, 0)
+        report = ev.DecodeReported(
+            f"d{instance}", CACHE, free, running, shortest, longest, batch_id, switching, 0, 0, waits
+        )
+        self.do(report)
+
+    @rule(free=BLOCKS)
+    def pool_reports(self, free: int) -> None:
+        self.do(ev.PoolReported("pool", self.pool, min(free, self.pool)))
+
+    # instances come and go
+
+    @rule(role=st.sampled_from(("prefill", "decode", "kv_pool")), instance=INSTANCES)
+    def lose(self, role: str, instance: int) -> None:
+        self.do(ev.InstanceLost(role, "pool" if role == "kv_pool" else f"{role[0]}{instance}"))
+
+    @rule(role=st.sampled_from(("prefill", "decode", "kv_pool")), instance=INSTANCES)
+    def join(self, role: str, instance: int) -> None:
+        self.do(ev.InstanceJoined(role, "pool" if role == "kv_pool" else f"{role[0]}{instance}"))
+
+    @precondition(lambda self: self.prefetch)
+    @rule(pairs=st.lists(st.lists(INSTANCES, max_size=2, unique=True), max_size=2))
+    def change_pairs(self, pairs: list[list[int]]) -> None:
+        named = [(f"d{d}", tuple(f"p{p}" for p in prefills)) for d, prefills in enumerate(pairs)]
+        self.do(ev.PairsChanged(tuple(named)))
+
+    @rule(seconds=st.sampled_from((0.1, 0.6, 6.0)))
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.do(ev.Tick())
+
+    # the end
+
+    @rule()
+    def heal(self) -> None:
+        """Every instance is there and reports what is true, as far as requests are known here."""
+        for role, name in (
+            ("prefill", "p0"),
+            ("prefill", "p1"),
+            ("decode", "d0"),
+            ("decode", "d1"),
+            ("kv_pool", "pool"),
+        ):
+            self.do(ev.InstanceJoined(role, name))
+        entries = list(self.model.open.values())
+        for name in "p0", "p1":
+            taken = sum(blocks_of(e.kv_tokens) for e in entries if e.state == "prefetched" and e.prefill_id == name)
+            free = max(0, BATCH_BUFFER - taken), max(0, REQUESTS_BUFFER - taken)
+            self.do(ev.PrefillReported(name, 0, 100, BATCH_BUFFER, free[0], REQUESTS_BUFFER, free[1]))
+        pairs = (("d0", ("p0",)), ("d1", ("p1",))) if self.prefetch else (("d0", ()), ("d1", ()))
+        self.do(ev.PairsChanged(pairs))
+        for name in "d0", "d1":
+            running = [e.kv_tokens for e in entries if e.state == "decoding" and e.decode_id == name]
+            free_blocks = max(0, CACHE - sum(map(blocks_of, running)))
+            lengths = min(running, default=0), max(running, default=0)
+            self.do(ev.DecodeReported(name, CACHE, free_blocks, len(running), *lengths, 1, False, 0, 0))
+        held = sum(blocks_of(e.kv_tokens) for e in entries if e.state in ("waiting", "prefetched", "decoding"))
+        self.do(ev.PoolReported("pool", self.pool, max(0, self.pool - held)))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "model") or self.went_wrong:
+            return
+        if self.drain:
+            self.serve_all()
+        else:
+            self.cancel_all()
+        self.model.check_empty()
+        self.heal()
+        assert self.model.core._books.ledger.free == self.pool
+
+    def cancel_all(self) -> None:
+        self.do(ev.CancelRequested(tuple(self.model.open)))
+        for key in list(self.model.open):
+            self.do(ev.Finished((key,)))
+
+    def serve_all(self) -> None:
+        """A healthy cluster serves whatever is open: nothing is stuck."""
+        for _ in range(60):
+            if not self.model.open:
+                return
+            self.heal()
+            for entry in list(self.model.open.values()):
+                if entry.state in ("prefilling", "prefetched", "decoding"):
+                    self.go_on(entry, "goes on")
+            self.now_s += 0.2
+            self.do(ev.Tick())
+        states = {key.request_id: entry.state for key, entry in self.model.open.items()}
+        error = AssertionError(f"still open, with nothing in the way: {states}")
+        error.add_note("\n".join(self.model.history))
+        raise error
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = machine_settings(150, 50)
