@@ -39,6 +39,7 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
     "--no-prefetch": ("cluster.prefetch", False, "leave the candidate buffers out: pool to decode directly"),
+    "--verify-kv": ("kv_pool.verify", True, "compare a checksum of every KV block after each copy"),
     "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
     "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),
 }

@@ -25,7 +25,6 @@ REFUSED_FLAGS = {
     "--reasoning-parser": "parsing of reasoning",
     "--limit-mm-per-prompt": "images, audio and video",
     "--api-key": "an API key that every user of this machine can read (use --api-key-file)",
-    "--verify-kv": "checksums of KV blocks",
     "--swap-space": "swapping by size (kv_pool.size_gib is the pool in host memory)",
     "--cpu-offload-gb": "weights in host memory",
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.control.tokens import TokenEmitter
+from alignedserve.errors import AlignedServeError
+from alignedserve.proto import supervisor_pb2 as sv
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,17 @@ class WorkerServer(RoleServer):
     @abstractmethod
     def on_gateway_lost(self, address: str) -> None:
         """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+
+    @abstractmethod
+    def trouble(self) -> AlignedServeError | None:
+        """Why this process must be replaced; asked at each heartbeat."""
+
+    def heartbeat(self) -> sv.Heartbeat:
+        trouble = self.trouble()
+        if trouble is not None and self.state != "failed":
+            logger.error("%s must be replaced: %s", self.settings.id, trouble)
+            self.fail(trouble)
+        return super().heartbeat()
 
     async def on_start(self) -> None:
         self.set_state("loading")

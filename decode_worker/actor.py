@@ -54,6 +54,9 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
 
+    def trouble(self) -> AlignedServeError | None:
+        return self._instance.copier.stuck()
+
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
         beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
@@ -73,6 +76,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             "decode_evictions_total": status.evictions,
             "decode_shortest_tokens": status.shortest_tokens,
             "decode_longest_tokens": status.longest_tokens,
+            **instance.copier.counters(),
         }
         lines = store_lines(self.settings.id, [count]) + counter_lines(self.settings.id, values)
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
@@ -126,7 +130,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         if outcome.returned:
             self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=outcome.returned)))
         if outcome.lost:
-            self._report_lost(outcome.lost, TransferError("the KV could not be brought to the decode instance"))
+            self._report_lost(outcome.lost, TransferError("the KV could not be copied to or from the decode instance"))
         for link, requests in self._by_source(outcome.release):
             if link is not None:
                 link.consumed(_keys(requests))

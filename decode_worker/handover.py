@@ -13,6 +13,7 @@ from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
+from alignedserve.transfer.copier import Copier, Route
 
 logger = logging.getLogger(__name__)
 
@@ -23,21 +24,27 @@ class Handover:
     `pull` is called by the decode thread; the rest from the event loop.
     """
 
-    def __init__(self, from_pool: Channel, to_pool: Channel, pool: PoolWriter, pool_id: str, block_size: int) -> None:
+    def __init__(self, copier: Copier, from_pool: Channel, to_pool: Channel, pool: PoolWriter, block_size: int) -> None:
+        self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
         self._pool = pool
-        self._pool_id = pool_id
+        self._pool_id = from_pool.source.store_id
         self._block_size = block_size
         self.links: dict[str, BufferLink] = {}
 
     def pull(self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int) -> Completion:
         """Start to copy what lies at `stored` into `block_ids` of the cache, but for the first `resident` blocks.
 
+        Where that fails it is tried once more; from the pool, if that holds all of it and checksums say so. (Without
+        them nobody knows whether those blocks are still the request's: they are released when it is lost elsewhere.)
         Raises TransferError where its store is not attached.
         """
-        channel = self._source(stored.store_id)
-        return channel.copy(list(stored.block_ids)[resident : len(block_ids)], list(block_ids)[resident:])
+        part = slice(resident, len(block_ids))
+        first = again = Route(self._source(stored.store_id), stored.block_ids[part], stored.checksums[part])
+        if self._copier.verify and stored.pool_tokens == stored.kv_tokens:
+            again = Route(self._from_pool, stored.pool_block_ids[part], stored.pool_checksums[part])
+        return self._copier.copy([first, again], block_ids[resident:], stored.spec.key.request_id)
 
     def _source(self, store_id: str) -> Channel:
         if store_id == self._pool_id:
@@ -61,13 +68,19 @@ class Handover:
             for link in sorted(self.links.values(), key=lambda link: -link.leased_blocks):
                 if (blocks := link.take_leased(len(order.block_ids))) is not None:
                     return await self._to_requests_buffer(order, link, blocks)
-        return await write_back(self._pool, self._to_pool, order.stored, order.block_ids, self._block_size)
+        source = Route(self._to_pool, order.block_ids, await self._checksums(order))
+        return await write_back(self._pool, self._copier, source, order.stored, self._block_size)
+
+    async def _checksums(self, order: EvictionOrder) -> list[int]:
+        return await self._copier.checksums(self._to_pool.source, order.block_ids)
 
     async def _to_requests_buffer(self, order: EvictionOrder, link: BufferLink, blocks: list[int]) -> pb.StoredRequest:
         assert link.evict_channel is not None
         generation = link.generation
         try:
-            await link.evict_channel.copy(order.block_ids, blocks)
+            checksums = await self._checksums(order)
+            route = Route(link.evict_channel, order.block_ids, checksums)
+            await self._copier.copy([route, route], blocks, order.key.request_id)
         except TransferError:
             if link.generation == generation:
                 link.put_back(blocks)
@@ -78,5 +91,6 @@ class Handover:
         stored.CopyFrom(order.stored)
         stored.store_id = link.requests_store_id
         stored.block_ids[:] = blocks
+        stored.checksums[:] = checksums
         link.evicted(stored)
         return stored

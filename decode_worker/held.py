@@ -19,6 +19,8 @@ class Held:
     live: LiveRequest | None = None
     resident: bool = False
     cancelled: bool = False  # while a copy is in flight: what ends with it
+    evictions_fail_since_s: float | None = None  # the first and the last eviction in a row that failed
+    eviction_failed_s: float = 0.0
 
     def current(self) -> pb.StoredRequest:
         """`stored`, with the tokens and times of now."""

@@ -23,6 +23,7 @@ from alignedserve.scheduler.iteration import IterationScheduler
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -45,6 +46,7 @@ class DecodeInstance:
         self._on_pool_wait = on_pool_wait
         self._linking = asyncio.Lock()
         self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
+        self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self._pool_channels: list[Channel] = []
         self._cache_store: BlockStore | None = None
         self._linked: dict[str, pb.ProcessKey] = {}
@@ -76,7 +78,7 @@ class DecodeInstance:
         pool_store = await self._pool.attach(geometry, [writer])
         from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
-        self.handover = Handover(from_pool, to_pool, writer, pool_store.store_id, plan.block_size)
+        self.handover = Handover(self.copier, from_pool, to_pool, writer, plan.block_size)
         runner = ModelRunner(loaded, tensor)
         scheduler = IterationScheduler(
             config.decode,
@@ -166,4 +168,5 @@ class DecodeInstance:
                 await link.close()
         for channel in self._pool_channels:
             await asyncio.to_thread(channel.close)
+        self.copier.close()
         await self._pool.close()

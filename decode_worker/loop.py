@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TOMBSTONES = 4096
 STARVATION_POLL_S = 0.25
+EVICTIONS_FAIL_S = 5.0  # what cannot be evicted for so long, tried again and again, is given up
 
 Pull = Callable[[pb.StoredRequest, Sequence[int], int], Completion]
 
@@ -282,13 +283,9 @@ class DecodeLoop:
     def _on_evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None, outcome: Outcome) -> None:
         key, held = order.key, self._held[order.key]
         if stored is None:
-            assert held.live is not None
-            held.live.spec.stopwatch.enter(Stage.DECODE, time.time_ns())
-            self._scheduler.copy_failed(key)
-            if held.cancelled:
-                del self._held[key]
-                outcome.finished.append(key)
+            self._not_evicted(held, key, outcome)
             return
+        held.evictions_fail_since_s = None
         held.resident = False
         held.stored = stored
         if not self._scheduler.copied_out(key):
@@ -298,6 +295,23 @@ class DecodeLoop:
                 self._scheduler.withdraw(key)
             del self._held[key]
             outcome.returned.append(stored)
+
+    def _not_evicted(self, held: Held, key: RequestKey, outcome: Outcome) -> None:
+        """The copy out has failed: the request runs on, unless it fails for too long: others wait for its blocks."""
+        assert held.live is not None
+        held.live.spec.stopwatch.enter(Stage.DECODE, time.time_ns())
+        self._scheduler.copy_failed(key)
+        now_s = time.monotonic()
+        if held.evictions_fail_since_s is None or now_s - held.eviction_failed_s > EVICTIONS_FAIL_S:
+            held.evictions_fail_since_s = now_s
+        held.eviction_failed_s = now_s
+        if held.cancelled:
+            del self._held[key]
+            outcome.finished.append(key)
+        elif now_s - held.evictions_fail_since_s > EVICTIONS_FAIL_S:
+            self._scheduler.cancel(key)
+            del self._held[key]
+            outcome.lost.append(key)
 
     # ---- one iteration
 

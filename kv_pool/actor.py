@@ -170,6 +170,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 list(commit.block_ids),
                 share_with,
                 commit.kept_blocks,
+                list(commit.checksums),
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))

@@ -117,26 +117,28 @@ class KvPool:
         block_ids: Sequence[int],
         share_with: RequestKey | None = None,
         kept_blocks: int = 0,
+        checksums: Sequence[int] = (),
     ) -> list[Grant]:
         """From now on the request holds exactly `block_ids`, in order, with the KV of its first `kv_tokens` tokens.
 
         The first `kept_blocks` it must hold already (a lease of the same ids does not count: their KV is gone). Each
         of the others is leased to `writer`, held by the request already (in this or an older epoch), or held by
-        `share_with`. What the request held and is not listed loses a holder. Idempotent. Refused otherwise, and then
-        nothing changes: StaleError for an older epoch than was seen or a writer that is lost, TransferError where a
-        block is none of these (write the request in full) or the numbers do not fit.
+        `share_with`. What the request held and is not listed loses a holder. `checksums`: of each block, or none; only
+        readers compare them. Idempotent. Refused otherwise, and then nothing changes: StaleError for an older epoch
+        than was seen or a writer that is lost, TransferError where a block is none of these (write the request in
+        full) or the numbers do not fit.
         """
         self._require_alive(writer)
         before = self._holdings.get(key.request_id)
         self._require_current(key, before)
-        self._require_sound(key, kv_tokens, block_ids)
+        self._require_sound(key, kv_tokens, block_ids, checksums)
         own = set(before.block_ids) if before else set()
         if not own.issuperset(block_ids[:kept_blocks]):
             raise TransferError(
                 f"{self.store_id}: {key.request_id} has lost its first {kept_blocks} blocks: write it in full"
             )
         fresh, shared = self._sort_out(writer, key, [block for block in block_ids if block not in own], share_with)
-        holding = Holding(key, kv_tokens, tuple(block_ids))
+        holding = Holding(key, kv_tokens, tuple(block_ids), tuple(checksums))
         self._write_ahead(Held(holding, writer))
         self._blocks.assign_leased(fresh, writer, key.request_id)
         self._blocks.retain(shared, key.request_id)
@@ -249,11 +251,18 @@ class KvPool:
         if key.epoch < newest:
             raise StaleError(f"{self.store_id}: epoch {key.epoch} of {key.request_id} is over")
 
-    def _require_sound(self, key: RequestKey, kv_tokens: int, block_ids: Sequence[int]) -> None:
+    def _require_sound(
+        self, key: RequestKey, kv_tokens: int, block_ids: Sequence[int], checksums: Sequence[int]
+    ) -> None:
         if not 0 < kv_tokens <= len(block_ids) * self._block_size or len(set(block_ids)) != len(block_ids):
             raise TransferError(
                 f"{self.store_id}: {kv_tokens} tokens of {key.request_id} are not in {len(block_ids)} different blocks "
                 f"of {self._block_size}",
+                request_id=key.request_id,
+            )
+        if checksums and len(checksums) != len(block_ids):
+            raise TransferError(
+                f"{self.store_id}: {len(checksums)} checksums for {len(block_ids)} blocks of {key.request_id}",
                 request_id=key.request_id,
             )
 

@@ -1,6 +1,7 @@
 """What the pool writes down so that a successor knows who holds what, and the state that such records add up to.
 
-A record is a kind (one byte) and its fields: names as length and UTF-8, numbers in 8 bytes, block ids in 4 bytes each.
+A record is a kind (one byte) and its fields: names as length and UTF-8, numbers and checksums in
+8 bytes, block ids in 4 bytes each.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ class WriterKey:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The committed blocks of a request, in order; they hold the KV of its first `kv_tokens` tokens."""
+    """The committed blocks of a request, in order; they hold the KV of its first `kv_tokens` tokens.
+
+    `checksums`: of each block, where its writer took them (kv_pool.verify), else empty.
+    """
 
     key: RequestKey
     kv_tokens: int
     block_ids: tuple[int, ...]
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,8 @@ def encode(record: Record) -> bytes:
         case Held(holding, writer):
             key = _name(holding.key.request_id) + _NUMBER.pack(holding.key.epoch)
             whose = b"\0" if writer is None else b"\1" + _writer(writer)
-            return b"H" + key + _NUMBER.pack(holding.kv_tokens) + whose + _ids(holding.block_ids)
+            blocks = _ids(holding.block_ids) + _checksums(holding.checksums)
+            return b"H" + key + _NUMBER.pack(holding.kv_tokens) + whose + blocks
         case Released(request_id):
             return b"R" + _name(request_id)
         case Leased(writer, block_ids):
@@ -160,7 +166,7 @@ def decode(data: bytes) -> Record:
             key = RequestKey(reader.name(), reader.number())
             kv_tokens = reader.number()
             writer = reader.writer() if reader.take(1) == b"\1" else None
-            return Held(Holding(key, kv_tokens, reader.ids()), writer)
+            return Held(Holding(key, kv_tokens, reader.ids(), reader.checksums()), writer)
         if kind == b"R":
             return Released(reader.name())
         if kind == b"L":
@@ -203,6 +209,10 @@ class _Reader:
         count = int(_COUNT.unpack(self.take(4))[0])
         return tuple(array("I", self.take(count * 4)))
 
+    def checksums(self) -> tuple[int, ...]:
+        count = int(_COUNT.unpack(self.take(4))[0])
+        return tuple(array("Q", self.take(count * 8)))
+
 
 def _name(text: str) -> bytes:
     data = text.encode()
@@ -217,3 +227,7 @@ def _writer(writer: WriterKey) -> bytes:
 
 def _ids(block_ids: Sequence[int]) -> bytes:
     return _COUNT.pack(len(block_ids)) + array("I", block_ids).tobytes()
+
+
+def _checksums(checksums: Sequence[int]) -> bytes:
+    return _COUNT.pack(len(checksums)) + array("Q", checksums).tobytes()

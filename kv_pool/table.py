@@ -22,9 +22,9 @@ from alignedserve.errors import GeometryMismatchError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.records import PoolState, Record, decode, encode
 
-MAGIC = b"ASKVTAB1"
+MAGIC = b"ASKVTAB2"
 HEADER_BYTES = 4096
-BYTES_PER_BLOCK = 128  # of a region: a block's id in 16 holdings, or a holding of its own
+BYTES_PER_BLOCK = 192  # of a region: a block's id and checksum in 16 holdings, or a holding of its own
 SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
 _HEADER = struct.Struct("<8sQQQ32s")
 _ACTIVE_WORD = 64 // 8

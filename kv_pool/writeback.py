@@ -8,46 +8,57 @@ from alignedserve.control.convert import key_from_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.copier import Copier, Route
 
 
 async def write_back(
-    pool: PoolWriter, channel: Channel, stored: pb.StoredRequest, source_ids: Sequence[int], block_size: int
+    pool: PoolWriter, copier: Copier, source: Route, stored: pb.StoredRequest, block_size: int
 ) -> pb.StoredRequest:
-    """Copy the KV in `source_ids` (blocks of the channel's source) to the pool and commit it.
+    """Copy the KV of `source`, whose channel leads to the pool, and commit it.
 
     `stored` says how many tokens there are, and what of them the pool holds already: its full blocks are kept, the
     last, partly filled one is written anew beside the old, so that a reader of the old never sees it change. Where the
     pool has dropped its copy meanwhile, everything is written. Returns `stored` as it now lies in the pool.
+
+    Raises TransferError where the copy fails or the pool refuses it, StaleError where a newer epoch has replaced the
+    request.
     """
+    if stored.pool_block_ids and stored.pool_tokens >= stored.kv_tokens:
+        return _in_pool(stored, stored.pool_block_ids, stored.pool_checksums)
     kept = min(stored.pool_tokens // block_size, len(stored.pool_block_ids))
-    if stored.pool_tokens < stored.kv_tokens or not stored.pool_block_ids:
-        try:
-            block_ids = await _write(pool, channel, stored, source_ids, stored.pool_block_ids[:kept])
-        except AlignedServeError:
-            if not kept:
-                raise
-            block_ids = await _write(pool, channel, stored, source_ids, ())
-    else:
-        block_ids = list(stored.pool_block_ids)
+    try:
+        return await _write(pool, copier, source, stored, kept)
+    except AlignedServeError:
+        if not kept:
+            raise
+        return await _write(pool, copier, source, stored, 0)
+
+
+async def _write(
+    pool: PoolWriter, copier: Copier, source: Route, stored: pb.StoredRequest, kept: int
+) -> pb.StoredRequest:
+    """Write what follows the first `kept` blocks of the pool's copy, and commit both."""
+    route = Route(source.channel, source.source_ids[kept:], source.checksums[kept:])
+    fresh = await pool.take(len(route.source_ids))
+    key = key_from_proto(stored.spec.key)
+    try:
+        await copier.copy([route, route], fresh, key.request_id)
+        block_ids = [*stored.pool_block_ids[:kept], *fresh]
+        checksums = [*stored.pool_checksums[:kept], *route.checksums]
+        await pool.commit(key, stored.kv_tokens, block_ids, kept_blocks=kept, checksums=checksums)
+    except AlignedServeError:
+        pool.give(fresh)
+        raise
+    return _in_pool(stored, block_ids, checksums)
+
+
+def _in_pool(stored: pb.StoredRequest, block_ids: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:
     result = pb.StoredRequest()
     result.CopyFrom(stored)
     result.store_id = stored.pool_id
     result.pool_tokens = stored.kv_tokens
-    result.block_ids[:] = block_ids
-    result.pool_block_ids[:] = block_ids
+    for ids in (result.block_ids, result.pool_block_ids):
+        ids[:] = block_ids
+    for sums in (result.checksums, result.pool_checksums):
+        sums[:] = checksums
     return result
-
-
-async def _write(
-    pool: PoolWriter, channel: Channel, stored: pb.StoredRequest, source_ids: Sequence[int], kept: Sequence[int]
-) -> list[int]:
-    fresh = await pool.take(len(source_ids) - len(kept))
-    try:
-        await channel.copy(list(source_ids[len(kept) :]), fresh)
-        block_ids = [*kept, *fresh]
-        await pool.commit(key_from_proto(stored.spec.key), stored.kv_tokens, block_ids, kept_blocks=len(kept))
-    except AlignedServeError:
-        pool.give(fresh)
-        raise
-    return block_ids

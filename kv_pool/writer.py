@@ -92,16 +92,23 @@ class PoolWriter:
         block_ids: Sequence[int],
         share_with: RequestKey | None = None,
         kept_blocks: int = 0,
+        checksums: Sequence[int] = (),
     ) -> None:
         """From now on the request holds exactly `block_ids`, the first `kept_blocks` of which it holds already.
 
-        Returns once the pool has said so.
+        `checksums`: of each block, where blocks are verified. Returns once the pool has said so.
 
         Raises TransferError where the pool refuses (a base block is no longer held) or goes away, StaleError where
         another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
         """
         message_id = next(self._ids)
-        commit = kp.Commit(key=key_to_proto(key), kv_tokens=kv_tokens, block_ids=block_ids, kept_blocks=kept_blocks)
+        commit = kp.Commit(
+            key=key_to_proto(key),
+            kv_tokens=kv_tokens,
+            block_ids=block_ids,
+            kept_blocks=kept_blocks,
+            checksums=checksums,
+        )
         if share_with is not None:
             commit.share_with.CopyFrom(key_to_proto(share_with))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

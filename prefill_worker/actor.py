@@ -33,8 +33,6 @@ from alignedserve.transfer.metrics import channel_lines
 
 logger = logging.getLogger(__name__)
 
-RECONNECTED_S = 10.0  # a decode instance that is back has ended the copies of its earlier stream by then
-
 
 class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     """Role `prefill`. Commands come on the scheduler's stream; each paired decode instance has one of its own."""
@@ -48,6 +46,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
         self._orphans: dict[str, tuple[str, int]] = {}  # streams that ended, and whose they were
         self._streams = itertools.count()
+        # A decode instance that is back by then has ended the copies of its earlier stream, or has been replaced.
+        self._copies_ended_s = self.config.kv_pool.copy_timeout_s + self.config.supervisor.fence_after_s
 
     # ---- the role's hooks
 
@@ -64,6 +64,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         await self._instance.on_view(view)
         self._drop_dead(view)
 
+    def trouble(self) -> AlignedServeError | None:
+        return self._instance.copier.stuck()
+
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
         beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
@@ -76,6 +79,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
         beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}"
         counters = {"prefill_pending_tokens": instance.compute.pending_tokens, "prefill_passes_total": passes}
+        counters |= instance.copier.counters()
         lines = store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters)
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
         return beat
@@ -133,9 +137,11 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         prefetcher = self._instance.prefetcher
         assert prefetcher is not None
         outbox, owner = self._decoders.get(command.decode_id, (None, ""))
-        returned = await prefetcher.prefetch(command, outbox, owner)
+        returned, lost = await prefetcher.prefetch(command, outbox, owner)
         if returned:
             self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
+        if lost:
+            self._report_failure(lost, TransferError("the KV could not be brought from the pool"), retry=True)
         self._report_description()
 
     # ---- from decode instances
@@ -164,7 +170,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 del self._decoders[hello.id]
             # It may be copying from and to these blocks still: they are kept until it is known to have stopped.
             self._orphans[owner] = (hello.id, hello.incarnation)
-            self.loop.call_later(RECONNECTED_S, self._drop_orphan, owner)
+            self.loop.call_later(self._copies_ended_s, self._drop_orphan, owner)
 
     def _drop_dead(self, view: sv.ClusterView) -> None:
         """Free what lay here for decode instances that the supervisor knows to have ended."""
@@ -183,6 +189,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         returned = [stored for stored in dropped if stored.kv_tokens == stored.pool_tokens]
         for stored in returned:
             stored.block_ids[:] = stored.pool_block_ids
+            stored.checksums[:] = stored.pool_checksums
             stored.store_id = stored.pool_id
         if returned:
             self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))

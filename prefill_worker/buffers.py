@@ -14,11 +14,15 @@ from alignedserve.transfer.block_store import BlockStore
 
 @dataclass(slots=True)
 class Buffered:
-    """A request in a buffer. `ready`: its copy has completed, it may be pulled. `owner`: whose stream it is for."""
+    """A request in a buffer. `ready`: its copy has completed, it may be pulled. `owner`: whose stream it is for.
+
+    `orphaned`: that stream is gone, and the copy still under way; its blocks are freed when that has ended.
+    """
 
     stored: pb.StoredRequest
     owner: str
     ready: bool = False
+    orphaned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class CandidateBuffer:
         here.CopyFrom(stored)
         here.store_id = self.store.store_id
         here.block_ids[:] = [*shared, *fresh]
+        here.checksums[:] = stored.pool_checksums
         self.requests[key] = Buffered(here, owner)
         return Placement(list(here.block_ids), len(shared))
 
@@ -87,8 +92,17 @@ class CandidateBuffer:
         return buffered
 
     def drop_owner(self, owner: str) -> list[Buffered]:
-        """A decode instance's stream is gone for certain: what lay here for it, and its lease, are free again."""
-        gone = [key for key, buffered in self.requests.items() if buffered.owner == owner]
-        dropped = [buffered for key in gone if (buffered := self.remove(key)) is not None]
+        """A decode instance's stream is gone for certain: what lay here for it, and its lease, are free again.
+
+        Not what is still being copied here: that is marked, and removed by whoever waits for the copy.
+        """
+        ours = {key: buffered for key, buffered in self.requests.items() if buffered.owner == owner}
+        gone = []
+        for key, buffered in ours.items():
+            if buffered.ready:
+                gone.append(buffered)
+                self.remove(key)
+            else:
+                buffered.orphaned = True
         self.allocator.return_lease(self.allocator.leased_to(owner), owner)
-        return dropped
+        return gone

@@ -24,6 +24,7 @@ from alignedserve.scheduler.events import BufferKind
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -48,6 +49,7 @@ class PrefillInstance:
         self._on_pool_wait = on_pool_wait
         self.returns: PoolWriter | None = None
         self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
+        self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
@@ -79,8 +81,8 @@ class PrefillInstance:
         to_pool = {kind: self._connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
         offload = self._connect(cache_store, pool_store)
         self.channels = [offload, *from_pool.values(), *to_pool.values()]
-        self.offloader = Offloader(settings.id, writers[0], offload, pool_store.store_id)
-        self.prefetcher = Prefetcher(self.buffers, from_pool, to_pool, writers[1], plan.block_size)
+        self.offloader = Offloader(settings.id, writers[0], self.copier, offload, pool_store.store_id)
+        self.prefetcher = Prefetcher(self.buffers, self.copier, from_pool, to_pool, writers[1], plan.block_size)
         runner = ModelRunner(loaded, tensor)
         compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
         await asyncio.to_thread(compute.warm_up)
@@ -121,6 +123,7 @@ class PrefillInstance:
             await asyncio.to_thread(self.compute.stop)
         for channel in self.channels:
             await asyncio.to_thread(channel.close)
+        self.copier.close()
         await self._pool.close()
         for buffer in self.buffers.values():
             buffer.store.close()

@@ -11,14 +11,16 @@ from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec
 from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.copier import Copier, Route
 
 
 class Offloader:
     """Copies prompts out, one coroutine each. `cancelled` keys are let go of as soon as their copy allows."""
 
-    def __init__(self, prefill_id: str, pool: PoolWriter, to_pool: Channel, pool_id: str) -> None:
+    def __init__(self, prefill_id: str, pool: PoolWriter, copier: Copier, to_pool: Channel, pool_id: str) -> None:
         self._prefill_id = prefill_id
         self._pool = pool
+        self._copier = copier
         self._to_pool = to_pool
         self._pool_id = pool_id
         self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # and what it waits for
@@ -37,8 +39,8 @@ class Offloader:
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
         """Copy and commit; returns what is stored, and the keys that were cancelled meanwhile and hold nothing.
 
-        The members of a job share its blocks. Raises TransferError where the pool cannot
-        take it, StaleError where a newer epoch has replaced a request.
+        The members of a job share its blocks. Raises TransferError where the copy fails or the pool cannot take it,
+        StaleError where a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
         taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids)))
@@ -50,8 +52,10 @@ class Offloader:
             blocks = taking.result()
             self._under_way.update(dict.fromkeys(keys))
             try:
-                await self._to_pool.copy(job.block_ids, blocks)
-                await self._commit(keys, job.kv_tokens, blocks)
+                checksums = await self._copier.checksums(self._to_pool.source, job.block_ids)
+                route = Route(self._to_pool, job.block_ids, checksums)
+                await self._copier.copy([route, route], blocks, job.lead.request_id)
+                await self._commit(keys, job.kv_tokens, blocks, checksums)
             except AlignedServeError:
                 self._pool.release(keys)
                 self._pool.give(blocks)
@@ -59,19 +63,21 @@ class Offloader:
             gone = [key for key in keys if key in self._cancelled]
             if gone:
                 self._pool.release(gone)
-            stored = [self._stored(job, spec, blocks) for spec in job.members if spec.key not in self._cancelled]
-            return stored, gone
+            going_on = [spec for spec in job.members if spec.key not in self._cancelled]
+            return [self._stored(job, spec, blocks, checksums) for spec in going_on], gone
         finally:
             for key in keys:
                 del self._under_way[key]
             self._cancelled.difference_update(keys)
 
-    async def _commit(self, keys: list[RequestKey], kv_tokens: int, blocks: list[int]) -> None:
-        await self._pool.commit(keys[0], kv_tokens, blocks)
+    async def _commit(self, keys: list[RequestKey], kv_tokens: int, blocks: list[int], checksums: list[int]) -> None:
+        await self._pool.commit(keys[0], kv_tokens, blocks, checksums=checksums)
         for key in keys[1:]:
-            await self._pool.commit(key, kv_tokens, blocks, share_with=keys[0])
+            await self._pool.commit(key, kv_tokens, blocks, share_with=keys[0], checksums=checksums)
 
-    def _stored(self, job: PrefilledJob, spec: RequestSpec, blocks: list[int]) -> pb.StoredRequest:
+    def _stored(
+        self, job: PrefilledJob, spec: RequestSpec, blocks: list[int], checksums: list[int]
+    ) -> pb.StoredRequest:
         return pb.StoredRequest(
             spec=spec_to_proto(spec),
             store_id=self._pool_id,
@@ -81,4 +87,6 @@ class Offloader:
             pool_tokens=job.kv_tokens,
             pool_block_ids=blocks,
             prefill_id=self._prefill_id,
+            checksums=checksums,
+            pool_checksums=checksums,
         )

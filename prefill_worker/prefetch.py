@@ -21,6 +21,7 @@ from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
+from alignedserve.transfer.copier import Copier, Route
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,14 @@ class Prefetcher:
     def __init__(
         self,
         buffers: dict[BufferKind, CandidateBuffer],
+        copier: Copier,
         from_pool: dict[BufferKind, Channel],
         to_pool: dict[BufferKind, Channel],
         pool: PoolWriter,
         block_size: int,
     ) -> None:
         self.buffers = buffers
+        self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
         self._pool = pool
@@ -50,13 +53,17 @@ class Prefetcher:
                 return buffer, buffered
         return None
 
-    async def prefetch(self, command: pw.Prefetch, outbox: BufferOutbox | None, owner: str) -> list[pb.StoredRequest]:
+    async def prefetch(
+        self, command: pw.Prefetch, outbox: BufferOutbox | None, owner: str
+    ) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
         """Copy the command's requests and announce each once it is here.
 
-        Returns those that found no room, or no decode instance to be announced to: they still lie in the pool.
+        Returns those that found no room, or no decode instance to be announced to: they still lie in the pool. And
+        those whose KV could not be copied, or was not what had been written: lost, since it would not be another time.
         """
         buffer = self.buffers[BufferKind(command.buffer)]
         returned: list[pb.StoredRequest] = []
+        lost: list[RequestKey] = []
         started: list[tuple[pb.StoredRequest, Completion]] = []
         for stored in command.requests:
             placement = buffer.place(stored, owner) if outbox is not None else None
@@ -68,38 +75,36 @@ class Prefetcher:
             buffer.requests[key].stored.spec.timings.CopyFrom(stored.spec.timings)
             started.append((stored, self._start(buffer, stored, placement)))
         for stored, completion in started:
-            if not await self._announce(buffer, stored, completion, command, outbox):
-                returned.append(stored)
-        return returned
+            try:
+                await completion
+            except TransferError as error:
+                key = key_from_proto(stored.spec.key)
+                logger.warning("prefetch failed: %s", error, extra={"request_id": key.request_id})
+                buffer.remove(key)
+                lost.append(key)
+            else:
+                if not self._announce(buffer, stored, command, outbox):
+                    returned.append(stored)
+        return returned, lost
 
     def _start(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:
-        try:
-            return self._from_pool[buffer.kind].copy(
-                list(stored.pool_block_ids)[placement.resident :], placement.block_ids[placement.resident :]
-            )
-        except TransferError as error:
-            failed = Completion("prefetch")
-            failed.finish(error)
-            return failed
+        begin = placement.resident
+        route = Route(self._from_pool[buffer.kind], stored.pool_block_ids[begin:], stored.pool_checksums[begin:])
+        return self._copier.copy([route, route], placement.block_ids[begin:], stored.spec.key.request_id)
 
-    async def _announce(
+    def _announce(
         self,
         buffer: CandidateBuffer,
         stored: pb.StoredRequest,
-        completion: Completion,
         command: pw.Prefetch,
         outbox: BufferOutbox | None,
     ) -> bool:
+        """The copy is complete: tell the decode instance. False where that has gone meanwhile."""
         key = key_from_proto(stored.spec.key)
-        try:
-            await completion
-        except TransferError as error:
-            logger.warning("prefetch failed: %s", error, extra={"request_id": key.request_id})
+        buffered = buffer.requests[key]
+        if buffered.orphaned:
             buffer.remove(key)
             return False
-        buffered = buffer.requests.get(key)
-        if buffered is None:
-            return True  # dropped with its decode instance meanwhile
         buffered.ready = True
         if outbox is not None:
             announced = pw.Announcement(buffer=command.buffer, batch_id=command.batch_id, requests=[buffered.stored])
@@ -117,15 +122,9 @@ class Prefetcher:
             buffer, buffered = found
             enter_stage(buffered.stored.spec.timings, Stage.POOL, time.time_ns())
             try:
-                returned.append(
-                    await write_back(
-                        self._pool,
-                        self._to_pool[buffer.kind],
-                        buffered.stored,
-                        list(buffered.stored.block_ids),
-                        self._block_size,
-                    )
-                )
+                stored = buffered.stored
+                source = Route(self._to_pool[buffer.kind], list(stored.block_ids), list(stored.checksums))
+                returned.append(await write_back(self._pool, self._copier, source, stored, self._block_size))
             except AlignedServeError as error:
                 logger.warning("write-back failed: %s", error, extra={"request_id": key.request_id})
                 lost.append(key)

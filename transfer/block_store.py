@@ -55,6 +55,10 @@ class BlockStore(ABC):
         """What another process needs to attach this store."""
 
     @abstractmethod
+    def read_block(self, block: int) -> memoryview:
+        """One block's `block_bytes` bytes: a view where the memory is the host's, else a copy."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give the memory up here; idempotent. Views that are alive, and copies under way, keep it mapped."""
 
@@ -186,6 +190,10 @@ class HostBlockStore(BlockStore):
 
     def handle(self) -> StoreHandle:
         return self._handle
+
+    def read_block(self, block: int) -> memoryview:
+        view: ByteArray = self._blocks[block]
+        return view.data
 
     def close(self) -> None:
         self._blocks = np.empty((0, self.block_bytes), np.uint8)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
-from alignedserve.errors import TransferError
+from alignedserve.errors import ConfigError, TransferError
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
@@ -18,6 +22,9 @@ SHARED_MEMORY = "shared-memory"
 PCIE = "pcie"
 CUDA_IPC = "cuda-ipc"
 CUDA_STAGED = "cuda-staged"
+
+WRAPPER_VARIABLE = "ALIGNEDSERVE_TEST_CHANNEL_WRAPPER"
+"""For tests: `module:function` that takes each new channel and returns the one to use instead (injecting faults)."""
 
 PeerAccess = Callable[[str, str], bool]
 """Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
@@ -62,15 +69,34 @@ def choose_channel(
 
 
 def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False) -> Channel:
-    """A channel between two stores that are open in this process. Raises what `choose_channel` raises."""
+    """A channel between two stores that are open in this process. Raises what `choose_channel` raises.
+
+    Tests have every channel of a process wrapped through `WRAPPER_VARIABLE` in its environment.
+    """
     choice = choose_channel(source.handle(), destination.handle(), allow_slow=allow_slow)
     log = logger.warning if choice.slow else logger.info
     log("%s to %s: channel %s, %s", source.store_id, destination.store_id, choice.name, choice.reason)
+    wrap = _wrapper()
     if isinstance(source, HostBlockStore) and isinstance(destination, HostBlockStore):
-        return HostChannel(source, destination)
+        return wrap(HostChannel(source, destination))
     from alignedserve.transfer.device import DeviceChannel  # imports torch
 
-    return DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow)
+    return wrap(DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow))
+
+
+@functools.cache
+def _wrapper() -> Callable[[Channel], Channel]:
+    """What each channel of this process goes through. Raises ConfigError where it cannot be imported."""
+    target = os.environ.get(WRAPPER_VARIABLE)
+    if not target:
+        return lambda channel: channel
+    module, _, name = target.partition(":")
+    try:
+        wrapper: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{WRAPPER_VARIABLE} is {target!r}, which cannot be imported: {error}") from error
+    logger.warning("every channel goes through %s, as %s says: for tests only", target, WRAPPER_VARIABLE)
+    return lambda channel: cast(Channel, wrapper(channel))
 
 
 def _between_devices(

@@ -8,7 +8,7 @@ from alignedserve.transfer.channel import Channel
 
 
 def channel_lines(instance: str, channels: Iterable[Channel]) -> list[str]:
-    """What each channel of the instance has moved: copies, bytes and the seconds it was copying."""
+    """What each channel of the instance has moved: copies, failed ones, bytes, and the seconds it was copying."""
     lines = []
     for channel in channels:
         labels = (
@@ -16,7 +16,7 @@ def channel_lines(instance: str, channels: Iterable[Channel]) -> list[str]:
             f'channel="{channel.name}",instance="{instance}"'
         )
         counters = channel.counters()
-        for name in ("copies", "bytes", "busy_s"):
+        for name in ("copies", "failed", "bytes", "busy_s"):
             metric = "busy_seconds" if name == "busy_s" else name
             lines.append(f"alignedserve_transfer_{metric}_total{{{labels}}} {getattr(counters, name)!r}")
     return lines

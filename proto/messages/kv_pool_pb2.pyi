@@ -30,18 +30,20 @@ class BlockIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "share_with", "kept_blocks")
+    __slots__ = ("key", "kv_tokens", "block_ids", "share_with", "kept_blocks", "checksums")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SHARE_WITH_FIELD_NUMBER: _ClassVar[int]
     KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     share_with: _common_pb2.RequestKey
     kept_blocks: int
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kept_blocks: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PoolWriterReply(_message.Message):
     __slots__ = ("message_id", "granted", "committed", "refused", "recall")
@@ -100,14 +102,16 @@ class PoolDescription(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids")
+    __slots__ = ("key", "kv_tokens", "block_ids", "checksums")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("holdings",)

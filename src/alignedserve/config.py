@@ -50,6 +50,8 @@ class KvPoolConfig:
     size_gib: float = _key(0.0, "host memory of the pool in GiB; 0: a quarter of what is free", low=0.0)
     block_size: int = _key(16, "tokens in a block, the same in every store", low=1, high=1024)
     growth_reserve: float = _key(0.05, "share of the pool kept for the growth of running requests", low=0.0, high=0.9)
+    verify: bool = _key(False, "compare a checksum of every KV block after each copy; what differs is never used")
+    copy_timeout_s: float = _key(10.0, "a copy that takes so long is stuck: its worker is ended and replaced", low=0.1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ AlignedServeError
 ├── DeadlineError               the request's own time limit passed
 ├── CancelledError              the client cancelled
 ├── TransferError               a copy of KV blocks failed or could not be trusted
+│   ├── ChecksumError           a block is not what was written (kv_pool.verify)
 │   └── GeometryMismatchError   two stores hold different models' blocks
 ├── NumericsError               the model computed NaN or infinite logits for some rows of a batch
 ├── AccountingError             blocks do not add up: a bug of ours
@@ -126,6 +127,10 @@ class CancelledError(AlignedServeError):
 
 class TransferError(AlignedServeError):
     code = "transfer_failed"
+
+
+class ChecksumError(TransferError):
+    code = "checksum_mismatch"
 
 
 class GeometryMismatchError(TransferError):

@@ -229,6 +229,17 @@ def test_a_writer_that_returns_gets_its_lease_again_against_its_next_want(pool: 
     assert pool.hello(DECODE) == []
 
 
+def test_checksums_are_kept_for_readers_and_by_a_successor(pool: KvPool, memory: memoryview) -> None:
+    blocks = leased(pool, PREFILL, 3)
+    with pytest.raises(TransferError, match="1 checksums for 2 blocks"):
+        pool.commit(PREFILL, A, 8, blocks[:2], checksums=[7])
+    assert not pool.inventory()
+    pool.commit(PREFILL, A, 8, blocks[:2], checksums=[7, 2**64 - 1])
+    pool.commit(PREFILL, A, 11, blocks, kept_blocks=2, checksums=[7, 2**64 - 1, 0])
+    (holding,) = open_pool(memory).inventory()
+    assert (holding.block_ids, holding.checksums) == (tuple(blocks), (7, 2**64 - 1, 0))
+
+
 def test_a_successor_holds_what_its_predecessor_did(memory: memoryview) -> None:
     pool = open_pool(memory)
     blocks, theirs = leased(pool, PREFILL, 8), leased(pool, OTHER, 3)

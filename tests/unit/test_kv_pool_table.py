@@ -30,6 +30,7 @@ RECORDS: list[Record] = [
     Leased(WRITER, (0, 1, 2, 3)),
     Held(Holding(RequestKey("r", 2), 5, (1, 0)), WRITER),
     Held(Holding(RequestKey("ü" * 100, 0), 3, (1,))),
+    Held(Holding(RequestKey("checked", 1), 5, (6, 7), (0, 2**64 - 1)), WRITER),
     Returned(WRITER, (3,)),
     Lost(WRITER),
     Released("r"),
@@ -56,7 +57,7 @@ def test_a_record_survives_its_form_in_bytes(record: Record) -> None:
 
 def test_the_state_is_the_sum_of_the_records() -> None:
     state = PoolState()
-    for record in RECORDS[:5]:
+    for record in RECORDS[:6]:
         state.apply(record)
     assert state.holdings["r"] == Holding(RequestKey("r", 2), 5, (1, 0))
     assert state.leases == {WRITER: {2}}
@@ -65,9 +66,9 @@ def test_the_state_is_the_sum_of_the_records() -> None:
     for record in state.records():
         again.apply(record)
     assert again == state
-    for record in RECORDS[5:]:
+    for record in RECORDS[6:]:
         state.apply(record)
-    assert (set(state.holdings), state.leases, state.lost) == ({"ü" * 100}, {}, set())
+    assert (set(state.holdings), state.leases, state.lost) == ({"ü" * 100, "checked"}, {}, set())
 
 
 def test_a_successor_reads_what_was_appended_and_goes_on() -> None:

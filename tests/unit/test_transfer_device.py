@@ -54,6 +54,16 @@ def test_a_store_over_the_engines_tensor_shares_its_memory() -> None:
     assert (store.handle().kind, store.device) == (HOST, "cpu")
 
 
+def test_a_block_is_read_alike_on_device_and_host() -> None:
+    device, host = device_store("cache", 3), host_store("pool", 3)
+    channel = DeviceChannel(device, host, "pcie")
+    channel.copy([2], [1]).wait(10)
+    assert device.read_block(2) == host.read_block(1)
+    assert host.read_block(1).nbytes == GEOMETRY.block_bytes
+    assert device.read_block(1) != host.read_block(1)
+    channel.close()
+
+
 def test_a_tensor_of_another_shape_or_order_is_refused() -> None:
     with pytest.raises(TransferError, match="in the geometry"):
         DeviceBlockStore("cache", GEOMETRY, torch.zeros(3, 4, 6, 2, 16, 9, dtype=torch.bfloat16))

@@ -1,0 +1,196 @@
+"""How workers copy blocks: over the first route that works, checked where that was asked for, and watched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import xxhash
+
+from alignedserve.errors import ChecksumError, TransferError
+from alignedserve.transfer.block_store import BlockStore
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.completion import Completion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to blocks that are wanted: `source_ids` over `channel`. `checksums`: of each of them, as written."""
+
+    channel: Channel
+    source_ids: Sequence[int]
+    checksums: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    routes: Sequence[Route]
+    destination_ids: Sequence[int]
+    completion: Completion
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Copies of one channel under way, oldest first; `since_s`: from when on the first had the channel for itself."""
+
+    under_way: dict[Completion, None] = field(default_factory=dict)
+    since_s: float = 0.0
+
+
+class Copier:
+    """Every copy of a worker goes through here. Any thread may call it; `stuck` says when the worker must be replaced.
+
+    With `verify`, a copy counts as done only once each block's checksum at the destination is that of the route. The
+    bytes are hashed in a thread of the copier's own, whole blocks at a time, the unused end of the last among them.
+    """
+
+    def __init__(self, *, verify: bool, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.verify = verify
+        self.mismatches = 0  # blocks that were not what had been written
+        self.checked_blocks = 0
+        self.failures = 0  # copies that failed, mismatches among them; most were made again, over the next route
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lanes: dict[Channel, _Lane] = {}
+        self._lock = threading.Lock()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checksums")  # starts its thread when it is needed
+
+    async def checksums(self, store: BlockStore, block_ids: Sequence[int]) -> list[int]:
+        """Of blocks that nobody writes to meanwhile, to travel with what they hold; [] without `verify`."""
+        if not self.verify:
+            return []
+        return await asyncio.get_running_loop().run_in_executor(self._hasher, block_checksums, store, list(block_ids))
+
+    def copy(self, routes: Sequence[Route], destination_ids: Sequence[int], label: str) -> Completion:
+        """Copy to `destination_ids`, over the first of `routes` that succeeds; all lead to one store. Never blocks.
+
+        `label` names the request. The completion ends with the last route's TransferError (a ChecksumError where a
+        block was not what had been written) where none succeeded; until it has ended, both sides' blocks are in use.
+        """
+        job = _Job(routes, list(destination_ids), Completion(label))
+        self._begin(job, 0)
+        return job.completion
+
+    def stuck(self) -> TransferError | None:
+        """Why this worker cannot go on: a copy has been under way for longer than `timeout_s`, and others wait for it.
+
+        Nothing can be done about such a copy but to end the process, which also makes its blocks safe to use again.
+        """
+        now_s = self._clock()
+        with self._lock:
+            for channel, lane in self._lanes.items():
+                if lane.under_way and now_s - lane.since_s > self._timeout_s:
+                    pair = f"{channel.source.store_id} to {channel.destination.store_id}"
+                    return TransferError(
+                        f"a copy from {pair} has not ended within {self._timeout_s:g} s (kv_pool.copy_timeout_s); "
+                        f"{len(lane.under_way)} are under way there"
+                    )
+        return None
+
+    def counters(self) -> dict[str, int]:
+        """By metric name, without the prefix."""
+        return {
+            "kv_copy_failures_total": self.failures,
+            "kv_checksum_blocks_total": self.checked_blocks,
+            "kv_checksum_mismatches_total": self.mismatches,
+        }
+
+    def close(self) -> None:
+        """Idempotent; the channels are closed by whoever opened them."""
+        self._hasher.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, job: _Job, attempt: int) -> None:
+        route = job.routes[attempt]
+        try:
+            copy = route.channel.copy(route.source_ids, job.destination_ids)
+        except TransferError as error:
+            self._failed(job, attempt, error)
+            return
+        with self._lock:
+            lane = self._lanes.setdefault(route.channel, _Lane())
+            if not lane.under_way:
+                lane.since_s = self._clock()
+            lane.under_way[copy] = None
+        copy.add_callback(lambda ended: self._ended(job, attempt, ended))
+
+    def _ended(self, job: _Job, attempt: int, copy: Completion) -> None:
+        """In the channel's thread, mostly."""
+        self._leave_lane(job.routes[attempt].channel, copy)
+        if copy.error is not None:
+            self._failed(job, attempt, copy.error)
+        elif not self.verify:
+            job.completion.finish()
+        else:
+            try:
+                self._hasher.submit(self._check, job, attempt)
+            except RuntimeError:  # shut down: the worker is ending
+                self._failed(job, len(job.routes) - 1, TransferError(f"{job.completion.label}: not checked any more"))
+
+    def _leave_lane(self, channel: Channel, copy: Completion) -> None:
+        with self._lock:
+            lane = self._lanes[channel]
+            if next(iter(lane.under_way)) is copy:
+                lane.since_s = self._clock()
+            del lane.under_way[copy]
+            if not lane.under_way:
+                del self._lanes[channel]
+
+    def _check(self, job: _Job, attempt: int) -> None:
+        try:
+            self._require_equal(job, job.routes[attempt])
+        except TransferError as error:
+            self._failed(job, attempt, error)
+        except Exception as error:  # whatever went wrong, the completion must end
+            logger.exception("blocks of %s could not be checked", job.completion.label)
+            self._failed(job, attempt, TransferError(f"{job.completion.label}: blocks could not be checked: {error!r}"))
+        else:
+            job.completion.finish()
+
+    def _require_equal(self, job: _Job, route: Route) -> None:
+        source, store, label = route.channel.source, route.channel.destination, job.completion.label
+        if source.slice != store.slice:
+            raise ChecksumError(
+                f"blocks of {source.store_id} and {store.store_id} hold different layers or heads: kv_pool.verify "
+                "cannot compare them"
+            )
+        if len(route.checksums) != len(job.destination_ids):
+            raise ChecksumError(
+                f"{label}: {len(job.destination_ids)} blocks of {source.store_id} came with {len(route.checksums)} "
+                "checksums: they cannot be trusted"
+            )
+        found = block_checksums(store, job.destination_ids)
+        wrong = [index for index, checksum in enumerate(route.checksums) if found[index] != checksum]
+        self.checked_blocks += len(found)
+        self.mismatches += len(wrong)
+        if wrong:
+            first = wrong[0]
+            raise ChecksumError(
+                f"{label}: {len(wrong)} of {len(found)} blocks are not what was written: block "
+                f"{job.destination_ids[first]} of {store.store_id}, copied from block {route.source_ids[first]} of "
+                f"{source.store_id}, has checksum {found[first]:016x}, not {route.checksums[first]:016x}",
+                store_id=store.store_id,
+                block=job.destination_ids[first],
+                request_id=label,
+            )
+
+    def _failed(self, job: _Job, attempt: int, error: TransferError) -> None:
+        with self._lock:
+            self.failures += 1
+        following = attempt + 1
+        if following == len(job.routes) or job.completion.cancelled:
+            job.completion.finish(error)
+            return
+        logger.warning("%s; trying again", error.message)
+        self._begin(job, following)
+
+
+def block_checksums(store: BlockStore, block_ids: Sequence[int]) -> list[int]:
+    """xxh3, 64 bits, of each block's bytes."""
+    return [xxhash.xxh3_64_intdigest(store.read_block(block)) for block in block_ids]
