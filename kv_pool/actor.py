@@ -13,7 +13,7 @@ from alignedserve.control.convert import failure_to_proto, key_from_proto, key_t
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.pool import Grant, KvPool
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
@@ -126,9 +126,14 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         hello = (await anext(aiter(request_iterator))).hello
         writer = WriterKey(hello.role, hello.id, hello.incarnation)
         outbox: Outbox[kp.PoolWriterReply] = Outbox()
-        self._writers[writer] = outbox
         assert self._pool is not None  # peers hear of this role's address once it is ready
-        self._deliver(self._pool.hello(writer))
+        try:
+            grants = self._pool.hello(writer)
+        except StaleError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+            return
+        self._writers[writer] = outbox
+        self._deliver(grants)
 
         def on_message(message: kp.PoolWriterMessage) -> None:
             self._on_message(writer, message, outbox)

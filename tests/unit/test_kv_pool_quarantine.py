@@ -97,7 +97,7 @@ async def test_no_other_writer_is_given_its_blocks_before_it_is_dead(pool: Pool)
     rest = await asyncio.wait_for(other.take(BLOCKS - LEASED), 10.0)
     assert not set(rest) & set(in_doubt)
     waiting = asyncio.create_task(other.take(LEASED))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)  # by now the stopped one, awake, has tried to come back
     assert not waiting.done()
     await pool.view(peer(OTHER))
     assert sorted(await asyncio.wait_for(waiting, 10.0)) == sorted(in_doubt)
