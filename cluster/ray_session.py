@@ -29,7 +29,7 @@ OLD_SESSION_S = 24 * 3600.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a proxy is replaced after the third that fails
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }
 # For replicas only: handles of this process, which has no event loop, work in their router's own.

@@ -20,6 +20,7 @@ from alignedserve.control.role import new_incarnation
 from alignedserve.gateway import api_keys
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.proxy_watch import ProxyWatch
 from alignedserve.gateway.serve_ports import close_internal_port
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.model import resolve_model
@@ -52,6 +53,7 @@ class Gateway:
         close_internal_port()
         config = from_tree(tree)
         self._supervisor = supervisor
+        self._proxies = ProxyWatch()
         gateway_id = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
         logs.setup(config.log, "gateway", gateway_id)
         logging.getLogger("ray.serve").addFilter(_Quiet())
@@ -87,7 +89,8 @@ class Gateway:
     async def Generate(self, request: inf.GenerateRequest, grpc_context: RayServegRPCContext) -> inf.GenerateResponse:
         try:
             self._check_key(grpc_context)
-            return await self._server.inference.generate(request)
+            with self._proxies.covers():
+                return await self._server.inference.generate(request)
         except Exception as error:
             _refuse(grpc_context, error)
 
@@ -97,8 +100,9 @@ class Gateway:
         chunks = self._server.inference.stream(request)
         try:
             self._check_key(grpc_context)
-            async for chunk in chunks:
-                yield chunk
+            with self._proxies.covers():
+                async for chunk in chunks:
+                    yield chunk
         except Exception as error:
             _refuse(grpc_context, error)
         finally:

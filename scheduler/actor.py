@@ -42,7 +42,7 @@ from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
-GATEWAY_GRACE_S = 1.0
+GATEWAY_GRACE_S = 0.3  # what is behind a dead gateway is to be free within a second
 RECENT_GROUPS = 1024
 
 

@@ -1,0 +1,100 @@
+"""The Serve proxies that gRPC calls come through: Serve leaves their handlers running when such a proxy dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
+
+logger = logging.getLogger(__name__)
+
+ASK_EVERY_S = 0.25
+_ANSWER_WITHIN_S = 1.0
+_LIST_EVERY_S = 2.0
+
+
+class ProxyWatch:
+    """Asks the proxies, as long as calls are open that came through one, whether they live.
+
+    Ray does not say through which proxy a call came. When one dies, all calls that were open then are cancelled that
+    came through any; clients that wanted them ask again. To be made in the replica's constructor.
+    """
+
+    def __init__(self) -> None:
+        self._start = ray.get_runtime_context().get_task_id()
+        self._calls: dict[asyncio.Task[Any], float] = {}  # since when
+        self._proxies: dict[str, Any] = {}  # handles, by actor id
+        self._listed_s = 0.0
+        self._watcher: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def covers(self) -> Iterator[None]:
+        """Within, the current task is cancelled when the proxy that its call came through dies."""
+        task = asyncio.current_task()
+        # HAProxy's calls are no tasks of Ray's: they run in that of the constructor, which started their server.
+        if task is None or ray.get_runtime_context().get_task_id() == self._start:
+            yield
+            return
+        self._calls[task] = time.monotonic()
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            yield
+        finally:
+            self._calls.pop(task, None)
+
+    async def _watch(self) -> None:
+        self._proxies.clear()  # one that has died since was another call's
+        self._listed_s = 0.0
+        while self._calls:
+            asked_s = time.monotonic()
+            try:
+                if asked_s - self._listed_s > _LIST_EVERY_S:
+                    self._listed_s = asked_s
+                    self._proxies |= await asyncio.to_thread(_list_proxies)
+                if await self._any_died():
+                    self._cancel(asked_s)
+            except Exception as error:  # Ray's own parts may be on their way out
+                logger.debug("the proxies cannot be asked: %s", error)
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _any_died(self) -> bool:
+        handles = list(self._proxies.items())
+        for (actor_id, _), died in zip(handles, await asyncio.gather(*(_died(h) for _, h in handles)), strict=True):
+            if died:
+                del self._proxies[actor_id]
+        return len(self._proxies) < len(handles)
+
+    def _cancel(self, asked_s: float) -> None:
+        calls = [task for task, since_s in self._calls.items() if since_s < asked_s]
+        logger.info("a proxy has ended: %d calls are cancelled", len(calls))
+        for task in calls:
+            task.cancel()
+
+
+def _list_proxies() -> dict[str, Any]:
+    """Handles of the proxies of all nodes, by actor id."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == SERVE_NAMESPACE and actor["name"].startswith(SERVE_PROXY_NAME):
+            with contextlib.suppress(ValueError):  # it has just ended
+                handle = ray.get_actor(actor["name"], namespace=SERVE_NAMESPACE)
+                found[handle._actor_id.hex()] = handle
+    return found
+
+
+async def _died(proxy: Any) -> bool:
+    try:
+        await asyncio.wait_for(proxy.__ray_ready__.remote(), _ANSWER_WITHIN_S)
+    except RayActorError:
+        return True
+    except TimeoutError:  # busy, or stopped: Serve's own health check is about that
+        return False
+    return False

@@ -1,0 +1,148 @@
+"""A request that is given up, wherever it is: one second later it holds nothing anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config_sources import from_tree
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.testing.callers import Callers
+from alignedserve.testing.gateway_process import GatewayProcess
+from alignedserve.testing.metrics import value
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+
+RELEASED_WITHIN_S = 1.0
+NEW_TOKENS = 1500
+
+
+@dataclass
+class Watched:
+    """A cluster, and where requests are in it."""
+
+    cluster: LocalCluster
+    callers: Callers
+    scheduler: TokenChannel
+    decode: TokenChannel
+
+    async def counts(self) -> dict[str, int]:
+        """Requests by state, as the scheduler and the decode instance say now."""
+        scheduler = await sc_grpc.SchedulerStub(self.scheduler).Describe(pb.Empty())
+        decode = await dw_grpc.DecodeWorkerStub(self.decode).Describe(pb.Empty())
+        names = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
+        counts = {name: int(getattr(scheduler, name)) for name in names}
+        names = ("running", "batch_buffer_requests", "requests_buffer_requests")
+        return counts | {name: int(getattr(decode, name)) for name in names}
+
+    async def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition(counts := await self.counts()):
+            assert time.monotonic() < deadline, counts
+            await asyncio.sleep(0.005)
+
+    async def held(self) -> dict[str, float]:
+        """Everything that anybody still holds."""
+        metrics = (await self.cluster.status()).metrics
+        assert value(metrics, "alignedserve_kv_capacity_blocks") > 0
+        owned = {"owned": value(metrics, "alignedserve_kv_blocks", state="owned")}
+        open_requests = {"open": value(metrics, "alignedserve_gateway_open_requests")}
+        return {name: count for name, count in ((await self.counts()) | owned | open_requests).items() if count}
+
+    async def assert_released(self, since_s: float) -> None:
+        while held := await self.held():
+            assert time.monotonic() - since_s < RELEASED_WITHIN_S, held
+            await asyncio.sleep(0.02)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def watched() -> AsyncIterator[Watched]:
+    config = from_tree(
+        {
+            "cluster": {"device": "cpu", "threads": 1},
+            "kv_pool": {"size_gib": 0.1},
+            "prefill": {"token_budget": 64, "queue_tokens": 2048},
+            "decode": {"max_running": 2},
+            "scheduler": {"min_batch_requests": 2, "max_batch_blocks": 150},
+            "supervisor": {"heartbeat_s": 0.1},
+        }
+    )
+    async with LocalCluster(config) as cluster:
+        await cluster.wait_ready()
+        async with (
+            GatewayProcess(cluster, "gateway-0") as first,
+            GatewayProcess(cluster, "gateway-1") as second,
+            Callers(first.url, first.grpc_address, second.url, second.grpc_address) as callers,
+        ):
+            channels = [open_channel(cluster.address(role), cluster.token) for role in ("scheduler-0", "decode-0")]
+            yield Watched(cluster, callers, *channels)
+            for channel in channels:
+                await channel.close()
+
+
+def prompts(count: int, tokens: int, seed: int = 1) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(10, 400) for _ in range(tokens + draw.randrange(8))] for _ in range(count)]
+
+
+STAGES: dict[str, tuple[Callable[[dict[str, int]], bool], int, int]] = {
+    # what is seen of the stage, requests, tokens of each prompt
+    "queue": (lambda counts: counts["queued"] > 2, 20, 1000),
+    "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 5, 4000),
+    "pool": (lambda counts: counts["waiting_in_pool"] > 2, 40, 30),
+    "batch buffer": (lambda counts: counts["batch_buffer_requests"] > 0, 40, 30),
+    "requests buffer": (lambda counts: counts["requests_buffer_requests"] > 0, 40, 30),
+    "decode": (lambda counts: counts["running"] > 0, 5, 30),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_given_up_in_each_stage(watched: Watched, stage: str) -> None:
+    reached, count, tokens = STAGES[stage]
+    ways = watched.callers.ways
+    leave = asyncio.Event()
+    calls = [
+        asyncio.ensure_future(ways[number % len(ways)](prompt, NEW_TOKENS, leave))
+        for number, prompt in enumerate(prompts(count, tokens))
+    ]
+    await watched.wait_until(reached)
+    leave.set()
+    outcomes = await asyncio.gather(*calls)
+    await watched.assert_released(time.monotonic())
+    assert set(outcomes) == {"left", "cancelled"}
+
+
+async def test_a_limit_of_ones_own_ends_it_wherever_it_is(watched: Watched) -> None:
+    calls: list[Any] = [
+        watched.callers.time_out(prompt, NEW_TOKENS, 0.2 + 0.02 * number)
+        for number, prompt in enumerate([*prompts(20, 30), *prompts(10, 1000)])
+    ]
+    outcomes = await asyncio.gather(*calls)
+    await watched.assert_released(time.monotonic())
+    assert set(outcomes) == {"deadline_exceeded"}
+
+
+async def test_given_up_at_the_last_token(watched: Watched) -> None:
+    """Cancelled as the last tokens come: it ends in one way or the other, and holds nothing."""
+    outcomes = []
+    for number, prompt in enumerate(prompts(30, 20)):
+        way = watched.callers.ways[number % len(watched.callers.ways)]
+        leave = asyncio.Event()
+        call = asyncio.ensure_future(way(prompt, 2 + number % 3, leave))
+        await watched.wait_until(lambda counts: counts["decoding"] > 0 or call.done())  # noqa: B023  # awaited here
+        leave.set()
+        outcomes.append(await call)
+    await watched.assert_released(time.monotonic())
+    assert set(outcomes) <= {"left", "cancelled", "ended"}
+    assert len(set(outcomes)) > 1
