@@ -23,7 +23,7 @@ class StorePlanner:
         self.model_info = ""
         self.store_plan = ""
         self._config = config
-        self._models_in_host_memory = sum(1 for role in planned if role.role in MODEL_ROLES and not role.on_gpu)
+        self._on_gpu = all(role.on_gpu for role in planned if role.role in MODEL_ROLES)
         self._memory_bytes: int | None = None
 
     def adopt(self, model_info: str, store_plan: str) -> None:
@@ -43,7 +43,6 @@ class StorePlanner:
         self.model_info = self.model_info or member.beat.model_info
         if self.model_info and self._memory_bytes is not None and not self.store_plan:
             model = ModelInfo.from_json(self.model_info)
-            weights = self._models_in_host_memory * model.weight_bytes
-            self.store_plan = plan_stores(self._config, model, max(0, self._memory_bytes - weights)).to_json()
+            self.store_plan = plan_stores(self._config, model, self._memory_bytes, on_gpu=self._on_gpu).to_json()
             logger.info("stores, in blocks: %s", self.store_plan)
         return before != (self.model_info, self.store_plan)

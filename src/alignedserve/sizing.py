@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
+from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 
 GIB = 1 << 30
@@ -31,16 +32,20 @@ class StorePlan:
         return cls(**json.loads(text))
 
 
-def plan_stores(config: Config, model: ModelInfo, available_bytes: int) -> StorePlan:
-    """Divide host memory. `available_bytes` is what the node with the pool has free.
+def plan_stores(config: Config, model: ModelInfo, memory_bytes: int, *, on_gpu: bool = False) -> StorePlan:
+    """Divide host memory. `memory_bytes` is what the node with the pool had free before any weights were loaded.
 
     Caches and buffers on a CPU are touched only as they fill, so they are sized for work, within a share of memory:
-    a decode cache holds four requests of the longest kind (32,768 tokens at least), a prefill cache two.
+    a decode cache holds four requests of the longest kind (32,768 tokens at least), a prefill cache two. `on_gpu`: they
+    and the weights lie on devices, and only the pool in host memory.
 
-    Raises ResourceError, with the figures, where the pool asked for does not fit or cannot hold one block.
+    Raises ResourceError, with the figures, where what is asked for does not fit or the pool cannot hold two blocks.
     """
     geometry = model.geometry(config.kv_pool.block_size)
-    per_instance = available_bytes // (8 * max(1, config.cluster.prefill + config.cluster.decode))
+    instances = max(1, config.cluster.prefill + config.cluster.decode)
+    weights = 0 if on_gpu else instances * model.weight_bytes
+    available_bytes = max(0, memory_bytes - weights)
+    per_instance = available_bytes // (8 * instances)
     longest = geometry.blocks_for(model.max_positions) + 1
 
     def own(configured: int, requests: int, least_tokens: int) -> int:
@@ -55,27 +60,39 @@ def plan_stores(config: Config, model: ModelInfo, available_bytes: int) -> Store
     batch_buffer = config.prefill.batch_buffer_blocks or served * max(share, largest)
     # A decode instance leases room for its largest request there, to evict without asking; the rest is for late joins.
     requests_buffer = config.prefill.requests_buffer_blocks or served * largest + batch_buffer // 2
-    return StorePlan(
+    plan = StorePlan(
         block_size=config.kv_pool.block_size,
-        pool=_pool_blocks(config, geometry.block_bytes, available_bytes),
+        pool=(int(config.kv_pool.size_gib * GIB) or available_bytes // 4) // geometry.block_bytes,
         prefill_cache=prefill_cache,
         decode_cache=decode_cache,
         batch_buffer=batch_buffer,
         requests_buffer=requests_buffer,
     )
+    _require_room(config, plan, geometry.block_bytes, memory_bytes, 0 if on_gpu else model.weight_bytes)
+    return plan
 
 
-def _pool_blocks(config: Config, block_bytes: int, available_bytes: int) -> int:
-    wanted = int(config.kv_pool.size_gib * GIB) or available_bytes // 4
-    if wanted > available_bytes:
+def _require_room(config: Config, plan: StorePlan, block_bytes: int, memory_bytes: int, weight_bytes: int) -> None:
+    """Raises ResourceError where the stores (and weights, where those lie there too) are more than host memory has."""
+    prefill, decode = config.cluster.prefill, config.cluster.decode
+    parts = {"the KV pool": plan.pool * block_bytes}
+    if weight_bytes:
+        parts[f"the weights of {prefill + decode} workers"] = (prefill + decode) * weight_bytes
+        parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes
+        parts[f"{prefill} prefill cache(s)"] = prefill * plan.prefill_cache * block_bytes
+        if config.cluster.prefetch:
+            buffers = plan.batch_buffer + plan.requests_buffer
+            parts[f"the candidate buffers of {prefill} prefill instance(s)"] = prefill * buffers * block_bytes
+    needed = sum(parts.values())
+    if needed > memory_bytes:
+        figures = ", ".join(f"{describe_bytes(size)} for {name}" for name, size in parts.items())
         raise ResourceError(
-            f"kv_pool.size_gib asks for {wanted / GIB:.2f} GiB, but only {available_bytes / GIB:.2f} GiB of memory are "
-            "available; ask for less"
+            f"this cluster needs {describe_bytes(needed)} of host memory, but only {describe_bytes(memory_bytes)} are "
+            f"available: {figures}; lower kv_pool.size_gib, decode.cache_blocks or prefill.cache_blocks, or ask for "
+            "fewer instances"
         )
-    blocks = wanted // block_bytes
-    if blocks < 2:
+    if plan.pool < 2:
         raise ResourceError(
-            f"a pool of {wanted / GIB:.3f} GiB holds {blocks} blocks of {block_bytes / (1 << 20):.2f} MiB; "
-            "set kv_pool.size_gib higher"
+            f"a pool of {describe_bytes(parts['the KV pool'])} holds {plan.pool} blocks of "
+            f"{describe_bytes(block_bytes)}; set kv_pool.size_gib higher"
         )
-    return blocks
