@@ -114,10 +114,10 @@ class SupervisorCore:
         member = self.roster.member(key)
         if member is None:
             return []
-        before = (member.state, list(member.beat.stores), member.beat.HasField("failure"))
+        before = (member.state, list(member.beat.stores), member.beat.HasField("failure"), list(member.beat.alarms))
         member.vigil.heard(beat, now)
         member.beat = beat
-        if (member.state, list(beat.stores), beat.HasField("failure")) != before:
+        if (member.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms)) != before:
             self._touch()
         slot = self.roster.slots.get(key.id)
         if slot is None:

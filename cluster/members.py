@@ -52,6 +52,7 @@ class Member:
             stores=self.beat.stores,
             started_unix_s=self.joined_unix_s,
             fenced=fenced,
+            alarms=self.beat.alarms,
         )
         if detailed:
             peer.holds = self.beat.holds

@@ -66,10 +66,11 @@ class Roster:
         return [role for role in REQUIRED_ROLES if role not in ready]
 
     def degraded(self) -> list[str]:
-        """Instances that are not ready though another of their role is, as "decode-1: starting"."""
+        """Instances that are not ready though another of their role is, as "decode-1: starting"; and all alarms."""
         missing = set(self.missing())
-        return [
+        late = [
             f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
             for slot in self.slots.values()
             if not slot.ready and slot.planned.role not in missing
         ]
+        return late + [f"{member.key.id}: {alarm}" for member, _ in self.members() for alarm in member.beat.alarms]

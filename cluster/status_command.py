@@ -28,8 +28,10 @@ def show_status(url: str | None, *, as_json: bool, api_key_file: str | None = No
     print(f"{where}: {status.get('state', 'unknown')}")
     for line in table(COLUMNS, [[str(role.get(column, "")) for column in COLUMNS] for role in roles]):
         print(line)
-    for problem in (*status.get("missing", ()), *status.get("degraded", ())):
+    for problem in status.get("missing", ()):
         print(f"not ready: {problem}")
+    for problem in status.get("degraded", ()):
+        print(f"degraded: {problem}")
     return 0
 
 

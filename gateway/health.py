@@ -39,6 +39,7 @@ def judge(
         elif peer.process.role != "gateway":
             why = f": {peer.failure.message}" if peer.failure.message else ""
             degraded.append(f"{peer.process.id} is {peer.state or 'unknown'}{why}")
+        degraded += [f"{peer.process.id}: {alarm}" for alarm in peer.alarms]
     missing = [role for role, count in ready.items() if count == 0]
     if not missing and not scheduler_up:
         missing.append("scheduler (this gateway has no link to it)")

@@ -61,6 +61,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
         self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
         self._capacity = 0
+        self._drops_told = 0  # how many of the core's drops for want of room were logged
         self._audit = PoolAudit(lambda key: key in self._stored or key in self._specs)
         self._living_gateways: set[str] = set()  # as the supervisor knows them
         self._ticker: asyncio.Task[None] | None = None
@@ -106,7 +107,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
         gauges = {f"requests_{name}": count for name, count in counts.items()}
         gauges["requests_dropped_for_room_total"] = self._core.dropped_for_room
-        return sv.Heartbeat(holds=holds or "no request", metrics="\n".join(counter_lines(self.settings.id, gauges)))
+        alarm = self._core.alarm(time.monotonic())
+        return sv.Heartbeat(
+            holds=holds or "no request",
+            metrics="\n".join(counter_lines(self.settings.id, gauges)),
+            alarms=[alarm] if alarm else [],
+        )
 
     # ---- gateways
 
@@ -322,7 +328,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _feed(self, event: ev.Event) -> None:
         if self._core is None:
             return
-        for action in self._core.handle(event, time.monotonic()):
+        now_s = time.monotonic()
+        actions = self._core.handle(event, now_s)
+        if self._core.dropped_for_room > self._drops_told:
+            self._drops_told = self._core.dropped_for_room
+            logger.warning("%s", self._core.alarm(now_s))
+        for action in actions:
             try:
                 self._carry_out(action)
             except Exception:  # one action that fails must not keep the others from being carried out

@@ -81,6 +81,10 @@ class SchedulerCore:
         """Requests whose KV had to be dropped, to be prefilled again: the last resort of a full pool."""
         return self._relief.dropped_requests
 
+    def alarm(self, now_s: float) -> str:
+        """What people should know of, with the figures: the last resort of a full pool was needed lately; "" else."""
+        return self._relief.alarm(now_s)
+
     @property
     def needs_ticks(self) -> bool:
         """Whether time alone can change something: a request waits, or decodes and may wait to be evicted."""

@@ -7,10 +7,13 @@ architecture.md, section 8).
 
 from __future__ import annotations
 
+from collections import deque
+
 from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.request_table import Record
 
+ALARM_S = 60.0  # for so long after the last resort people are told
 PATIENCE_TICKS = 5  # evictions must have waited for so long before the last resort
 LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
 
@@ -21,6 +24,7 @@ class PoolRelief:
         self._admission = admission
         self._last_resort_s = 0.0  # when it is due; while evictions wait
         self._waiting = False
+        self._drops_s: deque[float] = deque()  # of the last minute
         self.dropped_requests = 0  # by the last resort
 
     def relieve(self, now_s: float) -> None:
@@ -40,11 +44,24 @@ class PoolRelief:
             self._last_resort(now_s)
         self._waiting = wanted > 0
 
+    def alarm(self, now_s: float) -> str:
+        """What to tell people, with the figures, while the last resort was needed within the last minute; else ""."""
+        while self._drops_s and now_s - self._drops_s[0] > ALARM_S:
+            self._drops_s.popleft()
+        if not self._drops_s:
+            return ""
+        ledger = self._books.ledger
+        return (
+            f"KV was dropped {len(self._drops_s)} times in the last minute, to be prefilled again: the KV pool "
+            f"({ledger.capacity} blocks) is too small for what decodes; set kv_pool.size_gib higher"
+        )
+
     def _last_resort(self, now_s: float) -> None:
         books = self._books
         record = self._cheapest() if books.in_pool else self._latest_candidate()
         if record is not None:
             self.dropped_requests += 1
+            self._drops_s.append(now_s)
             books.report_lost([record], "the KV pool is full", now_s)
 
     def _cheapest(self) -> Record:

@@ -62,13 +62,16 @@ def test_what_does_not_fit_together_is_refused_with_each_figure(
 
 
 def test_buffers_count_only_where_there_are_some() -> None:
-    sections: dict[str, dict[str, Any]] = {"kv_pool": {"size_gib": 3.0}, "prefill": {"batch_buffer_blocks": GIB // BLOCK}}
+    sections: dict[str, dict[str, Any]] = {
+        "kv_pool": {"size_gib": 3.0},
+        "prefill": {"batch_buffer_blocks": GIB // BLOCK},
+    }
     found = plan(4 * GIB, cluster={"device": "cpu", "prefetch": False}, **sections)
     assert found.batch_buffer == GIB // BLOCK
 
 
 def test_weights_count_on_a_cpu_and_not_on_gpus() -> None:
-    with pytest.raises(ResourceError, match="4.00 GiB for the weights of 2 workers"):
+    with pytest.raises(ResourceError, match=r"4\.00 GiB for the weights of 2 workers"):
         plan(3 * GIB, model=LARGE)
     found = plan(3 * GIB, model=LARGE, on_gpu=True, kv_pool={"size_gib": 2.5}, decode={"cache_blocks": 1 << 20})
     assert found.pool == int(2.5 * GIB) // BLOCK
