@@ -91,7 +91,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self._scheduler.close()
         outbox: Outbox[dw.DecodeReport] = Outbox()
         self._scheduler = outbox
-        outbox.put(dw.DecodeReport(description=self._description()))
+        assert self._instance.compute is not None  # peers hear of this role's address once it is ready
+        self._instance.compute.take_inventory()
         try:
             async for report in serve_stream(request_iterator, outbox, self._on_command):
                 yield report
@@ -123,14 +124,10 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self.fail(outcome.fatal)
             return
         self.emitter.emit(outcome.events)
-        if outcome.joined:
-            self._report(dw.DecodeReport(joined=keys_to_proto(outcome.joined)))
-        if outcome.finished:
-            self._report(dw.DecodeReport(finished=keys_to_proto(outcome.finished)))
-        if outcome.returned:
-            self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=outcome.returned)))
-        if outcome.lost:
-            self._report_lost(outcome.lost, TransferError("the KV could not be copied to or from the decode instance"))
+        if outcome.inventory is not None:
+            self._report(dw.DecodeReport(inventory=dw.DecodeInventory(requests=outcome.inventory)))
+            self._report_description()
+        self._report_moves(outcome)
         for link, requests in self._by_source(outcome.release):
             if link is not None:
                 link.consumed(_keys(requests))
@@ -143,6 +140,16 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self.spawn(self._evict(order))
         if outcome.status_changed:
             self._report_description()
+
+    def _report_moves(self, outcome: Outcome) -> None:
+        if outcome.joined:
+            self._report(dw.DecodeReport(joined=keys_to_proto(outcome.joined)))
+        if outcome.finished:
+            self._report(dw.DecodeReport(finished=keys_to_proto(outcome.finished)))
+        if outcome.returned:
+            self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=outcome.returned)))
+        if outcome.lost:
+            self._report_lost(outcome.lost, TransferError("the KV could not be copied to or from the decode instance"))
 
     def _report_description(self) -> None:
         self._report(dw.DecodeReport(description=self._description()))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from alignedserve.control.convert import key_from_proto, spec_to_proto
 from alignedserve.engine.live import LiveRequest
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import RequestKey
 
@@ -21,6 +22,23 @@ class Held:
     cancelled: bool = False  # while a copy is in flight: what ends with it
     evictions_fail_since_s: float | None = None  # the first and the last eviction in a row that failed
     eviction_failed_s: float = 0.0
+
+    def describe(self) -> dw.HeldRequest:
+        """As a scheduler that does not know it needs it."""
+        spec = self.stored.spec
+        answer = self.live.spec.output_token_ids if self.live is not None else spec.output_token_ids
+        prompt = len(spec.prompt_token_ids)
+        return dw.HeldRequest(
+            key=spec.key,
+            prefix_tokens=prompt + len(answer),
+            max_total_tokens=prompt + spec.sampling.max_tokens,
+            group_id=spec.group_id,
+            gateway_id=spec.gateway_id,
+            running=self.resident,
+            kv_tokens=prompt + len(answer) - 1 if self.resident else self.stored.kv_tokens,
+            blocks=len(self.stored.block_ids),
+            store_id=self.stored.store_id,
+        )
 
     def current(self) -> pb.StoredRequest:
         """`stored`, with the tokens and times of now."""
@@ -47,6 +65,7 @@ class Outcome:
 
     `release`: pulled, their source may free them. `give_back`: candidates that return to the tree. `returned`: evicted
     to the pool and committed there. `lost`: their KV is gone, the gateway is to submit them again.
+    `inventory`: asked for; what is reported after it has happened after it.
     """
 
     events: list[tuple[str, gw.TokenEvent]] = field(default_factory=list)
@@ -57,6 +76,7 @@ class Outcome:
     evictions: list[EvictionOrder] = field(default_factory=list)
     returned: list[pb.StoredRequest] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)
+    inventory: list[dw.HeldRequest] | None = None
     status_changed: bool = False
     fatal: BaseException | None = None  # the loop has ended with this
 
@@ -76,4 +96,5 @@ class Outcome:
             or self.evictions
             or self.returned
             or self.lost
+            or self.inventory is not None
         )

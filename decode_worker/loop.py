@@ -102,6 +102,10 @@ class DecodeLoop:
     def mark_urgent(self, keys: Sequence[RequestKey]) -> None:
         self._inbox.put(lambda _: self._scheduler.mark_urgent(keys))
 
+    def take_inventory(self) -> None:
+        """An outcome with everything that this instance decides about will follow."""
+        self._inbox.put(self._take_inventory)
+
     def set_lease(self, blocks: int) -> None:
         self._inbox.put(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
 
@@ -176,6 +180,10 @@ class DecodeLoop:
 
     def _of_gateway(self, address: str) -> list[RequestKey]:
         return [key for key, held in self._held.items() if held.stored.spec.gateway_address == address]
+
+    def _take_inventory(self, outcome: Outcome) -> None:
+        # A cancelled one is as good as gone: only its copy is still in flight.
+        outcome.inventory = [held.describe() for held in self._held.values() if not held.cancelled]
 
     # ---- candidates
 

@@ -9,10 +9,10 @@ The rules, all of them safe because messages carry an epoch and tokens a positio
   predecessors (prefill's and decode's streams are not ordered among each other) waits for them GAP_S, and then counts
   as a loss.
 - When the link to the scheduler comes back, `hello` names the requests that have delivered tokens: they may well run
-  on, with no word from the scheduler needed. All others are submitted again in a new epoch: whether the scheduler
-  ever had them cannot be told.
-- Those that may run on, and those whose decode worker's stream broke, are watched from then on: silent for WATCH_S,
-  they are submitted again. One epoch too many costs a prefill, never a token.
+  on, and the scheduler answers with a `Loss` of those that nobody has. All others are submitted again in a new epoch:
+  whether the scheduler ever had them cannot be told.
+- Those whose decode worker's stream broke are watched from then on: silent for WATCH_S, they are submitted again. One
+  epoch too many costs a prefill, never a token.
 - While there is no scheduler, requests wait for it SCHEDULER_WAIT_S at most.
 """
 
@@ -180,9 +180,7 @@ class Ledger:
 
         `resubmit` must follow.
         """
-        running = [answer for answer in self._open.values() if answer.state is AnswerState.RUNNING]
-        self._watch(running)
-        return [answer.key for answer in running]
+        return [answer.key for answer in self._open.values() if answer.state is AnswerState.RUNNING]
 
     def resubmit(self) -> None:
         self._submitter.resend(list(self._open.values()))

@@ -15,7 +15,7 @@ from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.pool import Grant, KvPool
-from alignedserve.kv_pool.records import WriterKey
+from alignedserve.kv_pool.records import Holding, WriterKey
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
@@ -226,10 +226,13 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._pool.writer_lost(_writer(command.writer_lost))
         elif kind == "writer_dead":
             self._deliver(self._pool.writer_dead(_writer(command.writer_dead)))
+        elif kind == "adopt":
+            wanted = [(key_from_proto(held.key), held.kv_tokens) for held in command.adopt.holdings]
+            adopted, grants = self._pool.adopt(wanted)
+            self._deliver(grants)
+            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=[_holding(held) for held in adopted])))
         elif kind == "take_inventory":
-            holdings = [
-                kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens) for held in self._pool.inventory()
-            ]
+            holdings = [_holding(held, ids=False) for held in self._pool.inventory()]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
 
@@ -260,6 +263,15 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PoolDescription:
         return self._description()
+
+
+def _holding(held: Holding, *, ids: bool = True) -> kp.Holding:
+    """Without `ids` it says how many blocks there are, not which."""
+    message = kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, blocks=len(held.block_ids))
+    if ids:
+        message.block_ids.extend(held.block_ids)
+        message.checksums.extend(held.checksums)
+    return message
 
 
 def _writer(process: pb.ProcessKey) -> WriterKey:

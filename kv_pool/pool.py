@@ -161,6 +161,30 @@ class KvPool:
             self._released.popitem(last=False)
         return self._serve()
 
+    def adopt(self, wanted: Iterable[tuple[RequestKey, int]]) -> tuple[list[Holding], list[Grant]]:
+        """What older epochs of these hold, up to so many tokens, is theirs from now on: no older one can change it.
+
+        What each holds then; without blocks where there is nothing, or a newer epoch has it.
+        """
+        found = []
+        for key, most_tokens in wanted:
+            holding = self._holdings.get(key.request_id)
+            if holding is None or holding.key.epoch > key.epoch or self._released.get(key.request_id, -1) >= key.epoch:
+                found.append(Holding(key, 0, ()))
+                continue
+            kv_tokens = min(holding.kv_tokens, most_tokens)
+            kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
+            adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)])
+            try:
+                self._write_ahead(Held(adopted))
+            except TransferError:  # no room to write it down: it is prefilled anew, and then replaces this
+                adopted = Holding(key, 0, ())
+            else:
+                self._holdings[key.request_id] = adopted
+                self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
+            found.append(adopted)
+        return found, self._serve()
+
     def drop(self, copies: Iterable[tuple[RequestKey, int]]) -> list[Grant]:
         """Make room: free these requests' copies, where they still have as many tokens. A longer one came since."""
         for key, kv_tokens in copies:

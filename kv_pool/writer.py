@@ -1,6 +1,8 @@
 """A worker's side of the pool: a standing lease of free blocks, and commits that hand filled ones to a request.
 
-Used from one event loop. The lease is refilled in the background, so that taking blocks needs no call.
+Used from one event loop. The lease is refilled in the background, so that taking blocks needs no call. The pool's
+memory outlives its process: whoever waits for blocks or for the word that a commit was taken waits on for the
+successor, which is asked again (commits are idempotent, and leases are part of what it takes over).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_to_proto
@@ -22,6 +25,13 @@ from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.request import RequestKey
 
 MODEST_S = 0.5  # after a recall, no standing lease for so long
+PATIENCE_S = 60.0  # without a pool process; then what waits for it fails
+
+
+@dataclass(slots=True)
+class _PendingCommit:
+    message: kp.PoolWriterMessage
+    answer: asyncio.Future[None]
 
 
 class PoolWriter:
@@ -39,12 +49,14 @@ class PoolWriter:
         self._token = token
         self._lease = StandingLease(standing_blocks)
         self._waiters: deque[tuple[int, asyncio.Future[list[int]]]] = deque()
-        self._commits: dict[int, asyncio.Future[None]] = {}
+        self._commits: dict[int, _PendingCommit] = {}
         self._ids = itertools.count(1)
         self._modest_until = 0.0
         self._on_waiting = on_waiting
         self._channel: TokenChannel | None = None
         self._link: DuplexLink[kp.PoolWriterMessage, kp.PoolWriterReply] | None = None
+        self._heard = False  # over the link that is open now
+        self._losing_patience: asyncio.TimerHandle | None = None
 
     @property
     def free_blocks(self) -> int:
@@ -57,7 +69,7 @@ class PoolWriter:
 
     async def connect(self, address: str) -> None:
         """Attach to the pool process at `address`; leaves the one before it."""
-        await self.close()
+        await self._disconnect()
         self._channel = open_channel(address, self._token)
         stub = kp_grpc.KvPoolStub(self._channel)
         self._link = DuplexLink(stub.Write, self._on_reply, self._first, on_down=self._on_down)
@@ -66,7 +78,7 @@ class PoolWriter:
     async def take(self, count: int) -> list[int]:
         """`count` leased blocks, as soon as the pool has them; first come first served.
 
-        Raises TransferError where the pool goes away meanwhile.
+        Raises TransferError where the pool goes away for long.
         """
         if not self._waiters and (taken := self._lease.take(count)) is not None:
             self._ask()
@@ -98,8 +110,8 @@ class PoolWriter:
 
         `checksums`: of each block, where blocks are verified. Returns once the pool has said so.
 
-        Raises TransferError where the pool refuses (a base block is no longer held) or goes away, StaleError where
-        another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
+        Raises TransferError where the pool refuses (a base block is no longer held) or goes away for long, StaleError
+        where another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
         """
         message_id = next(self._ids)
         commit = kp.Commit(
@@ -111,12 +123,16 @@ class PoolWriter:
         )
         if share_with is not None:
             commit.share_with.CopyFrom(key_to_proto(share_with))
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._commits[message_id] = future
-        if self._link is None or not self._link.send(kp.PoolWriterMessage(message_id=message_id, commit=commit)):
-            del self._commits[message_id]
-            raise TransferError(f"the KV pool cannot be reached to commit {key.request_id}")
-        await future
+        message = kp.PoolWriterMessage(message_id=message_id, commit=commit)
+        pending = _PendingCommit(message, asyncio.get_running_loop().create_future())
+        self._commits[message_id] = pending
+        if self._link is not None:
+            self._link.send(message)  # while the link is down it goes with the first messages of the next
+        self._stay_patient()
+        try:
+            await pending.answer
+        finally:
+            self._commits.pop(message_id, None)
         self._lease.committed(block_ids[kept_blocks:])
 
     def release(self, keys: Iterable[RequestKey]) -> None:
@@ -125,6 +141,10 @@ class PoolWriter:
             self._link.send(kp.PoolWriterMessage(release=keys_to_proto(keys)))
 
     async def close(self) -> None:
+        await self._disconnect()
+        self._give_up("this worker is closing its link to the KV pool")
+
+    async def _disconnect(self) -> None:
         if self._link is not None:
             await self._link.close()
             self._link = None
@@ -134,9 +154,13 @@ class PoolWriter:
 
     def _first(self) -> Iterable[kp.PoolWriterMessage]:
         yield kp.PoolWriterMessage(hello=self._process)
-        yield kp.PoolWriterMessage(want_blocks=self._lease.ask())
+        yield kp.PoolWriterMessage(want_blocks=self._lease.ask(self.waiting_blocks))
+        for pending in self._commits.values():
+            yield pending.message
 
     def _on_reply(self, reply: kp.PoolWriterReply) -> None:
+        self._heard = True
+        self._stop_waiting()
         kind = reply.WhichOneof("body")
         if kind == "granted":
             self._lease.granted(reply.granted.ids)
@@ -145,24 +169,40 @@ class PoolWriter:
         if kind == "recall":
             self._on_recall()
             return
-        future = self._commits.pop(reply.message_id, None)
-        if future is None or future.done():
+        pending = self._commits.pop(reply.message_id, None)
+        if pending is None or pending.answer.done():
             return
         if kind == "refused":
-            future.set_exception(failure_from_proto(reply.refused))
+            pending.answer.set_exception(failure_from_proto(reply.refused))
         else:
-            future.set_result(None)
+            pending.answer.set_result(None)
 
     def _on_down(self) -> None:
         """The stream broke: leases are void here until they are granted again, and commits under way are unknown."""
+        self._heard = False
         self._lease.broke()
-        lost = TransferError("the link to the KV pool broke")
-        pending: list[asyncio.Future[Any]] = [*self._commits.values(), *(future for _, future in self._waiters)]
+        self._stay_patient()
+
+    def _stay_patient(self) -> None:
+        """What waits goes on waiting for a pool process, but not for ever."""
+        if not self._heard and self._losing_patience is None:
+            reason = f"the KV pool could not be reached for {PATIENCE_S:g} s"
+            self._losing_patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, reason)
+
+    def _stop_waiting(self) -> None:
+        if self._losing_patience is not None:
+            self._losing_patience.cancel()
+            self._losing_patience = None
+
+    def _give_up(self, reason: str) -> None:
+        self._stop_waiting()
+        waiting: list[asyncio.Future[Any]] = [future for _, future in self._waiters]
+        waiting += [pending.answer for pending in self._commits.values()]
         self._commits.clear()
         self._waiters.clear()
-        for future in pending:
+        for future in waiting:
             if not future.done():
-                future.set_exception(lost)
+                future.set_exception(TransferError(reason))
 
     def _on_recall(self) -> None:
         """Others wait for blocks: give back what is at hand, and for a while lease only what is needed at once."""

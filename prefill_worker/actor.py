@@ -22,7 +22,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
 from alignedserve.prefill_worker.instance import PrefillInstance
-from alignedserve.prefill_worker.loop import Computed, PrefilledJob
+from alignedserve.prefill_worker.loop import Base, Computed, PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
@@ -78,7 +78,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
         beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}"
-        counters = {"prefill_pending_tokens": instance.compute.pending_tokens, "prefill_passes_total": passes}
+        counters = {
+            "prefill_pending_tokens": instance.compute.pending_tokens,
+            "prefill_passes_total": passes,
+            "prefill_repeated_tokens_total": instance.compute.repeated_tokens,
+            "prefill_reused_tokens_total": instance.compute.reused_tokens,
+        }
         counters |= instance.copier.counters()
         lines = store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters)
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
@@ -119,7 +124,11 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         kind = command.WhichOneof("body")
         if kind == "prefill":
             assert self._instance.compute is not None
-            self._instance.compute.submit([spec_from_proto(spec) for spec in command.prefill.requests])
+            group = command.prefill
+            base = None
+            if group.HasField("base"):
+                base = Base(group.base.kv_tokens, list(group.base.block_ids), list(group.base.checksums))
+            self._instance.compute.submit([spec_from_proto(spec) for spec in group.requests], base)
         elif kind == "prefetch":
             self.spawn(self._prefetch(command.prefetch))
         elif kind == "cancel":

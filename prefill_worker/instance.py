@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
@@ -14,17 +14,19 @@ from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.prefill_worker.buffers import CandidateBuffer
-from alignedserve.prefill_worker.loop import Computed, PrefillLoop
+from alignedserve.prefill_worker.loop import Base, Computed, PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.prefill_worker.prefetch import Prefetcher
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
-from alignedserve.transfer.copier import Copier
+from alignedserve.transfer.completion import Completion
+from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -80,11 +82,18 @@ class PrefillInstance:
         from_pool = {kind: self._connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
         to_pool = {kind: self._connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
         offload = self._connect(cache_store, pool_store)
-        self.channels = [offload, *from_pool.values(), *to_pool.values()]
-        self.offloader = Offloader(settings.id, writers[0], self.copier, offload, pool_store.store_id)
-        self.prefetcher = Prefetcher(self.buffers, self.copier, from_pool, to_pool, writers[1], plan.block_size)
+        fetch = self._connect(pool_store, cache_store)
+        self.channels = [offload, fetch, *from_pool.values(), *to_pool.values()]
+        pool_id, size = pool_store.store_id, plan.block_size
+        self.offloader = Offloader(settings.id, writers[0], self.copier, offload, pool_id, size)
+        self.prefetcher = Prefetcher(self.buffers, self.copier, from_pool, to_pool, writers[1], size)
         runner = ModelRunner(loaded, tensor)
-        compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, self._post)
+
+        def bring(key: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
+            route = Route(fetch, base.block_ids, base.checksums)
+            return self.copier.copy([route, route], block_ids, key.request_id)
+
+        compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, bring, self._post)
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
         self.compute.start()

@@ -18,16 +18,27 @@ from alignedserve.engine.batch import LogitRows
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler
-from alignedserve.errors import AlignedServeError, CancelledError
+from alignedserve.errors import AlignedServeError, CancelledError, TransferError
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.text import Tokenizer
+from alignedserve.transfer.completion import Completion
 
 logger = logging.getLogger(__name__)
 
 TokenEvents = list[tuple[str, gw.TokenEvent]]
+Fetch = Callable[[RequestKey, "Base", Sequence[int]], Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The pool holds the KV of a request's first `tokens` tokens in `block_ids`, from an earlier epoch."""
+
+    tokens: int
+    block_ids: list[int]
+    checksums: list[int]
 
 
 @dataclass(slots=True)
@@ -37,6 +48,7 @@ class PromptJob:
     lead: RequestKey
     members: list[LiveRequest]
     tokens: list[int]
+    base: Base | None = None
     started: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -70,6 +82,7 @@ class PrefilledJob:
     members: list[RequestSpec]
     kv_tokens: int
     block_ids: list[int]
+    base: Base | None = None
 
 
 class PrefillLoop:
@@ -82,13 +95,16 @@ class PrefillLoop:
         allocator: BlockAllocator,
         config: PrefillConfig,
         tokenizer: Tokenizer | None,
+        fetch: Fetch,
         post: Callable[[Computed], None],
     ) -> None:
+        """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache."""
         self._prefill_id = prefill_id
         self._runner = runner
         self._sampler = Sampler()
         self._config = config
         self._tokenizer = tokenizer
+        self._fetch = fetch
         self._post = post
         self._chunks = ChunkScheduler(allocator, runner.block_size)
         self._jobs: dict[RequestKey, PromptJob] = {}
@@ -97,6 +113,8 @@ class PrefillLoop:
         self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
         self.passes = 0
         self.meter = StepMeter()
+        self.repeated_tokens = 0  # computed for requests that were submitted again
+        self.reused_tokens = 0  # of those: not computed, because the pool still had their KV
 
     # ---- called from the event loop
 
@@ -112,9 +130,9 @@ class PrefillLoop:
         self._inbox.put(None)
         self._thread.join(timeout=10.0)
 
-    def submit(self, specs: Sequence[RequestSpec]) -> None:
+    def submit(self, specs: Sequence[RequestSpec], base: Base | None = None) -> None:
         """Queue the requests of one group; only the first needs its prompt, the others are given it."""
-        self._inbox.put(lambda: self._add(specs))
+        self._inbox.put(lambda: self._add(specs, base))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
         self._inbox.put(lambda: self._cancel(keys))
@@ -152,6 +170,8 @@ class PrefillLoop:
             plan: list[Chunk] = []
             if self._inbox.empty():
                 plan = self._chunks.plan(self._config.token_budget, self._config.max_requests)
+                for lead in self._chunks.take_fetches():
+                    self._start_fetch(self._jobs[lead])
             if plan:
                 with self.meter.step(sum(chunk.count for chunk in plan)):
                     self._step(plan)
@@ -162,7 +182,27 @@ class PrefillLoop:
                 return
             message()
 
-    def _add(self, specs: Sequence[RequestSpec]) -> None:
+    def _start_fetch(self, job: PromptJob) -> None:
+        assert job.base is not None
+
+        def ended(completion: Completion) -> None:
+            self._inbox.put(lambda: self._on_fetched(job, completion.error))
+
+        blocks = self._chunks.blocks_of(job.lead)[: len(job.base.block_ids)]
+        try:
+            self._fetch(job.lead, job.base, blocks).add_callback(ended)
+        except TransferError as error:
+            failed = Completion("fetch")
+            failed.finish(error)
+            ended(failed)
+
+    def _on_fetched(self, job: PromptJob, error: TransferError | None) -> None:
+        if error is not None:
+            logger.warning("prefilled anew: %s", error, extra={"request_id": job.lead.request_id})
+            job.base = None
+        self._chunks.fetched(job.lead, failed=error is not None)
+
+    def _add(self, specs: Sequence[RequestSpec], base: Base | None) -> None:
         first = specs[0]
         for spec in specs[1:]:
             spec.prompt_token_ids = first.prompt_token_ids
@@ -170,7 +210,9 @@ class PrefillLoop:
         tokens = first.prompt_token_ids + first.output_token_ids
         try:
             job = PromptJob(lead, [LiveRequest(spec, self._tokenizer) for spec in specs], tokens)
-            self._chunks.add(lead, len(tokens))
+            if job.logprob_count is None:  # else every row is wanted
+                job.base = base
+            self._chunks.add(lead, len(tokens), job.base.tokens if job.base is not None else 0)
         except Exception as error:  # a request that cannot even be queued ends alone
             logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})
             outcome = Computed()
@@ -265,6 +307,10 @@ class PrefillLoop:
 
     def _complete(self, job: PromptJob, logits: torch.Tensor, outcome: Computed) -> None:
         """The prompt is done: choose each member's next token, and pass on those that have not ended with it."""
+        if job.lead.epoch:
+            reused = job.base.tokens if job.base is not None else 0
+            self.reused_tokens += reused
+            self.repeated_tokens += len(job.tokens) - reused
         chosen = self._choose(job, logits)
         now_ns = time.time_ns()
         del self._jobs[job.lead]
@@ -292,7 +338,7 @@ class PrefillLoop:
             self._chunks.release(job.lead)
             return
         blocks = self._chunks.blocks_of(job.lead)
-        outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks))
+        outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base))
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """A token for each member that may still generate (`max_tokens` 0: the prompt alone was asked for)."""

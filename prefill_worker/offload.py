@@ -17,12 +17,15 @@ from alignedserve.transfer.copier import Copier, Route
 class Offloader:
     """Copies prompts out, one coroutine each. `cancelled` keys are let go of as soon as their copy allows."""
 
-    def __init__(self, prefill_id: str, pool: PoolWriter, copier: Copier, to_pool: Channel, pool_id: str) -> None:
+    def __init__(
+        self, prefill_id: str, pool: PoolWriter, copier: Copier, to_pool: Channel, pool_id: str, block_size: int
+    ) -> None:
         self._prefill_id = prefill_id
         self._pool = pool
         self._copier = copier
         self._to_pool = to_pool
         self._pool_id = pool_id
+        self._block_size = block_size
         self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # and what it waits for
         self._cancelled: set[RequestKey] = set()
 
@@ -43,22 +46,26 @@ class Offloader:
         StaleError where a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
-        taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids)))
+        # What an earlier epoch left there stays, but for a last block that was not full.
+        kept = [] if job.base is None else job.base.block_ids[: job.base.tokens // self._block_size]
+        taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids) - len(kept)))
         self._under_way.update(dict.fromkeys(keys, taking))
         try:
             await asyncio.wait([taking])
             if taking.cancelled():
                 return [], keys
-            blocks = taking.result()
+            fresh = taking.result()
             self._under_way.update(dict.fromkeys(keys))
+            blocks = [*kept, *fresh]
             try:
-                checksums = await self._copier.checksums(self._to_pool.source, job.block_ids)
-                route = Route(self._to_pool, job.block_ids, checksums)
-                await self._copier.copy([route, route], blocks, job.lead.request_id)
-                await self._commit(keys, job.kv_tokens, blocks, checksums)
+                checksums = await self._checksums(job, len(kept))
+                route = Route(self._to_pool, job.block_ids[len(kept) :], checksums[len(kept) :])
+                await self._copier.copy([route, route], fresh, job.lead.request_id)
+                await self._commit(keys, job.kv_tokens, blocks, checksums, len(kept))
             except AlignedServeError:
-                self._pool.release(keys)
-                self._pool.give(blocks)
+                if len(keys) > 1:  # some may have been committed; one alone holds what it held before
+                    self._pool.release(keys)
+                self._pool.give(fresh)
                 raise
             gone = [key for key in keys if key in self._cancelled]
             if gone:
@@ -70,8 +77,15 @@ class Offloader:
                 del self._under_way[key]
             self._cancelled.difference_update(keys)
 
-    async def _commit(self, keys: list[RequestKey], kv_tokens: int, blocks: list[int], checksums: list[int]) -> None:
-        await self._pool.commit(keys[0], kv_tokens, blocks, checksums=checksums)
+    async def _checksums(self, job: PrefilledJob, kept: int) -> list[int]:
+        """Of all its blocks: as they were committed, for those that the pool keeps, else of what is in the cache."""
+        before = [] if job.base is None else list(job.base.checksums[:kept])
+        return before + await self._copier.checksums(self._to_pool.source, job.block_ids[kept:])
+
+    async def _commit(
+        self, keys: list[RequestKey], kv_tokens: int, blocks: list[int], checksums: list[int], kept: int
+    ) -> None:
+        await self._pool.commit(keys[0], kv_tokens, blocks, kept_blocks=kept, checksums=checksums)
         for key in keys[1:]:
             await self._pool.commit(key, kv_tokens, blocks, share_with=keys[0], checksums=checksums)
 

@@ -11,10 +11,14 @@ from alignedserve.scheduler.events import BufferKind
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Send the group (its first request carries the prompt) to the prefill instance."""
+    """Send the group (its first request carries the prompt) to the prefill instance.
+
+    `base_tokens`: the pool holds the KV of so many of its tokens; only the others are to be computed.
+    """
 
     prefill_id: str
     keys: tuple[RequestKey, ...]
+    base_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import grpc
@@ -24,7 +24,7 @@ from alignedserve.control.convert import (
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import counter_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
-from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -35,15 +35,20 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.inventory import held_requests, request_meta
 from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.pool_audit import PoolAudit
+from alignedserve.scheduler.succession import Succession
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 0.3  # what is behind a dead gateway is to be free within a second
+ABSENT_GATEWAY_S = 3.0
 RECENT_GROUPS = 1024
+RECENTLY_LOST = 65536
 
 
 class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
@@ -62,7 +67,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
         self._capacity = 0
         self._drops_told = 0  # how many of the core's drops for want of room were logged
-        self._audit = PoolAudit(lambda key: key in self._stored or key in self._specs)
+        self._audit = PoolAudit(self._knows)
+        self._adoption = Adoption()
+        self._restored: dict[RequestKey, str] = {}  # whose a predecessor's requests are
+        self._left: OrderedDict[RequestKey, None] = OrderedDict()  # lost lately: their next epoch may adopt their KV
+        self._succession: Succession[sc.GatewayMessage] = Succession()
         self._living_gateways: set[str] = set()  # as the supervisor knows them
         self._ticker: asyncio.Task[None] | None = None
         self._ticks = 0
@@ -91,6 +100,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._pairs = frozen
             self._feed(ev.PairsChanged(frozen))
         await self._links.on_view(view)
+        ready = ((peer.process.role, peer.process.id) for peer in view.peers if peer.state == "ready")
+        self._succession.expect(ready, time.monotonic())
+        self._end_succession()
 
     async def on_close(self) -> None:
         if self._ticker is not None:
@@ -119,11 +131,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     async def Link(
         self, request_iterator: AsyncIterator[sc.GatewayMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[sc.SchedulerMessage]:
-        hello = (await anext(aiter(request_iterator))).hello
-        gateway_id = hello.process.id
+        first = await anext(aiter(request_iterator))
+        gateway_id = first.hello.process.id
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
         self._gateways[gateway_id] = outbox
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
+        self._on_gateway_message(gateway_id, first)
 
         def on_message(message: sc.GatewayMessage) -> None:
             self._on_gateway_message(gateway_id, message)
@@ -140,19 +153,51 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _give_up(self, gateway_id: str) -> None:
         if gateway_id not in self._gateways:
+            self._cancel(self._adoption.of_gateway(gateway_id))
             self._feed(ev.GatewayLost(gateway_id))
 
     def _on_gateway_message(self, gateway_id: str, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")
-        if kind == "submit":
-            self._submit(message.submit.requests)
+        if not self._succession.over:
+            self._succession.keep(gateway_id, message)
+        elif kind == "submit":
+            self._submit(list(message.submit.requests))
         elif kind == "cancel":
             self._cancel(keys_from_proto(message.cancel))
+        elif kind == "hello":
+            self._tell_lost(gateway_id, keys_from_proto(pb.RequestKeys(keys=message.hello.running)))
         elif kind == "claim":
             self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
 
+    def _tell_lost(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
+        """Of the requests that a gateway believes to be running: those that nobody has."""
+        lost = [key_to_proto(key) for key in running if not self._knows(key)]
+        if lost:
+            self._tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
+
+    def _knows(self, key: RequestKey) -> bool:
+        return key in self._specs or (self._core is not None and self._core.is_open(key))
+
+    def _end_succession(self) -> None:
+        """Act upon what gateways have said meanwhile, once everyone who is up has said what it holds."""
+        kept = self._succession.end(time.monotonic())
+        if kept is None:
+            return
+        for gateway_id, message in kept:
+            self._on_gateway_message(gateway_id, message)
+        asyncio.get_running_loop().call_later(ABSENT_GATEWAY_S, self._give_up_absent)
+
+    def _give_up_absent(self) -> None:
+        """Requests were taken over whose gateway has not come back."""
+        assert self._core is not None
+        for gateway_id in self._core.gateways() - self._living_gateways:
+            self._give_up(gateway_id)
+
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
-        strangers = [key for key in keys if key not in self._stored and key not in self._specs]
+        waiting = [key for key in keys if self._adoption.forget(key)]
+        for key in waiting:
+            self._specs.pop(key, None)
+        strangers = [key for key in keys if not self._knows(key)]
         if strangers:  # a predecessor's requests: whoever has them is not known here
             wanted = keys_to_proto(strangers)
             self._links.send_all("prefill", pw.PrefillCommand(cancel=wanted))
@@ -160,32 +205,32 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._release_pool(act.ReleasePool(tuple(strangers)))
         self._feed(ev.CancelRequested(tuple(keys)))
 
-    def _submit(self, specs: Sequence[pb.RequestSpec]) -> None:
+    def _submit(self, specs: list[pb.RequestSpec]) -> None:
+        assert self._core is not None  # nothing of a gateway is acted upon before
         keys = [key_from_proto(spec.key) for spec in specs]
-        if self._core is None:
-            error = UnavailableError("the cluster is starting: its model is not loaded yet")
-            self._tell(specs[0].gateway_id, rejected=_rejection(keys, error))
-            return
-        prompt = len(specs[0].prompt_token_ids)
         for key, spec in zip(keys, specs, strict=True):
             if not spec.prompt_token_ids:
                 spec.prompt_token_ids.extend(specs[0].prompt_token_ids)
-            if key not in self._stored:
+            if not self._core.is_open(key):
                 self._specs[key] = spec
-        self._feed(
-            ev.Submitted(
-                tuple(
-                    ev.RequestMeta(
-                        key=key,
-                        prefix_tokens=prompt + len(spec.output_token_ids),
-                        max_total_tokens=prompt + spec.sampling.max_tokens,
-                        group_id=spec.group_id,
-                        gateway_id=spec.gateway_id,
-                    )
-                    for key, spec in zip(keys, specs, strict=True)
-                )
-            )
-        )
+        if self._adoption.wants(specs) and not self._core.is_open(keys[0]):
+            self._send_pool(kp.PoolCommand(adopt=self._adoption.ask(keys[0], specs[0])))
+            return
+        self._feed(ev.Submitted(tuple(request_meta(key, spec) for key, spec in zip(keys, specs, strict=True))))
+
+    def _on_adopted(self, pool_id: str, holding: kp.Holding) -> None:
+        """The pool has said what it holds of a request that was submitted again."""
+        found = self._adoption.answered(holding)
+        if found is None:
+            return
+        key, spec = found
+        enter = adopted_whole(spec, holding, pool_id)
+        if enter is not None:
+            enter_stage(enter.spec.timings, Stage.POOL, time.time_ns())
+            self._stored[key] = enter
+        meta = request_meta(key, spec)
+        base = replace(meta, base_tokens=holding.kv_tokens, base_blocks=len(holding.block_ids), whole=enter is not None)
+        self._feed(ev.Submitted((base,)))
 
     def _tell(self, gateway_id: str, **body: Any) -> None:
         outbox = self._gateways.get(gateway_id)
@@ -196,8 +241,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_report(self, role: str, instance_id: str, report: Any) -> None:
         kind = report.WhichOneof("body")
-        if kind == "inventory":
-            self._on_inventory([key_from_proto(held.key) for held in report.inventory.holdings])
+        if kind == "inventory" and role == "decode":
+            self._on_decode_inventory(instance_id, report.inventory)
+        elif kind == "inventory":
+            self._on_pool_inventory(instance_id, report.inventory)
+        elif kind == "adopted":
+            for holding in report.adopted.holdings:
+                self._on_adopted(instance_id, holding)
         elif kind == "description":
             self._on_description(role, instance_id, report.description)
         elif kind == "prefilled":
@@ -213,8 +263,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._on_failed(report.failed)
 
     def _on_description(self, role: str, instance_id: str, message: Any) -> None:
-        if self._core is not None and not self._core.knows(role, instance_id):
-            self._feed(ev.InstanceJoined(role, instance_id))
+        self._meet(role, instance_id)
         if role == "prefill":
             self._feed(
                 ev.PrefillReported(
@@ -248,6 +297,32 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._feed(ev.PoolReported(instance_id, message.capacity_blocks, message.free_blocks))
         self._publish_capacity()
 
+    def _meet(self, role: str, instance_id: str) -> None:
+        if self._core is None or self._core.knows(role, instance_id):
+            return
+        self._feed(ev.InstanceJoined(role, instance_id))
+        if role == "kv_pool":
+            self._send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
+            if len(self._adoption):
+                self._send_pool(kp.PoolCommand(adopt=self._adoption.ask_again()))
+
+    def _on_decode_inventory(self, decode_id: str, inventory: dw.DecodeInventory) -> None:
+        self._meet("decode", decode_id)
+        held = tuple(held_requests(inventory))
+        restore = not self._succession.over
+        if restore:
+            self._restored |= {request.meta.key: request.meta.gateway_id for request in held}
+        self._feed(ev.InventoryTaken(decode_id, held, restore))
+        self._succession.heard("decode", decode_id)
+        self._end_succession()
+
+    def _on_pool_inventory(self, pool_id: str, inventory: kp.Inventory) -> None:
+        blocks = {key_from_proto(held.key): held.blocks for held in inventory.holdings}
+        self._feed(ev.PoolInventoryTaken(blocks))
+        self._succession.heard("kv_pool", pool_id)
+        self._end_succession()
+        self._find_unclaimed(blocks)
+
     def _publish_capacity(self) -> None:
         assert self._core is not None
         capacity = self._core.max_request_tokens()
@@ -258,6 +333,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_prefilled(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
+        if not self._expects(key):
+            return
         self._specs.pop(key, None)
         shared = stored.spec.group_size > 1 and stored.spec.group_id in self._groups
         if stored.spec.group_size > 1:
@@ -270,12 +347,21 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_returned(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
+        if not self._expects(key):
+            return
         enter_stage(stored.spec.timings, Stage.POOL, time.time_ns())
         self._stored[key] = stored
         self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids)))
 
+    def _expects(self, key: RequestKey) -> bool:
+        """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""
+        if self._core is not None and self._core.is_open(key):
+            return True
+        self._audit.suspect(time.monotonic())
+        return False
+
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
-        strangers = [key for key in keys if key not in self._stored and key not in self._specs]
+        strangers = [key for key in keys if not self._knows(key) and key not in self._left]
         if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
             self._release_pool(act.ReleasePool(tuple(strangers)))
         self._feed(ev.Finished(tuple(keys)))
@@ -292,13 +378,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _look_at_pool(self) -> None:
         """From time to time, and soon after any loss: see `PoolAudit`."""
         now_s = time.monotonic()
-        pool_id = self._links.first("kv_pool")
-        if pool_id is None or not self._living_gateways <= self._gateways.keys():
+        if self._links.first("kv_pool") is None or not self._living_gateways <= self._gateways.keys():
             self._audit.suspect(now_s)
         elif self._audit.start(now_s):
-            self._links.send("kv_pool", pool_id, kp.PoolCommand(take_inventory=pb.Empty()))
+            self._send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
 
-    def _on_inventory(self, held: Sequence[RequestKey]) -> None:
+    def _find_unclaimed(self, held: Iterable[RequestKey]) -> None:
         unknown = self._audit.inventory(held, self._gateways)
         if unknown:
             for gateway_id in self._gateways:
@@ -321,6 +406,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             if self._core is not None:
                 if self._core.needs_ticks:
                     self._feed(ev.Tick())
+                self._end_succession()
                 self._look_at_pool()
 
     # ---- actions
@@ -343,6 +429,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         match action:
             case act.StartPrefill():
                 group = pw.PrefillGroup(requests=[self._specs[key] for key in action.keys])
+                if action.base_tokens:
+                    group.base.CopyFrom(self._adoption.bases[action.keys[0]])
                 self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefill=group))
             case act.Prefetch():
                 self._prefetch(action)
@@ -356,12 +444,19 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             case act.CancelAt():
                 kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
                 self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))
-            case act.Reject() | act.ReportLost():
+            case act.Reject():
+                self._tell_gateways(action)
+            case act.ReportLost():
+                self._left.update(dict.fromkeys(action.keys))
+                while len(self._left) > RECENTLY_LOST:
+                    self._left.popitem(last=False)
                 self._tell_gateways(action)
             case act.Forget():
                 for key in action.keys:
                     self._specs.pop(key, None)
                     self._stored.pop(key, None)
+                    self._restored.pop(key, None)
+                    self._adoption.forget(key)
 
     def _prefetch(self, action: act.Prefetch) -> None:
         requests = [self._stored[key] for key in action.keys]
@@ -376,17 +471,20 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
         self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefetch=prefetch))
 
-    def _release_pool(self, action: act.ReleasePool) -> None:
+    def _send_pool(self, command: kp.PoolCommand) -> None:
+        """Where there is no pool process now, its successor is asked for all that matters."""
         pool_id = self._links.first("kv_pool")
-        if pool_id is None:
-            return
+        if pool_id is not None:
+            self._links.send("kv_pool", pool_id, command)
+
+    def _release_pool(self, action: act.ReleasePool) -> None:
         if not action.dropped:
             command = kp.PoolCommand(release=keys_to_proto(action.keys))
         else:
             copies = zip(action.keys, action.kv_tokens, strict=True)
             holdings = [kp.Holding(key=key_to_proto(key), kv_tokens=tokens) for key, tokens in copies]
             command = kp.PoolCommand(drop=kp.Inventory(holdings=holdings))
-        self._links.send("kv_pool", pool_id, command)
+        self._send_pool(command)
 
     def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
         for gateway_id, keys in self._by_gateway(action.keys):
@@ -400,8 +498,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         for key in keys:
             stored = self._stored.get(key)
             spec = stored.spec if stored is not None else self._specs.get(key)
-            if spec is not None:
-                groups.setdefault(spec.gateway_id, []).append(key)
+            owner = spec.gateway_id if spec is not None else self._restored.get(key)
+            if owner is not None:
+                groups.setdefault(owner, []).append(key)
         return groups.items()
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:

@@ -21,6 +21,7 @@ class Admission:
         self._instances = books.instances
         self._queue = books.queue
         self._ledger = books.ledger
+        self._decode_cache_blocks = 0  # as last known
 
     def ready(self) -> bool:
         """Whether each role has reported: before that nothing can be judged or started."""
@@ -30,8 +31,11 @@ class Admission:
         """The longest request (prompt and answer) that can be served; 0 while a role is missing.
 
         It has to fit in a decode cache, in the pool, and, since it may have to be prefilled again, in a prefill cache.
+        While no decode instance is up the last one's cache counts: its successor's will be the same, and what it left
+        can be prefilled until then.
         """
         decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
+        self._decode_cache_blocks = decode = decode or self._decode_cache_blocks
         prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)
         share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
         return min(decode * self._block_size, prefill, (self._ledger.capacity - share) * self._block_size)

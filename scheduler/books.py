@@ -11,7 +11,7 @@ from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.events import BufferKind, HeldRequest, RequestMeta
 from alignedserve.scheduler.instances import Instances
 from alignedserve.scheduler.policies import POLICIES
 from alignedserve.scheduler.policies.base import Entry
@@ -74,11 +74,37 @@ class Books:
 
     # moves between states
 
+    def add(self, group: list[RequestMeta], now_s: float) -> None:
+        """Open requests: QUEUED, or WAITING at once where the pool has all that a request needs to decode."""
+        for meta in group:
+            record = self.table.add(meta, now_s)
+            if meta.base_tokens:
+                record.kv_tokens, record.blocks = meta.base_tokens, meta.base_blocks
+                self.ledger.commit(meta.key, meta.base_blocks)
+        first = group[0]
+        if first.whole:
+            self.enter_pool(self.record(first.key), first.base_tokens, first.base_blocks, now_s, now_s)
+            return
+        if first.base_tokens:
+            self.ledger.mark_droppable(first.key)
+        self.queue.add([meta.key for meta in group], first.prefix_tokens)
+
+    def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
+        """A predecessor's request, as the decode instance that decides about it describes it."""
+        record = self.table.add(held.meta, now_s)
+        record.kv_tokens, record.blocks = held.kv_tokens, held.blocks
+        self.enter_pool(record, held.kv_tokens, held.blocks, now_s, now_s)
+        prefill_id = held.prefill_id if held.prefill_id in self.instances.prefill else ""
+        self.prefetch(record, decode_id, prefill_id, held.buffer, now_s)
+        if held.running:
+            self.join(record, now_s)
+
     def begin_prefill(self, record: Record, prefill_id: str, pool_blocks: int, now_s: float) -> None:
         """QUEUED -> PREFILLING; the caller has taken it out of the queue."""
         self.table.move(record, RequestState.PREFILLING, now_s)
         record.prefill_id = prefill_id
         self.instances.prefill[prefill_id].prefilling[record.key] = None
+        self.ledger.pin(record.key)
         self.ledger.reserve(record.key, pool_blocks)
 
     def enter_pool(self, record: Record, kv_tokens: int, blocks: int, since_s: float, now_s: float) -> None:
@@ -155,30 +181,36 @@ class Books:
 
     # endings
 
-    def end(self, record: Record, now_s: float) -> None:
-        """The request is over: nothing of it stays here, and its copy in the pool goes."""
+    def end(self, record: Record, now_s: float, *, keep_copy: bool = False) -> None:
+        """The request is over: nothing of it stays here, and its copy in the pool goes.
+
+        `keep_copy`: it stays there, for the request's next epoch to adopt.
+        """
         if record.state is RequestState.QUEUED:
             self.queue.cancel(record.key)
-        else:
+        if not keep_copy and (record.state is not RequestState.QUEUED or record.kv_tokens):
             self._released.append(record.key)
         if record.state in (RequestState.WAITING, RequestState.PREFETCHED):
             self.clock.stop(record.key)
         self.change(record.decode_id)
         self._detach(record, now_s)
-        self.ledger.release(record.key)
+        if keep_copy:
+            self.ledger.leave(record.key)
+        else:
+            self.ledger.release(record.key)
         self.table.move(record, RequestState.ENDED, now_s)
         self._forgotten.append(record.key)
 
     def drop_copies(self, blocks: int) -> None:
-        """Drop clean copies of what decodes, oldest first, until `blocks` more of the pool are free."""
+        """Drop clean copies of what decodes (or is queued), oldest first, until `blocks` more of the pool are free."""
         keys = self.ledger.drop_copies(blocks)
         if keys:
-            lengths = tuple(self.record(key).kv_tokens for key in keys)
+            records = [self.record(key) for key in keys]
+            lengths = tuple(record.kv_tokens for record in records)
+            for record in records:
+                if record.state is RequestState.QUEUED:  # it has to be prefilled from its first token on
+                    record.kv_tokens = record.blocks = 0
             self.actions.append(ReleasePool(tuple(keys), dropped=True, kv_tokens=lengths))
-
-    def release_unknown(self, key: RequestKey) -> None:
-        """A request that is not open (any more) has committed KV to the pool: nobody else would free it."""
-        self._released.append(key)
 
     def refuse(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
         """Requests that were never opened."""
@@ -197,15 +229,18 @@ class Books:
     def reject_cancelled(self, records: list[Record], now_s: float) -> None:
         self.reject(records, CancelledError("the request was cancelled"), now_s)
 
-    def report_lost(self, records: list[Record], reason: str, now_s: float) -> None:
-        """End these wherever they are; the gateway submits them again, but for those that were cancelled."""
+    def report_lost(self, records: list[Record], reason: str, now_s: float, *, keep_copy: bool = True) -> None:
+        """End these wherever they are; the gateway submits them again, but for those that were cancelled.
+
+        What the pool holds of them is kept for their next epoch, unless it has to make room.
+        """
         lost = tuple(record.key for record in records if not record.cancelled)
         if lost:
             self.actions.append(ReportLost(lost, reason))
         self.cancel_at(records)
         self.reject_cancelled([record for record in records if record.cancelled], now_s)
         for key in lost:
-            self.end(self.record(key), now_s)
+            self.end(self.record(key), now_s, keep_copy=keep_copy)
 
     def abandon(self, record: Record, now_s: float) -> None:
         """End it wherever it is, without a word to the gateway, which knows."""

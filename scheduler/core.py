@@ -12,7 +12,7 @@ from typing import Any
 from alignedserve.config import Config
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events
-from alignedserve.scheduler.actions import Action
+from alignedserve.scheduler.actions import Action, CancelAt
 from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import Event, RequestMeta
@@ -45,6 +45,8 @@ class SchedulerCore:
             events.PrefillReported: self._prefill_reported,
             events.DecodeReported: self._decode_reported,
             events.PoolReported: self._pool_reported,
+            events.InventoryTaken: self._inventory_taken,
+            events.PoolInventoryTaken: self._pool_inventory_taken,
             events.InstanceJoined: self._instance_joined,
             events.InstanceLost: self._instance_lost,
             events.PairsChanged: self._pairs_changed,
@@ -100,6 +102,14 @@ class SchedulerCore:
         }
         return instance_id in known.get(role, ())
 
+    def is_open(self, key: RequestKey) -> bool:
+        """Whether the request is open here, in this epoch."""
+        return self._books.table.get(key) is not None
+
+    def gateways(self) -> set[str]:
+        """Gateways that own open requests."""
+        return self._books.table.gateways()
+
     def max_request_tokens(self) -> int:
         """The longest request, prompt and answer, that can be served; 0 while a role is missing."""
         return self._admission.max_request_tokens()
@@ -128,9 +138,10 @@ class SchedulerCore:
         if refusal is not None:
             self._books.refuse(keys, refusal)
             return
-        for meta in group:
-            self._books.table.add(meta, now_s)
-        self._books.queue.add(keys, group[0].prefix_tokens)
+        self._books.add(group, now_s)
+        record = self._books.table.get(group[0].key)
+        if record is not None and record.state is RequestState.WAITING:
+            self._prefetcher.place(record, now_s)
 
     def _cancel_requested(self, event: events.CancelRequested, now_s: float) -> None:
         self._cancel(event.keys, now_s)
@@ -150,11 +161,8 @@ class SchedulerCore:
 
     def _prefilled(self, event: events.Prefilled, now_s: float) -> None:
         record = self._books.table.get(event.key)
-        if record is None:
-            self._books.release_unknown(event.key)
-            return
-        if record.state is not RequestState.PREFILLING:
-            return
+        if record is None or record.state is not RequestState.PREFILLING:
+            return  # where it is not open any more, its next epoch adopts what lies in the pool, or the audit finds it
         prefill = self._books.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
             prefill.load.finish(record.prefill_tokens, now_s)
@@ -166,10 +174,7 @@ class SchedulerCore:
     def _returned(self, event: events.Returned, now_s: float) -> None:
         books = self._books
         record = books.table.get(event.key)
-        if record is None:
-            books.release_unknown(event.key)
-            return
-        if record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
+        if record is None or record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
             return
         books.change(record.decode_id)
         if record.state is RequestState.PREFETCHED:  # it never joined: it has waited all the while
@@ -191,9 +196,15 @@ class SchedulerCore:
             self._prefetcher.place(record, now_s)
 
     def _joined(self, event: events.Joined, now_s: float) -> None:
-        for record in self._books.open(event.keys):
-            if record.state is RequestState.PREFETCHED and record.decode_id == event.decode_id:
+        strangers = []
+        for key in event.keys:
+            record = self._books.table.get(key)
+            if record is None:
+                strangers.append(key)
+            elif record.state is RequestState.PREFETCHED and record.decode_id == event.decode_id:
                 self._books.join(record, now_s)
+        if strangers:  # lost or ended here while they were on their way there
+            self._books.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
 
     def _finished(self, event: events.Finished, now_s: float) -> None:
         for record in self._books.open(dict.fromkeys(event.keys)):
@@ -227,9 +238,8 @@ class SchedulerCore:
             decode = books.instances.decode.pop(event.instance_id, None)
             if decode is not None:
                 keys = [*decode.decoding, *(key for held in decode.candidates.values() for key in held)]
-        elif event.role == "kv_pool":
+        elif event.role == "kv_pool":  # its memory stays, and a successor takes it over: nothing is lost
             books.ledger.lose(event.instance_id)
-            keys = [record.key for record in books.table.records() if record.state is not RequestState.QUEUED]
         books.report_lost(books.open(keys), f"{event.role} {event.instance_id} was lost", now_s)
 
     def _prefill_reported(self, event: events.PrefillReported, now_s: float) -> None:
@@ -256,6 +266,31 @@ class SchedulerCore:
     def _pool_reported(self, event: events.PoolReported, now_s: float) -> None:
         self._books.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)
         self._relief.relieve(now_s)
+
+    def _inventory_taken(self, event: events.InventoryTaken, now_s: float) -> None:
+        strangers = []
+        for held in event.requests:
+            key = held.meta.key
+            known = self._books.table.latest(key.request_id)
+            if known == key:
+                continue
+            if known is None and event.restore:
+                self._books.restore(held, event.decode_id, now_s)
+            else:
+                strangers.append(key)
+        if strangers:
+            self._books.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
+
+    def _pool_inventory_taken(self, event: events.PoolInventoryTaken, now_s: float) -> None:
+        books = self._books
+        gone = [record for record in books.in_pool.values() if record.key not in event.blocks]
+        books.report_lost(gone, "the KV pool does not hold it any more", now_s)
+        restored = [record for record in books.open(event.blocks) if books.ledger.committed_of(record.key) is None]
+        for record in restored:  # this core took them over without knowing what the pool has of them
+            if record.state in (RequestState.PREFETCHED, RequestState.DECODING):
+                books.ledger.commit(record.key, event.blocks[record.key])
+            if record.state is RequestState.DECODING:
+                books.ledger.mark_droppable(record.key)
 
     def _pairs_changed(self, event: events.PairsChanged, now_s: float) -> None:
         self._books.instances.pairs = dict(event.pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
@@ -20,7 +21,8 @@ class RequestMeta:
     """What a policy may know of a request. Never its output length: nobody knows that in production.
 
     `prefix_tokens` counts the prompt and what was generated in earlier epochs; `max_total_tokens` is the most it can
-    grow to. Requests of one `group_id` share their prompt's blocks.
+    grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: of so many of them the pool holds
+    the KV already, in `base_blocks` blocks that an earlier epoch committed; `whole`: it needs no more to decode.
     """
 
     key: RequestKey
@@ -28,6 +30,9 @@ class RequestMeta:
     max_total_tokens: int
     group_id: str
     gateway_id: str
+    base_tokens: int = 0
+    base_blocks: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,41 @@ class PoolReported:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request that a decode instance says it decides about; `blocks` is what its KV takes up.
+
+    Of a candidate: the buffer that it lies in, and whose that is ("": it lies in the pool).
+    """
+
+    meta: RequestMeta
+    running: bool
+    kv_tokens: int
+    blocks: int
+    prefill_id: str
+    buffer: BufferKind
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryTaken:
+    """What a decode instance decides about, as it says itself.
+
+    `restore`: this core has just started, and takes over what it does not know. Else such requests were lost or ended
+    here, or are an older epoch's: they are cancelled there.
+    """
+
+    decode_id: str
+    requests: tuple[HeldRequest, ...]
+    restore: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInventoryTaken:
+    """Everything that the pool holds, in blocks: what waits in it but is not there is lost."""
+
+    blocks: Mapping[RequestKey, int]
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceJoined:
     """`role` is "prefill", "decode" or "kv_pool"."""
 
@@ -167,6 +207,8 @@ Event = (
     | PrefillReported
     | DecodeReported
     | PoolReported
+    | InventoryTaken
+    | PoolInventoryTaken
     | InstanceJoined
     | InstanceLost
     | PairsChanged

@@ -71,9 +71,13 @@ class PoolLedger:
         return self._committed.get(key)
 
     def mark_droppable(self, key: RequestKey) -> None:
-        """The request decodes: its copy here is clean, and could go."""
+        """The request decodes, or waits to be prefilled again: its copy here is clean, and could go."""
         if key in self._committed:
             self._droppable[key] = None
+
+    def pin(self, key: RequestKey) -> None:
+        """Its copy is in use: it is not to be dropped."""
+        self._droppable.pop(key, None)
 
     def drop_copies(self, blocks: int) -> list[RequestKey]:
         """Give up clean copies, oldest first, until `blocks` more are free; whose."""
@@ -86,6 +90,12 @@ class PoolLedger:
             self.release(key)
         return dropped
 
+    def leave(self, key: RequestKey) -> None:
+        """The request is gone from here, but not from the pool: its next epoch may adopt what lies there."""
+        blocks = self._committed.get(key, 0)
+        self.release(key)
+        self._unknown += blocks
+
     def release(self, key: RequestKey) -> bool:
         """The request has nothing here any more. False where it had nothing committed."""
         self.reserved -= self._reserved.pop(key, 0)
@@ -97,8 +107,8 @@ class PoolLedger:
     def check_integrity(self) -> None:
         if self.committed != sum(self._committed.values()) or self.reserved != sum(self._reserved.values()):
             raise AccountingError("the pool ledger does not match a recount")
-        if not self._droppable.keys() <= self._committed.keys() or self._committed.keys() & self._reserved.keys():
-            raise AccountingError("the pool ledger has a request in two places")
+        if not self._droppable.keys() <= self._committed.keys() or self._droppable.keys() & self._reserved.keys():
+            raise AccountingError("the pool ledger would drop a copy that is in use, or that it does not have")
 
     def _take_stock(self) -> None:
         self.capacity = sum(report.capacity_blocks for report in self._reports.values())

@@ -62,7 +62,7 @@ class PoolRelief:
         if record is not None:
             self.dropped_requests += 1
             self._drops_s.append(now_s)
-            books.report_lost([record], "the KV pool is full", now_s)
+            books.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
 
     def _cheapest(self) -> Record:
         """Of those that came last: one that has never decoded, so that no generated token is prefilled again."""

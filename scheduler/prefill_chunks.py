@@ -28,11 +28,12 @@ class _Prompt:
     planned: int  # tokens in chunks handed out, computed or not
     computed: int
     started: bool = False  # holds its blocks
+    fetching: bool = False  # the KV of its first tokens is being brought
     cancelled: bool = False
 
     @property
     def in_flight(self) -> bool:
-        return self.planned > self.computed
+        return self.planned > self.computed or self.fetching
 
 
 class ChunkScheduler:
@@ -48,6 +49,7 @@ class ChunkScheduler:
         self._block_size = block_size
         self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival; until every token is computed
         self._pending_tokens = 0
+        self._to_fetch: list[RequestKey] = []
 
     @property
     def pending_tokens(self) -> int:
@@ -61,6 +63,8 @@ class ChunkScheduler:
     def add(self, key: RequestKey, tokens: int, start: int = 0) -> None:
         """Queue a prompt of `tokens` tokens, of which the KV of the first `start` will be brought from elsewhere.
 
+        Such a one is in `take_fetches` once it has its blocks, and is computed after `fetched`.
+
         Raises InvalidRequestError where the cache could never hold it, AccountingError where it is here already.
         """
         if key in self._prompts:
@@ -73,7 +77,7 @@ class ChunkScheduler:
                 f"{self._allocator.capacity}",
                 param="prompt",
             )
-        self._prompts[key] = _Prompt(tokens, planned=start, computed=start)
+        self._prompts[key] = _Prompt(tokens, planned=start, computed=start, fetching=start > 0)
         self._pending_tokens += tokens - start
 
     def plan(self, token_budget: int, max_requests: int) -> list[Chunk]:
@@ -88,12 +92,37 @@ class ChunkScheduler:
                 if self._allocator.allocate(self._blocks_for(prompt.tokens), key) is None:
                     break
                 prompt.started = True
+                if prompt.fetching:
+                    self._to_fetch.append(key)
+            if prompt.fetching:
+                continue
             count = min(token_budget, prompt.tokens - prompt.planned)
             last = prompt.planned + count == prompt.tokens
             chunks.append(Chunk(key, prompt.planned, count, last))
             prompt.planned += count
             token_budget -= count
         return chunks
+
+    def take_fetches(self) -> list[RequestKey]:
+        """Prompts that have got their blocks since the last call and wait for the KV of their first tokens."""
+        fetches, self._to_fetch = self._to_fetch, []
+        return fetches
+
+    def fetched(self, key: RequestKey, *, failed: bool = False) -> bool:
+        """The KV of a prompt's first tokens is in its blocks; `failed`: it is not, and they are computed instead.
+
+        False for a prompt that was cancelled meanwhile.
+        """
+        prompt = self._prompts[key]
+        prompt.fetching = False
+        if prompt.cancelled:
+            del self._prompts[key]
+            self._allocator.release_all(key)
+            return False
+        if failed:
+            self._pending_tokens += prompt.computed
+            prompt.planned = prompt.computed = 0
+        return True
 
     def done(self, chunk: Chunk) -> bool:
         """The chunk has been computed. True where that completes the prompt (whose blocks stay held).
@@ -116,7 +145,7 @@ class ChunkScheduler:
         return False
 
     def cancel(self, key: RequestKey) -> bool:
-        """Compute no more of this prompt; its blocks are freed now, or when the chunk in flight is done.
+        """Compute no more of this prompt; its blocks are freed now, or when what is in flight is done.
 
         False where it is not (or no longer) being prefilled: blocks of a completed one stay held until `release`.
         """
@@ -124,9 +153,11 @@ class ChunkScheduler:
         if prompt is None or prompt.cancelled:
             return False
         self._pending_tokens -= prompt.tokens - prompt.computed
-        if prompt.in_flight:
+        if prompt.in_flight and prompt.started and key not in self._to_fetch:
             prompt.cancelled = True
             return True
+        if key in self._to_fetch:
+            self._to_fetch.remove(key)
         del self._prompts[key]
         self._allocator.release_all(key)
         return True

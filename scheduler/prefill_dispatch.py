@@ -30,8 +30,10 @@ class PrefillDispatch:
 
     def _make_room(self, group: QueuedGroup) -> bool:
         """Whether the pool has room for the group, if need be by dropping clean copies of what decodes."""
-        blocks = sum(self._admission.group_blocks(group.tokens, len(group.keys)))
-        most_tokens = self._books.record(group.keys[0]).meta.max_total_tokens
+        first = self._books.record(group.keys[0])
+        self._books.ledger.pin(first.key)  # room is not made with what it is about to use
+        blocks = sum(self._admission.group_blocks(group.tokens, len(group.keys))) - first.blocks
+        most_tokens = first.meta.max_total_tokens
         missing = self._admission.missing_blocks(blocks, most_tokens)
         if missing <= 0:
             return True
@@ -40,8 +42,10 @@ class PrefillDispatch:
 
     def _begin(self, group: QueuedGroup, load: PrefillLoad, now_s: float) -> None:
         blocks = self._admission.group_blocks(group.tokens, len(group.keys))
+        first = self._books.record(group.keys[0])
+        blocks[0] -= first.blocks
         for record, needed in zip(self._books.open(group.keys), blocks, strict=True):
             self._books.begin_prefill(record, load.prefill_id, needed, now_s)
-        self._books.record(group.keys[0]).prefill_tokens = group.tokens
-        load.begin(group.tokens, now_s)
-        self._books.actions.append(StartPrefill(load.prefill_id, tuple(group.keys)))
+        first.prefill_tokens = group.tokens - first.kv_tokens
+        load.begin(first.prefill_tokens, now_s)
+        self._books.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

@@ -1,8 +1,8 @@
 """Every open request and the one state that it is in.
 
     QUEUED ──► PREFILLING ──► WAITING ──► PREFETCHED ──► DECODING ──► ENDED
-                                 ▲            │             │
-                                 └── Returned ┴─────────────┘        (and every state ──► ENDED)
+          │                      ▲            │             │
+          └──── KV adopted ──────┴── Returned ┴─────────────┘        (and every state ──► ENDED)
 
 From PREFETCHED on only the decode instance decides about the request, until it gives it back (architecture.md,
 section 6). A request may jump from PREFETCHED to WAITING (given back before it joined), from DECODING to WAITING
@@ -30,7 +30,7 @@ class RequestState(enum.Enum):
 
 
 LEGAL: dict[RequestState, tuple[RequestState, ...]] = {
-    RequestState.QUEUED: (RequestState.PREFILLING, RequestState.ENDED),
+    RequestState.QUEUED: (RequestState.PREFILLING, RequestState.WAITING, RequestState.ENDED),
     RequestState.PREFILLING: (RequestState.WAITING, RequestState.ENDED),
     RequestState.WAITING: (RequestState.PREFETCHED, RequestState.ENDED),
     RequestState.PREFETCHED: (RequestState.DECODING, RequestState.WAITING, RequestState.ENDED),
@@ -46,7 +46,7 @@ class Record:
     meta: RequestMeta
     state: RequestState = RequestState.QUEUED
     entered_s: dict[RequestState, float] = field(default_factory=dict)
-    kv_tokens: int = 0  # as last reported: prefilled, or given back
+    kv_tokens: int = 0  # as last reported: prefilled, or given back; of what an earlier epoch left, until then
     blocks: int = 0  # of its KV in the pool or a buffer
     prefill_tokens: int = 0  # what its prefill costs; 0 for all but the first of a group
     prefill_id: str = ""  # where it is prefilled, or in whose buffer it is
@@ -85,6 +85,10 @@ class RequestTable:
 
     def of_gateway(self, gateway_id: str) -> list[RequestKey]:
         return list(self._by_gateway.get(gateway_id, ()))
+
+    def gateways(self) -> set[str]:
+        """Those that own open requests."""
+        return set(self._by_gateway)
 
     def add(self, meta: RequestMeta, now_s: float) -> Record:
         """A new request is QUEUED. Raises AccountingError where its id is open already, in whatever epoch."""

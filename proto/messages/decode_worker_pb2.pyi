@@ -1,8 +1,9 @@
 from alignedserve.proto import common_pb2 as _common_pb2
 from alignedserve.proto import prefill_worker_pb2 as _prefill_worker_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -20,18 +21,48 @@ class DecodeCommand(_message.Message):
     def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Announcement, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class DecodeReport(_message.Message):
-    __slots__ = ("description", "finished", "returned", "failed", "joined")
+    __slots__ = ("description", "finished", "returned", "failed", "joined", "inventory")
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
+    INVENTORY_FIELD_NUMBER: _ClassVar[int]
     description: DecodeDescription
     finished: _common_pb2.RequestKeys
     returned: _prefill_worker_pb2.ReturnedRequests
     failed: _prefill_worker_pb2.RequestFailures
     joined: _common_pb2.RequestKeys
-    def __init__(self, description: _Optional[_Union[DecodeDescription, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[_prefill_worker_pb2.ReturnedRequests, _Mapping]] = ..., failed: _Optional[_Union[_prefill_worker_pb2.RequestFailures, _Mapping]] = ..., joined: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    inventory: DecodeInventory
+    def __init__(self, description: _Optional[_Union[DecodeDescription, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[_prefill_worker_pb2.ReturnedRequests, _Mapping]] = ..., failed: _Optional[_Union[_prefill_worker_pb2.RequestFailures, _Mapping]] = ..., joined: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., inventory: _Optional[_Union[DecodeInventory, _Mapping]] = ...) -> None: ...
+
+class DecodeInventory(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[HeldRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
+
+class HeldRequest(_message.Message):
+    __slots__ = ("key", "prefix_tokens", "max_total_tokens", "group_id", "gateway_id", "running", "kv_tokens", "blocks", "store_id")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STORE_ID_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.RequestKey
+    prefix_tokens: int
+    max_total_tokens: int
+    group_id: str
+    gateway_id: str
+    running: bool
+    kv_tokens: int
+    blocks: int
+    store_id: str
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., group_id: _Optional[str] = ..., gateway_id: _Optional[str] = ..., running: bool = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., store_id: _Optional[str] = ...) -> None: ...
 
 class DecodeDescription(_message.Message):
     __slots__ = ("process", "cache_blocks", "cache_free_blocks", "running", "shortest_tokens", "longest_tokens", "batch_id", "switching", "batch_buffer_requests", "requests_buffer_requests", "iterations", "switch_iterations", "evictions", "pool_wait_blocks")

@@ -60,26 +60,30 @@ class PoolWriterReply(_message.Message):
     def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class PoolCommand(_message.Message):
-    __slots__ = ("release", "writer_lost", "writer_dead", "take_inventory", "drop")
+    __slots__ = ("release", "writer_lost", "writer_dead", "take_inventory", "drop", "adopt")
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     WRITER_LOST_FIELD_NUMBER: _ClassVar[int]
     WRITER_DEAD_FIELD_NUMBER: _ClassVar[int]
     TAKE_INVENTORY_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     release: _common_pb2.RequestKeys
     writer_lost: _common_pb2.ProcessKey
     writer_dead: _common_pb2.ProcessKey
     take_inventory: _common_pb2.Empty
     drop: Inventory
-    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., writer_lost: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., writer_dead: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
+    adopt: Inventory
+    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., writer_lost: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., writer_dead: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ..., adopt: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
 
 class PoolReport(_message.Message):
-    __slots__ = ("description", "inventory")
+    __slots__ = ("description", "inventory", "adopted")
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     INVENTORY_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     description: PoolDescription
     inventory: Inventory
-    def __init__(self, description: _Optional[_Union[PoolDescription, _Mapping]] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
+    adopted: Inventory
+    def __init__(self, description: _Optional[_Union[PoolDescription, _Mapping]] = ..., inventory: _Optional[_Union[Inventory, _Mapping]] = ..., adopted: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
 
 class PoolDescription(_message.Message):
     __slots__ = ("pool_id", "incarnation", "store", "capacity_blocks", "free_blocks", "owned_blocks", "cached_blocks", "leased_blocks")
@@ -102,16 +106,18 @@ class PoolDescription(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "checksums")
+    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    blocks: int
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("holdings",)

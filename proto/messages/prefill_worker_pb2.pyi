@@ -1,4 +1,5 @@
 from alignedserve.proto import common_pb2 as _common_pb2
+from alignedserve.proto import kv_pool_pb2 as _kv_pool_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -30,10 +31,12 @@ class PrefillCommand(_message.Message):
     def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class PrefillGroup(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "base")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestSpec]
-    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ...) -> None: ...
+    base: _kv_pool_pb2.Holding
+    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("decode_id", "buffer", "batch_id", "requests")

@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"proto", "control", "transfer", "gateway", "scheduler"},
 }
 # These are the scheduler's process, not its decisions: they may use the control plane.
-ACTOR_EXTRAS = {name: {"control", "proto"} for name in ("scheduler/actor.py", "scheduler/links.py")}
+ACTOR_MODULES = ("actor", "adoption", "inventory", "links")
+ACTOR_EXTRAS = {f"scheduler/{name}.py": {"control", "proto"} for name in ACTOR_MODULES}
 TORCH_ROOMS = (
     "engine/",
     "prefill_worker/",

@@ -109,10 +109,10 @@ def test_duplicates_and_strangers_do_no_harm():
     assert cell.states() == {"decoding": 1}
 
 
-def test_kv_of_a_request_that_has_ended_is_released():
+def test_kv_of_a_request_that_is_not_open_is_left_to_its_next_epoch_or_the_audit():
     cell = Cell()
-    assert cell.do(ev.Prefilled(key("gone"), 10, 3, 3)) == [ReleasePool((key("gone"),))]
-    assert cell.do(ev.Returned(key("gone"), 10, 3)) == [ReleasePool((key("gone"),))]
+    assert cell.do(ev.Prefilled(key("gone"), 10, 3, 3)) == []
+    assert cell.do(ev.Returned(key("gone"), 10, 3)) == []
 
 
 def test_a_new_epoch_replaces_the_old_wherever_that_is():
@@ -127,13 +127,55 @@ def test_a_new_epoch_replaces_the_old_wherever_that_is():
     assert cell.do(ev.Submitted((ev.RequestMeta(key("a", 0), 12, 20, "g", "gw"),))) == []
 
 
-def test_what_a_worker_lost_is_submitted_again():
+def test_what_a_worker_lost_is_submitted_again_and_the_pool_keeps_its_kv_for_that():
     cell = Cell()
     cell.wait("a")
     actions = cell.do(ev.Lost((key("a"),), "the copy failed"))
     assert actions[0] == ReportLost((key("a"),), "the copy failed")
-    assert ReleasePool((key("a"),)) in actions
+    assert only(actions, ReleasePool) == []
     assert cell.states() == {}
+
+
+def again(name, epoch, prefix, base=0, *, whole=False):
+    blocks = -(-base // 4)
+    return ev.Submitted((ev.RequestMeta(key(name, epoch), prefix, prefix + 10, "g", "gw", base, blocks, whole),))
+
+
+def test_what_the_pool_still_holds_is_not_prefilled_again():
+    cell = Cell()
+    cell.wait("a", 10)
+    cell.do(ev.Joined("d0", (key("a"),)))
+    cell.do(ev.InstanceLost("decode", "d0"))
+    (start,) = only(cell.do(again("a", 1, 14, 10)), StartPrefill)
+    assert start == StartPrefill("p0", (key("a", 1),), base_tokens=10)
+    cell.do(ev.Prefilled(key("a", 1), 14, 4, 4))
+    assert cell.states() == {"waiting_in_pool": 1}
+
+
+def test_a_request_whose_kv_is_whole_waits_for_a_decode_instance_at_once():
+    cell = Cell()
+    cell.make_busy()
+    cell.wait("a", 60)
+    cell.do(ev.Lost((key("a"),), "the copy failed"))
+    actions = cell.do(again("a", 1, 61, 60, whole=True))
+    assert only(actions, StartPrefill) == []
+    assert cell.states() == {"waiting_in_pool": 1, "decoding": 1}
+    (release,) = only(cell.do(ev.CancelRequested((key("a", 1),))), ReleasePool)
+    assert release.keys == (key("a", 1),)
+
+
+def test_kv_that_waits_for_a_prefill_makes_room_where_the_pool_is_full():
+    cell = Cell(queue_tokens=10, pool=30)
+    cell.submit("first", tokens=10, most=20)
+    cell.do(again("a", 1, 41, 38))
+    cell.do(again("b", 1, 41, 38))
+    assert cell.states() == {"prefilling": 1, "queued": 2}
+    actions = cell.prefilled("first", 10)
+    (start,) = only(actions, StartPrefill)
+    assert start.base_tokens == 38
+    (drop,) = [action for action in only(actions, ReleasePool) if action.dropped]
+    assert drop.keys == (key("b", 1),)
+    assert drop.kv_tokens == (38,)
 
 
 def test_with_a_prefill_instance_go_its_prompts_and_its_candidates():
@@ -160,16 +202,49 @@ def test_with_a_decode_instance_go_its_requests_and_its_buffers_are_freed():
     assert not cell.core.knows("decode", "d0")
 
 
-def test_with_the_pool_goes_everything_but_the_queue():
+def test_with_the_pools_process_goes_nothing_but_prefills_wait_for_its_successor():
     cell = Cell(queue_tokens=10)
     cell.make_busy()
     cell.submit("a")
     cell.submit("b")
-    actions = cell.do(ev.InstanceLost("kv_pool", "pool"))
-    assert set(only(actions, ReportLost)[0].keys) == {key("busy-d0"), key("a")}
-    assert cell.states() == {"queued": 1}
+    assert cell.do(ev.InstanceLost("kv_pool", "pool")) == []
+    assert cell.states() == {"decoding": 1, "prefilling": 1, "queued": 1}
     assert cell.core.max_request_tokens() == 0
+    assert only(cell.prefilled("a"), StartPrefill) == []
     assert only(cell.do(ev.PoolReported("pool", 100, 100)), StartPrefill) == [StartPrefill("p0", (key("b"),))]
+
+
+def test_what_waits_in_a_pool_that_has_lost_it_is_submitted_again():
+    cell = Cell()
+    cell.make_busy()
+    cell.wait("a", 60)
+    cell.wait("b", 60)
+    (lost,) = only(cell.do(ev.PoolInventoryTaken({key("b"): 15, key("busy-d0"): 3})), ReportLost)
+    assert lost.keys == (key("a"),)
+
+
+def held(name, running, epoch=0, prefill_id="p0"):
+    meta = ev.RequestMeta(key(name, epoch), 12, 30, "g", "gw")
+    return ev.HeldRequest(meta, running, 11, 3, prefill_id, BATCH)
+
+
+def test_a_new_core_takes_over_what_its_decode_instances_decide_about():
+    cell = Cell()
+    cell.do(ev.InventoryTaken("d0", (held("a", True), held("b", False)), restore=True))
+    assert cell.states() == {"decoding": 1, "prefetched": 1}
+    cell.do(ev.PoolInventoryTaken({key("a"): 3, key("b"): 3}))
+    (lost,) = only(cell.do(ev.InstanceLost("decode", "d0")), ReportLost)
+    assert set(lost.keys) == {key("a"), key("b")}
+    assert cell.states() == {}
+
+
+def test_what_a_core_has_given_up_is_cancelled_where_it_still_is():
+    cell = Cell()
+    cell.wait("a", 10)
+    cell.do(ev.Joined("d0", (key("a"),)))
+    actions = cell.do(ev.InventoryTaken("d0", (held("a", True), held("b", True)), restore=False))
+    assert actions == [CancelAt("decode", "d0", (key("b"),))]
+    assert cell.do(ev.Joined("d0", (key("c"),))) == [CancelAt("decode", "d0", (key("c"),))]
 
 
 def test_a_cancelled_request_is_not_submitted_again_when_it_is_lost():

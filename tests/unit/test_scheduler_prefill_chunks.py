@@ -84,8 +84,40 @@ def test_tokens_that_come_from_elsewhere_are_not_computed_but_have_room():
     chunks, allocator = make()
     chunks.add(A, 10, start=8)
     assert chunks.pending_tokens == 2
-    assert chunks.plan(100, 8) == [Chunk(A, 8, 2, True)]
+    assert chunks.plan(100, 8) == []
     assert allocator.owned_blocks == 3
+    assert chunks.take_fetches() == [A]
+    assert chunks.take_fetches() == []
+    chunks.add(B, 4)
+    assert chunks.plan(100, 8) == [Chunk(B, 0, 4, True)]  # others need not wait for a copy
+    assert chunks.fetched(A)
+    assert chunks.plan(100, 8) == [Chunk(A, 8, 2, True)]
+
+
+def test_what_could_not_be_brought_is_computed():
+    chunks, _ = make()
+    chunks.add(A, 10, start=8)
+    chunks.plan(100, 8)
+    chunks.take_fetches()
+    assert chunks.fetched(A, failed=True)
+    assert chunks.pending_tokens == 10
+    assert chunks.plan(100, 8) == [Chunk(A, 0, 10, True)]
+    chunks.check_integrity()
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_prompt_cancelled_while_its_kv_is_brought_keeps_its_blocks_until_the_copy_has_ended(taken):
+    chunks, allocator = make()
+    chunks.add(A, 10, start=8)
+    chunks.plan(100, 8)
+    if taken:
+        chunks.take_fetches()
+    assert chunks.cancel(A)
+    assert allocator.owned_blocks == (3 if taken else 0)
+    if taken:
+        assert not chunks.fetched(A)
+    assert chunks.take_fetches() == []
+    assert allocator.owned_blocks == chunks.pending_prompts == chunks.pending_tokens == 0
 
 
 def test_what_can_never_be_prefilled_is_refused():

@@ -6,7 +6,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -81,6 +81,8 @@ class SmallCell:
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[float, actions.Action]] = []
+        self._adopting: dict[RequestKey, Request] = {}
+        self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt what the pool holds
         self.coming = 0  # arrivals and other disturbances that are planned
         self._queue: list[tuple[float, int, Part, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0
@@ -151,7 +153,7 @@ class SmallCell:
     def _carry_out(self, action: actions.Action) -> None:
         match action:
             case actions.StartPrefill():
-                self._command(self.prefills.get(action.prefill_id), "start", action.keys)
+                self._command(self.prefills.get(action.prefill_id), "start", action)
             case actions.Prefetch(prefill_id=None):
                 self._command(self.decodes.get(action.decode_id), "offer_from_pool", action)
             case actions.Prefetch():
@@ -169,6 +171,7 @@ class SmallCell:
                 for key in action.keys:
                     self.request(key).ended = self.request(key).ended or action.error.code
             case actions.ReportLost():
+                self._left.update(action.keys)
                 for key in action.keys:
                     self._deliver(self._core_process, self._gateway, self._resubmit, key)
 
@@ -191,7 +194,15 @@ class SmallCell:
     def cancel(self, request: Request) -> None:
         if not request.ended:
             request.ended = "cancelled"
-            self.tell_core(self._gateway, events.CancelRequested((request.key,)))
+            self._deliver(self._gateway, self._core_process, self._cancel, request.key)
+
+    def _cancel(self, key: RequestKey) -> None:
+        if not self.core.is_open(key):
+            self._release(key)
+        self._handle(events.CancelRequested((key,)))
+
+    def _release(self, key: RequestKey) -> None:
+        self._command(self.pool, "release", actions.ReleasePool((key,)))
 
     def _resubmit(self, key: RequestKey) -> None:
         request = self.request(key)
@@ -200,7 +211,23 @@ class SmallCell:
         self.counts["resubmitted"] += 1
         request.epoch += 1
         request.waiting_since_s = None
-        self.submit([request])
+        self._adopting[request.key] = request
+        self.send(self._core_process, self.pool, "adopt", request)
+
+    def submit_again(self, pool: Part, request: Request, base_tokens: int, base_blocks: int) -> None:
+        """The pool has said what it holds of a request that was lost."""
+        whole = request.tokens > 0 and base_tokens == request.kv_tokens
+        meta = replace(request.meta, base_tokens=base_tokens, base_blocks=base_blocks, whole=whole)
+        self.counts["whole"] += whole
+        self._deliver(pool, self._core_process, self._submit_again, request, meta)
+
+    def _submit_again(self, request: Request, meta: events.RequestMeta) -> None:
+        if self._adopting.pop(meta.key, None) is None:
+            return  # answered twice
+        if request.ended:
+            self._release(meta.key)
+        else:
+            self._handle(events.Submitted((meta,)))
 
     def finish(self, source: Part, key: RequestKey) -> None:
         """The worker sends the last token to the gateway, and says so to the core."""
@@ -266,13 +293,28 @@ class SmallCell:
             self.after(self.delay(0.002), prefill, prefill.drop_decode, name)
 
     def lose_pool(self) -> None:
-        """Its memory is gone with it."""
-        lost = self.pool
-        lost.alive = False
-        self.tell_core(lost, events.InstanceLost("kv_pool", lost.name))
-        self.pool = self._new_pool()
-        for write in lost.waiting:
-            self.after(self.delay(0.002), write.writer, write.failed)
+        """Its process: what it holds and whom it owes blocks stays, and a successor goes on with that."""
+        self.pool.alive = False
+        newcomer = Gateway()
+        newcomer.name = Pool.name
+        self.tell_core(newcomer, events.InstanceLost("kv_pool", Pool.name))
+        self.at(self.now_s + 0.2, self._revive_pool)
+
+    def _revive_pool(self) -> None:
+        if not self.pool.alive:
+            self.pool.alive = True
+            self._introduce("kv_pool", Pool.name)
+            self.counts["pool lost"] += 1
+            self.pool.report()
+            self.pool.serve()
+            for request in self._adopting.values():
+                self.send(self._core_process, self.pool, "adopt", request)
+
+    def _audit(self) -> None:
+        """Words that something is done with get lost with a process: what then nobody claims is found and freed."""
+        for key in list(self.pool.lengths):
+            if self.request(key).ended and (self.counts["pool lost"] or key in self._left):
+                self.pool.release(actions.ReleasePool((key,)))
 
     def _lose(self, part: Part, role: str, successor: Callable[[], None]) -> None:
         part.alive = False
@@ -302,6 +344,7 @@ class SmallCell:
 
     def check_nothing_is_left(self) -> None:
         """Every request has ended, and nobody holds anything. Raises AssertionError."""
+        self._audit()
         self.core.check_integrity()
         open_requests = [request.request_id for request in self.requests.values() if not request.ended]
         stores = [self.pool.blocks]

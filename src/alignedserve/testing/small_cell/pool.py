@@ -14,6 +14,7 @@ from alignedserve.scheduler.events import PoolReported
 
 if TYPE_CHECKING:
     from alignedserve.testing.small_cell.cell import Part, SmallCell
+    from alignedserve.testing.small_cell.requests import Request
 
 Committed = Callable[[int, int], None]
 
@@ -37,6 +38,7 @@ class Pool:
         self.blocks = BlockAllocator(capacity, self.name)
         self.lengths: dict[RequestKey, int] = {}
         self.waiting: deque[Write] = deque()
+        self.newest: dict[str, int] = {}  # epoch that was adopted last, by request
         self.report()
 
     def report(self) -> None:
@@ -56,8 +58,12 @@ class Pool:
 
     def serve(self) -> None:
         self.waiting = deque(write for write in self.waiting if write.writer.alive)
-        while self.waiting:
+        while self.waiting and self.alive:
             write = self.waiting[0]
+            if write.key.epoch < self.newest.get(write.key.request_id, 0):  # refused: another epoch has replaced it
+                self.waiting.popleft()
+                write.failed()
+                continue
             shared = [] if self.blocks.blocks_of(write.key) else self._shared(write)
             needed = self.missing_blocks(write)
             if self.blocks.allocate(needed, write.key) is None:
@@ -68,6 +74,20 @@ class Pool:
             self.report()
             write.then(len(self.blocks.blocks_of(write.key)), needed)
 
+    def adopt(self, request: Request) -> None:
+        """What an earlier epoch of the request left is this one's; the core is told of the submission with it."""
+        key = request.key
+        self.newest[key.request_id] = key.epoch
+        tokens, ids = 0, list[int]()
+        for older in [k for k in self.lengths if k.request_id == key.request_id]:
+            tokens = min(self.lengths.pop(older), request.kv_tokens)
+            ids = self.blocks.blocks_of(older)[: self.cell.blocks_for(tokens)]
+            self.blocks.retain(ids, key)
+            self.blocks.release_all(older)
+        if tokens:
+            self.lengths[key] = tokens
+        self.cell.submit_again(self, request, tokens, len(ids))
+
     def discard(self, key: RequestKey) -> None:
         """The writer has given up."""
         self.waiting = deque(write for write in self.waiting if write.key != key)
@@ -76,8 +96,9 @@ class Pool:
         for index, key in enumerate(action.keys):
             if action.dropped and self.lengths.get(key) != action.kv_tokens[index]:
                 continue  # a longer copy was committed since
-            self.blocks.release_all(key)
-            self.lengths.pop(key, None)
+            for held in [k for k in self.lengths if k.request_id == key.request_id and k.epoch <= key.epoch]:
+                self.blocks.release_all(held)
+                del self.lengths[held]
         self.report()
         self.serve()
 

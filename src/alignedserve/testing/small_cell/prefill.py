@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind, Prefilled, PrefillReported, Returned
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
@@ -49,16 +49,24 @@ class Prefill:
 
     # prefill
 
-    def start(self, keys: Sequence[RequestKey]) -> None:
+    def start(self, action: StartPrefill) -> None:
+        keys = action.keys
         self.groups[keys[0]] = list(keys)
         self.lead.update(dict.fromkeys(keys, keys[0]))
         request = self.cell.request(keys[0])
-        self.chunks.add(keys[0], request.prompt + request.tokens)
+        self.chunks.add(keys[0], request.prompt + request.tokens, action.base_tokens)
+        self.cell.counts["reused"] += action.base_tokens
+        self.compute()
+
+    def fetched(self, key: RequestKey) -> None:
+        self.chunks.fetched(key, failed=self.cell.rng.random() < 0.1)
         self.compute()
 
     def compute(self) -> None:
         config = self.cell.config.prefill
         plan = [] if self.busy else self.chunks.plan(config.token_budget, config.max_requests)
+        for key in self.chunks.take_fetches():
+            self.cell.after(self.cell.delay(0.002), self, self.fetched, key)
         if plan:
             self.busy = True
             self.cell.after(0.001 + 1e-4 * sum(chunk.count for chunk in plan), self, self.computed, plan)

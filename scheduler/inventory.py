@@ -1,0 +1,34 @@
+"""From the messages of gateways and decode instances to what the core knows of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from alignedserve.control.convert import key_from_proto
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.events import BufferKind, HeldRequest, RequestMeta
+
+
+def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
+    """A request that was submitted, its prompt in the message."""
+    prompt = len(spec.prompt_token_ids)
+    return RequestMeta(
+        key=key,
+        prefix_tokens=prompt + len(spec.output_token_ids),
+        max_total_tokens=prompt + spec.sampling.max_tokens,
+        group_id=spec.group_id,
+        gateway_id=spec.gateway_id,
+    )
+
+
+def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
+    """What a decode instance says that it decides about."""
+    for held in inventory.requests:
+        meta = RequestMeta(
+            key_from_proto(held.key), held.prefix_tokens, held.max_total_tokens, held.group_id, held.gateway_id
+        )
+        prefill_id, _, buffer = held.store_id.partition("/")
+        kind = BufferKind.REQUESTS if buffer.startswith("requests") else BufferKind.BATCH
+        yield HeldRequest(meta, held.running, held.kv_tokens, held.blocks, prefill_id if buffer else "", kind)
