@@ -1,0 +1,272 @@
+"""Kills and stops processes of a running server while greedy streams are in flight, and compares what clients get.
+
+A round counts only where the victim was struck while streams were still being delivered. What is needed of the server
+is its HTTP address (status, metrics) and its gRPC address (streams, through `alignedserve.client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from alignedserve.client import AsyncClient
+from alignedserve.errors import AlignedServeError
+from alignedserve.testing.metrics import by_instance, value
+
+REPEATED = "alignedserve_prefill_repeated_tokens_total"
+REUSED = "alignedserve_prefill_reused_tokens_total"
+SETTLED_S = 10.0
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one client got."""
+
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    error: str = ""
+    ended: bool = False
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two pieces of the answer."""
+        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One victim: who, how, and how many tokens its streams had before and still lacked."""
+
+    role: str
+    id: str
+    how: str
+    tokens_before: int
+    streams_in_flight: int
+    restored_s: float  # until a successor was ready
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a strike (None: nothing was struck) did to the streams."""
+
+    strike: Strike | None
+    streams: int
+    wrong_tokens: int
+    errors: tuple[str, ...]
+    longest_gap_s: float
+    repeated_tokens: int  # computed again in prefill
+    reused_tokens: int  # not computed again, because the pool still had their KV
+    blocks_left: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything was struck while it mattered."""
+        return self.strike is None or self.strike.streams_in_flight > 0
+
+
+class Chaos:
+    """`async with Chaos(url, grpc_address, prompts) as chaos`, then `undisturbed()` once and `strike()` at will.
+
+    Every round runs the same prompts, `max_tokens` greedy tokens each, and is compared with the undisturbed run.
+    """
+
+    def __init__(
+        self, url: str, grpc_address: str, prompts: Sequence[Sequence[int]], *, max_tokens: int = 96, seed: int = 0
+    ) -> None:
+        self._prompts = prompts
+        self._max_tokens = max_tokens
+        self._draw = random.Random(seed)
+        self._http = httpx.AsyncClient(base_url=url, timeout=5.0)
+        self._client = AsyncClient(grpc_address)
+        self._expected: list[list[int]] = []
+
+    async def __aenter__(self) -> Chaos:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._client.close()
+        await self._http.aclose()
+
+    async def undisturbed(self) -> Round:
+        """The run that the others are compared with. Raises AssertionError where a stream failed."""
+        streams = await self._run(None)
+        failed = [stream.error for stream in streams if stream.error]
+        assert not failed, failed
+        self._expected = [stream.tokens for stream in streams]
+        return await self._judge(None, streams, {}, {})
+
+    async def strike(self, role: str, number: int = signal.SIGKILL, *, at: float | None = None) -> Round:
+        """Signal a process of the role when a share `at` (random by default) of all tokens has been delivered."""
+        share = self._draw.uniform(0.1, 0.7) if at is None else at
+        repeated, reused = await self._counters(REPEATED), await self._counters(REUSED)
+        victim = self._draw.choice(await self._living(role))
+        struck: list[tuple[int, int, float]] = []
+
+        def watch(streams: Sequence[Stream]) -> None:
+            delivered = sum(len(stream.tokens) for stream in streams)
+            if not struck and delivered >= share * len(streams) * self._max_tokens:
+                in_flight = sum(1 for stream in streams if stream.tokens and not stream.ended)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim["pid"], number)
+                    struck.append((delivered, in_flight, time.monotonic()))
+
+        streams = await self._run(watch)
+        assert struck, f"{victim['id']} was gone before it was struck"
+        delivered, in_flight, at_s = struck[0]
+        await self._wait_replaced(victim)
+        restored_s = time.monotonic() - at_s
+        how = signal.Signals(number).name
+        strike = Strike(role, victim["id"], how, delivered, in_flight, restored_s)
+        return await self._judge(strike, streams, repeated, reused)
+
+    # ---- the streams
+
+    async def _run(self, watch: Any) -> list[Stream]:
+        streams = [Stream(prompt) for prompt in self._prompts]
+        await asyncio.gather(*(self._follow(stream, streams, watch) for stream in streams))
+        return streams
+
+    async def _follow(self, stream: Stream, streams: Sequence[Stream], watch: Any) -> None:
+        try:
+            chunks = self._client.stream(
+                prompt_token_ids=stream.prompt, max_tokens=self._max_tokens, temperature=0, ignore_eos=True
+            )
+            async for chunk in chunks:
+                stream.tokens += chunk.token_ids
+                stream.times_s.append(time.monotonic())
+                if watch is not None:
+                    watch(streams)
+        except AlignedServeError as error:
+            stream.error = f"{type(error).__name__}: {error}"
+        stream.ended = True
+
+    async def _judge(
+        self, strike: Strike | None, streams: Sequence[Stream], repeated: dict[str, float], reused: dict[str, float]
+    ) -> Round:
+        wrong = sum(
+            1
+            for stream, expected in zip(streams, self._expected, strict=True)
+            if not stream.error and stream.tokens != expected
+        )
+        wrong += sum(  # also of those that ended with an error: what came before it
+            1
+            for stream, expected in zip(streams, self._expected, strict=True)
+            if stream.error and stream.tokens != expected[: len(stream.tokens)]
+        )
+        left = await self._blocks_left()
+        return Round(
+            strike=strike,
+            streams=len(streams),
+            wrong_tokens=wrong,
+            errors=tuple(stream.error for stream in streams if stream.error),
+            longest_gap_s=max(stream.longest_gap_s for stream in streams),
+            repeated_tokens=_grown(repeated, await self._counters(REPEATED)),
+            reused_tokens=_grown(reused, await self._counters(REUSED)),
+            blocks_left=left,
+        )
+
+    # ---- the server
+
+    async def _get(self, path: str, timeout_s: float = 60.0) -> httpx.Response:
+        """An answer with status 200, whatever has just been killed."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await self._http.get(path)
+                if answer.status_code == 200:
+                    return answer
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} did not answer within {timeout_s:g} s")
+            await asyncio.sleep(0.1)
+
+    async def _roles(self) -> list[dict[str, Any]]:
+        return list((await self._get("/alignedserve/status")).json()["roles"])
+
+    async def _living(self, role: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = [r for r in await self._roles() if r["role"] == role and r["state"] == "ready"]
+            if found or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(0.1)
+
+    async def _wait_replaced(self, victim: dict[str, Any], timeout_s: float = 90.0) -> None:
+        """Until the victim is dead and as many of its role are ready as before."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            living = [r for r in await self._living(victim["role"]) if r["pid"] != victim["pid"]]
+            same = [r for r in living if r["id"] == victim["id"] or victim["role"] == "gateway"]
+            if same and not psutil.pid_exists(victim["pid"]):
+                await self._get("/health", deadline - time.monotonic())
+                return
+            await asyncio.sleep(0.1)
+        raise TimeoutError(f"{victim['id']} was not replaced within {timeout_s:g} s")
+
+    async def _counters(self, name: str) -> dict[str, float]:
+        return by_instance((await self._get("/metrics")).text, name)
+
+    async def _blocks_left(self) -> int:
+        """Blocks with holders, once all streams have ended; given some time, since the last words travel."""
+        deadline = time.monotonic() + SETTLED_S
+        while True:
+            text = (await self._get("/metrics")).text
+            owned = int(value(text, "alignedserve_kv_blocks", state="owned"))
+            if not owned or time.monotonic() > deadline:
+                return owned
+            await asyncio.sleep(0.2)
+
+
+def _grown(before: dict[str, float], after: dict[str, float]) -> int:
+    """How much counters have grown; one that is smaller now belongs to a process that began anew."""
+    return int(sum(now - (before.get(name, 0) if before.get(name, 0) <= now else 0) for name, now in after.items()))
+
+
+HEADER = (
+    "role",
+    "struck by",
+    "kills",
+    "streams",
+    "wrong tokens",
+    "errors",
+    "longest gap",
+    "restored",
+    "again",
+    "blocks",
+)
+
+
+def table(rounds: Sequence[Round]) -> list[list[str]]:
+    """A row for each role and kind of strike: worst cases, and sums of tokens."""
+    groups: dict[tuple[str, str], list[Round]] = {}
+    for one in rounds:
+        name = ("nobody", "") if one.strike is None else (one.strike.role, one.strike.how)
+        groups.setdefault(name, []).append(one)
+    rows = []
+    for (role, how), found in groups.items():
+        restored = max((one.strike.restored_s for one in found if one.strike), default=0.0)
+        rows.append(
+            [
+                role,
+                how,
+                str(sum(one.strike is not None for one in found)),
+                str(sum(one.streams for one in found)),
+                str(sum(one.wrong_tokens for one in found)),
+                str(sum(len(one.errors) for one in found)),
+                f"{max(one.longest_gap_s for one in found):.2f} s",
+                f"{restored:.1f} s",
+                f"{sum(one.repeated_tokens for one in found)} ({sum(one.reused_tokens for one in found)} reused)",
+                str(sum(one.blocks_left for one in found)),
+            ]
+        )
+    return rows
