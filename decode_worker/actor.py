@@ -149,7 +149,9 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         if outcome.returned:
             self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=outcome.returned)))
         if outcome.lost:
-            self._report_lost(outcome.lost, TransferError("the KV could not be copied to or from the decode instance"))
+            self._report_lost(outcome.lost, "the KV could not be copied to or from the decode instance")
+        if outcome.unreadable:
+            self._report_lost(outcome.unreadable, "the KV could not be read from the pool", distrust=True)
 
     def _report_description(self) -> None:
         self._report(dw.DecodeReport(description=self._description()))
@@ -188,8 +190,9 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         if self._scheduler is not None:
             self._scheduler.put(report)
 
-    def _report_lost(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
-        failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure_to_proto(error), retry=True)
+    def _report_lost(self, keys: Iterable[RequestKey], reason: str, *, distrust: bool = False) -> None:
+        failure = failure_to_proto(TransferError(reason))
+        failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure, retry=True, distrust=distrust)
         self._report(dw.DecodeReport(failed=failed))
 
     def _description(self) -> dw.DecodeDescription:

@@ -65,6 +65,7 @@ class Outcome:
 
     `release`: pulled, their source may free them. `give_back`: candidates that return to the tree. `returned`: evicted
     to the pool and committed there. `lost`: their KV is gone, the gateway is to submit them again.
+    `unreadable`: likewise, and what the pool holds of them could not be read.
     `inventory`: asked for; what is reported after it has happened after it.
     """
 
@@ -76,6 +77,7 @@ class Outcome:
     evictions: list[EvictionOrder] = field(default_factory=list)
     returned: list[pb.StoredRequest] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)
+    unreadable: list[RequestKey] = field(default_factory=list)
     inventory: list[dw.HeldRequest] | None = None
     status_changed: bool = False
     fatal: BaseException | None = None  # the loop has ended with this
@@ -96,5 +98,6 @@ class Outcome:
             or self.evictions
             or self.returned
             or self.lost
+            or self.unreadable
             or self.inventory is not None
         )

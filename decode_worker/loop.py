@@ -271,7 +271,8 @@ class DecodeLoop:
             self._scheduler.copy_failed(key)
             del self._held[key]
             outcome.release.append(held.stored)
-            outcome.lost.append(key)
+            from_pool = held.stored.store_id == held.stored.pool_id
+            (outcome.unreadable if from_pool else outcome.lost).append(key)
         elif self._scheduler.copied_in(key):
             held.resident = True
             outcome.joined.append(key)

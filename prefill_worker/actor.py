@@ -150,7 +150,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if returned:
             self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
         if lost:
-            self._report_failure(lost, TransferError("the KV could not be brought from the pool"), retry=True)
+            error = TransferError("the KV could not be brought from the pool")
+            self._report_failure(lost, error, retry=True, distrust=True)
         self._report_description()
 
     # ---- from decode instances
@@ -282,8 +283,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if self._scheduler is not None:
             self._scheduler.put(report)
 
-    def _report_failure(self, keys: Iterable[RequestKey], error: AlignedServeError, *, retry: bool) -> None:
-        failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure_to_proto(error), retry=retry)
+    def _report_failure(
+        self, keys: Iterable[RequestKey], error: AlignedServeError, *, retry: bool, distrust: bool = False
+    ) -> None:
+        """`distrust`: what the pool holds of these is not to be used again."""
+        failure = failure_to_proto(error)
+        failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure, retry=retry, distrust=distrust)
         self._report(pw.PrefillReport(failed=failed))
 
     def _report_description(self) -> None:

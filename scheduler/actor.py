@@ -369,7 +369,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _on_failed(self, failed: pw.RequestFailures) -> None:
         keys = tuple(key_from_proto(key) for key in failed.keys)
         if failed.retry:
-            self._feed(ev.Lost(keys, failure_from_proto(failed.failure).message))
+            self._feed(ev.Lost(keys, failure_from_proto(failed.failure).message, failed.distrust))
         else:
             self._feed(ev.Finished(keys))
 

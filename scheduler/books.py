@@ -5,7 +5,7 @@ Actions are collected here in the order in which they are to be carried out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
@@ -74,7 +74,7 @@ class Books:
 
     # moves between states
 
-    def add(self, group: list[RequestMeta], now_s: float) -> None:
+    def add(self, group: Sequence[RequestMeta], now_s: float) -> None:
         """Open requests: QUEUED, or WAITING at once where the pool has all that a request needs to decode."""
         for meta in group:
             record = self.table.add(meta, now_s)
@@ -212,10 +212,11 @@ class Books:
                     record.kv_tokens = record.blocks = 0
             self.actions.append(ReleasePool(tuple(keys), dropped=True, kv_tokens=lengths))
 
-    def refuse(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
+    def refuse(self, group: Sequence[RequestMeta], error: AlignedServeError) -> None:
         """Requests that were never opened."""
-        keys = tuple(keys)
+        keys = tuple(meta.key for meta in group)
         self.actions.append(Reject(keys, error))
+        self._released += [meta.key for meta in group if meta.base_tokens]
         self._forgotten += keys
 
     def reject(self, records: list[Record], error: AlignedServeError, now_s: float) -> None:

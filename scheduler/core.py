@@ -133,10 +133,9 @@ class SchedulerCore:
             self._open(tuple(group.values()), now_s)
 
     def _open(self, group: tuple[RequestMeta, ...], now_s: float) -> None:
-        keys = [meta.key for meta in group]
         refusal = self._admission.refusal(group)
         if refusal is not None:
-            self._books.refuse(keys, refusal)
+            self._books.refuse(group, refusal)
             return
         self._books.add(group, now_s)
         record = self._books.table.get(group[0].key)
@@ -203,7 +202,8 @@ class SchedulerCore:
                 strangers.append(key)
             elif record.state is RequestState.PREFETCHED and record.decode_id == event.decode_id:
                 self._books.join(record, now_s)
-        if strangers:  # lost or ended here while they were on their way there
+        if strangers and event.decode_id in self._books.instances.decode:
+            # Lost or ended here while they were on their way there.
             self._books.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
 
     def _finished(self, event: events.Finished, now_s: float) -> None:
@@ -211,7 +211,8 @@ class SchedulerCore:
             self._books.end(record, now_s)
 
     def _lost(self, event: events.Lost, now_s: float) -> None:
-        self._books.report_lost(self._books.open(dict.fromkeys(event.keys)), event.reason, now_s)
+        records = self._books.open(dict.fromkeys(event.keys))
+        self._books.report_lost(records, event.reason, now_s, keep_copy=not event.distrust)
 
     # instances
 

@@ -66,10 +66,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker could not go on with these: the gateway is to submit them again."""
+    """A worker could not go on with these: the gateway is to submit them again.
+
+    `distrust`: what the pool holds of them could not be read, and is not to be used again.
+    """
 
     keys: tuple[RequestKey, ...]
     reason: str
+    distrust: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,14 +67,16 @@ class PrefillReport(_message.Message):
     def __init__(self, description: _Optional[_Union[PrefillDescription, _Mapping]] = ..., prefilled: _Optional[_Union[_common_pb2.StoredRequest, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., failed: _Optional[_Union[RequestFailures, _Mapping]] = ..., prefetched: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[ReturnedRequests, _Mapping]] = ...) -> None: ...
 
 class RequestFailures(_message.Message):
-    __slots__ = ("keys", "failure", "retry")
+    __slots__ = ("keys", "failure", "retry", "distrust")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     RETRY_FIELD_NUMBER: _ClassVar[int]
+    DISTRUST_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]
     failure: _common_pb2.Failure
     retry: bool
-    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., retry: bool = ...) -> None: ...
+    distrust: bool
+    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., retry: bool = ..., distrust: bool = ...) -> None: ...
 
 class ReturnedRequests(_message.Message):
     __slots__ = ("requests",)

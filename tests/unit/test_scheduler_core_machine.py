@@ -100,6 +100,15 @@ class CoreMachine(RuleBasedStateMachine):
         metas = [ev.RequestMeta(key, tokens, tokens + more, f"group-{numbers[0]}", gateway) for key in keys]
         self.do(ev.Submitted(tuple(metas)))
 
+    @rule(number=NUMBERS, tokens=TOKENS, more=st.integers(1, 30), missing=st.integers(1, 20))
+    def submit_again(self, number: int, tokens: int, more: int, missing: int) -> None:
+        """In a new epoch, which the pool has made over to it what it had of an older one."""
+        self.epochs[number] += 1
+        base = max(0, tokens - missing)
+        whole = base > 0 and missing == 1
+        meta = ev.RequestMeta(self.key(number), tokens, tokens + more, "", "g", base, blocks_of(base), whole)
+        self.do(ev.Submitted((meta,)))
+
     @rule(numbers=MANY, shift=SHIFTS)
     def cancel(self, numbers: list[int], shift: int) -> None:
         self.do(ev.CancelRequested(tuple(self.key(number, shift) for number in numbers)))

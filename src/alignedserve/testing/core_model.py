@@ -11,6 +11,7 @@ from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.core import SchedulerCore
 
+FULL = "the KV pool is full"
 BEYOND_QUEUE = ("prefilling", "waiting", "prefetched", "decoding")
 
 
@@ -32,13 +33,14 @@ class _Turn:
 
     must_end: set[RequestKey] = field(default_factory=set)
     silent: set[RequestKey] = field(default_factory=set)  # may end without a word to the gateway
-    unknown: set[RequestKey] = field(default_factory=set)  # have committed KV that nobody else would free
+    strangers: set[RequestKey] = field(default_factory=set)  # not open: cancelled where they turn up
     asked_to_end: set[RequestKey] = field(default_factory=set)
     rejected: list[RequestKey] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)
     released: list[RequestKey] = field(default_factory=list)
     forgotten: list[RequestKey] = field(default_factory=list)
     cancelled_at: set[RequestKey] = field(default_factory=set)
+    kept: set[RequestKey] = field(default_factory=set)  # the pool keeps what it has of them, for their next epoch
 
 
 class CoreModel:
@@ -84,6 +86,7 @@ class CoreModel:
             case ev.Returned(key, kv_tokens):
                 self._placed(key, ("prefetched", "decoding"), kv_tokens, turn)
             case ev.Joined(decode_id, keys):
+                turn.strangers = set(keys) - self.open.keys()
                 for entry in self._entries(keys):
                     if entry.state == "prefetched" and entry.decode_id == decode_id:
                         entry.state, entry.prefill_id = "decoding", ""
@@ -105,8 +108,8 @@ class CoreModel:
         return [self.open[key] for key in keys if key in self.open]
 
     def _was_behind(self, entry: Entry, role: str, instance_id: str) -> bool:
-        if role == "kv_pool":
-            return entry.state != "queued"
+        if role == "kv_pool":  # its memory stays
+            return False
         return instance_id == (entry.prefill_id if role == "prefill" else entry.decode_id)
 
     def _submitted(self, requests: tuple[ev.RequestMeta, ...], turn: _Turn) -> None:
@@ -117,7 +120,7 @@ class CoreModel:
             if known is not None:
                 turn.must_end.add(known)
                 turn.silent.add(known)
-            self.open[meta.key] = Entry(meta)
+            self.open[meta.key] = Entry(meta, "waiting" if meta.whole else "queued", kv_tokens=meta.base_tokens)
 
     def _cancelled(self, keys: tuple[RequestKey, ...] | list[RequestKey], turn: _Turn) -> None:
         for key in self.open.keys() & set(keys):
@@ -130,9 +133,7 @@ class CoreModel:
 
     def _placed(self, key: RequestKey, states: tuple[str, ...], kv_tokens: int, turn: _Turn) -> None:
         entry = self.open.get(key)
-        if entry is None:
-            turn.unknown.add(key)
-        elif entry.state in states:
+        if entry is not None and entry.state in states:
             entry.state, entry.kv_tokens = "waiting", kv_tokens
             entry.prefill_id = entry.decode_id = ""
             if entry.cancelled:
@@ -142,8 +143,9 @@ class CoreModel:
 
     def _check(self, action: act.Action, turn: _Turn) -> None:
         match action:
-            case act.StartPrefill(prefill_id, keys):
+            case act.StartPrefill(prefill_id, keys, base_tokens):
                 assert prefill_id in self.instances["prefill"]
+                assert base_tokens == self.open[keys[0]].kv_tokens
                 self._move(keys, ("queued",), "prefilling", prefill_id, "")
             case act.Prefetch(decode_id, prefill_id, _, _, keys):
                 assert decode_id in self.instances["decode"]
@@ -155,7 +157,7 @@ class CoreModel:
                     assert (self.open[key].state, self.open[key].decode_id) == ("prefetched", decode_id), key
             case act.CancelAt(role, instance_id, keys):
                 assert instance_id in self.instances[role]
-                for key in keys:
+                for key in set(keys) - turn.strangers:
                     entry = self.open[key]
                     assert instance_id == (entry.prefill_id if role == "prefill" else entry.decode_id), key
                 turn.cancelled_at.update(keys)
@@ -167,12 +169,18 @@ class CoreModel:
         match action:
             case act.ReleasePool(keys, True, kv_tokens):
                 for key, tokens in zip(keys, kv_tokens, strict=True):
-                    assert (self.open[key].state, self.open[key].kv_tokens) == ("decoding", tokens), key
+                    entry = self.open[key]
+                    assert entry.kv_tokens == tokens, key
+                    assert entry.state in ("decoding", "queued"), key
+                    if entry.state == "queued":  # to be prefilled from its first token on
+                        entry.kv_tokens = 0
             case act.ReleasePool(keys):
                 turn.released += keys
             case act.Reject(keys):
                 turn.rejected += keys
-            case act.ReportLost(keys):
+            case act.ReportLost(keys, reason):
+                if reason != FULL:
+                    turn.kept.update(keys)
                 assert not any(self.open[key].cancelled for key in keys)
                 turn.lost += keys
             case act.Forget(keys):
@@ -200,8 +208,8 @@ class CoreModel:
         assert gone - turn.silent <= set(told), "ended without a word"
         assert not turn.silent & set(told)
         assert turn.asked_to_end <= turn.cancelled_at
-        in_pool = {key for key in gone if self.open[key].state != "queued"}
-        assert set(turn.released) == in_pool | turn.unknown
+        in_pool = {key for key in gone if self.open[key].state != "queued" or self.open[key].kv_tokens}
+        assert set(turn.released) == in_pool - turn.kept
         for key in gone:
             del self.open[key]
         self.ended.update(rejected=len(turn.rejected), lost=len(turn.lost), all=len(gone))
