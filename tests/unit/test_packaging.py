@@ -52,7 +52,13 @@ TORCH_ROOMS = (
     "src/alignedserve/testing/",
     "cluster/doctor.py",
 )
-RAY_ROOMS = ("cluster/", "gateway/app.py", "gateway/proxy_watch.py", "gateway/serve_ports.py", "src/alignedserve/testing/")
+RAY_ROOMS = (
+    "cluster/",
+    "gateway/app.py",
+    "gateway/proxy_watch.py",
+    "gateway/serve_ports.py",
+    "src/alignedserve/testing/",
+)
 GRPC_ROOMS = ("cluster/", "control/", "gateway/", "client/", "proto/", "src/alignedserve/testing/")
 HEAVY = ("torch", "transformers", "ray")
 
