@@ -37,7 +37,7 @@ from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
-from alignedserve.scheduler.inventory import held_requests, request_meta
+from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, request_meta
 from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
@@ -265,34 +265,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _on_description(self, role: str, instance_id: str, message: Any) -> None:
         self._meet(role, instance_id)
         if role == "prefill":
-            self._feed(
-                ev.PrefillReported(
-                    instance_id,
-                    message.pending_tokens,
-                    message.cache_blocks,
-                    message.batch_buffer_blocks,
-                    message.batch_buffer_free_blocks,
-                    message.requests_buffer_blocks,
-                    message.requests_buffer_free_blocks,
-                    message.pool_wait_blocks,
-                )
-            )
+            self._feed(prefill_reported(instance_id, message))
         elif role == "decode":
-            self._feed(
-                ev.DecodeReported(
-                    instance_id,
-                    message.cache_blocks,
-                    message.cache_free_blocks,
-                    message.running,
-                    message.shortest_tokens,
-                    message.longest_tokens,
-                    message.batch_id,
-                    message.switching,
-                    message.batch_buffer_requests,
-                    message.requests_buffer_requests,
-                    message.pool_wait_blocks,
-                )
-            )
+            self._feed(decode_reported(instance_id, message))
         else:
             self._feed(ev.PoolReported(instance_id, message.capacity_blocks, message.free_blocks))
         self._publish_capacity()

@@ -1,4 +1,4 @@
-"""From the messages of gateways and decode instances to what the core knows of a request."""
+"""From the messages of gateways and workers to the values that the core knows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from alignedserve.control.convert import key_from_proto
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
+from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.events import BufferKind, HeldRequest, RequestMeta
+from alignedserve.scheduler.events import BufferKind, DecodeReported, HeldRequest, PrefillReported, RequestMeta
 
 
 def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
@@ -32,3 +33,32 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
         prefill_id, _, buffer = held.store_id.partition("/")
         kind = BufferKind.REQUESTS if buffer.startswith("requests") else BufferKind.BATCH
         yield HeldRequest(meta, held.running, held.kv_tokens, held.blocks, prefill_id if buffer else "", kind)
+
+
+def prefill_reported(prefill_id: str, message: pw.PrefillDescription) -> PrefillReported:
+    return PrefillReported(
+        prefill_id,
+        message.pending_tokens,
+        message.cache_blocks,
+        message.batch_buffer_blocks,
+        message.batch_buffer_free_blocks,
+        message.requests_buffer_blocks,
+        message.requests_buffer_free_blocks,
+        message.pool_wait_blocks,
+    )
+
+
+def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeReported:
+    return DecodeReported(
+        decode_id,
+        message.cache_blocks,
+        message.cache_free_blocks,
+        message.running,
+        message.shortest_tokens,
+        message.longest_tokens,
+        message.batch_id,
+        message.switching,
+        message.batch_buffer_requests,
+        message.requests_buffer_requests,
+        message.pool_wait_blocks,
+    )
