@@ -18,9 +18,9 @@ from typing import Any
 import ray
 
 from alignedserve.cluster.environment import role_environment
-from alignedserve.cluster.role_main import host_role
+from alignedserve.cluster.role_main import Seat
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, UnavailableError
 
 _M_ARENA_MAX = -8
 _ERROR_POLL_S = 0.25
@@ -35,18 +35,20 @@ class RoleActor:
         os.environ.update(environment)  # before anything heavy is imported
         if arenas := environment.get("MALLOC_ARENA_MAX"):
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))  # the process runs already: the variable is too late
-        if self._settings.device.startswith("cuda") and (assigned := ray.get_gpu_ids()):
+        on_gpu = self._settings.device.startswith("cuda") and not self._settings.pinned
+        if on_gpu and (assigned := ray.get_gpu_ids()):
             self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})
-        self._role: RoleServer | None = None
+        self._seat: Seat | None = None
         self._error: AlignedServeError | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="role", daemon=True).start()
 
     async def describe(self) -> dict[str, Any]:
         """Who this is, and what it was told of the stores' sizes, for a supervisor that is new."""
-        view = self._role.host.view if self._role is not None and self._role.host is not None else None
+        seat = self._seat
+        view = seat.role.host.view if seat is not None and seat.role.host is not None else None
         return {
-            "settings": self._settings.to_dict(),
+            "settings": (seat.settings if seat is not None else self._settings).to_dict(),
             "pid": os.getpid(),
             "store_plan": view.store_plan if view is not None else "",
             "model_info": view.model_info if view is not None else "",
@@ -54,8 +56,16 @@ class RoleActor:
 
     async def set_supervisor(self, address: str) -> None:
         """The supervisor is somewhere else now; node agents pass it on."""
-        if self._role is not None and hasattr(self._role, "set_supervisor"):
-            self._loop.call_soon_threadsafe(self._role.set_supervisor, address)
+        role = self._seat.role if self._seat is not None else None
+        if role is not None and hasattr(role, "set_supervisor"):
+            self._loop.call_soon_threadsafe(role.set_supervisor, address)
+
+    async def assume(self, settings: dict[str, Any]) -> None:
+        """A spare takes this role. Returns once it has; raises UnavailableError where it has another."""
+        if self._seat is None:
+            raise UnavailableError(f"{self._settings.id} has not come up")
+        taken = asyncio.run_coroutine_threadsafe(self._assume(self._seat, RoleSettings(**settings)), self._loop)
+        await asyncio.wrap_future(taken)
 
     async def wait_ended(self) -> None:
         """Never returns: that the process has ended, Ray tells the caller by an error.
@@ -80,12 +90,15 @@ class RoleActor:
             # Threads of the engine or of Ray must not hold up the end of a process whose role is over.
             os._exit(status)
 
-    def _new_role(self) -> RoleServer:
-        return new_role(self._settings)
+    def _new_role(self, settings: RoleSettings) -> RoleServer:
+        return new_role(settings)
 
     async def _host(self) -> None:
-        self._role = self._new_role()
-        await host_role(self._role)
+        self._seat = Seat(self._settings, self._new_role)
+        await self._seat.run()
+
+    async def _assume(self, seat: Seat, settings: RoleSettings) -> None:
+        seat.assume(settings)
 
 
 class PrefillWorker(RoleActor):
@@ -108,10 +121,15 @@ class NodeAgent(RoleActor):
     """A node's agent."""
 
 
+class Spare(RoleActor):
+    """A process that waits for a role, or has taken one."""
+
+
 ACTORS: dict[str, type[RoleActor]] = {
     "prefill": PrefillWorker,
     "decode": DecodeWorker,
     "kv_pool": KvPool,
     "scheduler": Scheduler,
     "node_agent": NodeAgent,
+    "spare": Spare,
 }

@@ -26,6 +26,7 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--dtype": ("model.dtype", {"metavar": "auto|bfloat16|float32|float16", "help": "weights and KV"}),
     "--prefill": ("cluster.prefill", {"type": int, "metavar": "N", "help": "prefill instances (default 1)"}),
     "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
+    "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm processes that wait for a role"}),
     "--chat-template": (
         "model.chat_template",
         {"metavar": "FILE", "help": "a Jinja template instead of the model's own"},

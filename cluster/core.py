@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.cluster.members import Member, Phase, Slot
-from alignedserve.cluster.plan import PlannedRole, pair_up
+from alignedserve.cluster.plan import SPARE, SPARED_ROLES, PlannedRole, pair_up
 from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.roster import Roster
 from alignedserve.cluster.store_planner import StorePlanner
@@ -27,10 +27,11 @@ LONGEST_BACKOFF_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start the process."""
+    """Start the process, or have a spare take the role, where `spare_id` names one."""
 
     planned: PlannedRole
     generation: int
+    spare_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class SupervisorCore:
             return _refusal(f"{key.id} is being ended")
         if not same:
             slot.member = Member(hello, Vigil(now), unix_s)
+            slot.device = hello.device
             slot.was_ready = False
             slot.deadline = now + self.config.supervisor.start_timeout_s
         elif old is not None:
@@ -281,10 +283,7 @@ class SupervisorCore:
     def _due(self, slot: Slot, now: float) -> Action | None:
         limits = self.config.supervisor
         if slot.phase is Phase.WAITING and now >= slot.launch_at and self.failure is None:
-            slot.enter(Phase.STARTING, now)
-            slot.deadline = now + limits.start_timeout_s
-            slot.generation += 1
-            return Launch(slot.planned, slot.generation)
+            return self._launch(slot, now)
         if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
             return self._fence(slot, "its connection broke", now)
         if slot.phase is Phase.JOINED and slot.member:
@@ -298,6 +297,23 @@ class SupervisorCore:
                 self._fail(None, f"{reason}; supervisor.start_timeout_s is {limits.start_timeout_s:g}")
             return self._fence(slot, reason, now)
         return None
+
+    def _launch(self, slot: Slot, now: float) -> Launch | None:
+        role = slot.planned.role
+        if role == SPARE and not self.roster.all_ready():
+            return None  # it would take the processor from those that start
+        spare = self.roster.ready_spare() if role in SPARED_ROLES else None
+        slot.enter(Phase.STARTING, now)
+        slot.deadline = now + self.config.supervisor.start_timeout_s
+        slot.generation += 1
+        if spare is None:
+            return Launch(slot.planned, slot.generation)
+        spare.member = None
+        spare.was_ready = False
+        spare.failures = 0
+        spare.enter(Phase.WAITING, now)
+        self._touch()
+        return Launch(slot.planned, slot.generation, spare.planned.id)
 
     def _hung_guest(self, member: Member, now: float) -> FenceGuest | None:
         key = member.key

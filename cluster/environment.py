@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.plan import MODEL_ROLES
+from alignedserve.cluster.plan import MODEL_ROLES, SPARE
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.memory import usable_cores
 from alignedserve.model import SHIPPED_MODELS
@@ -14,7 +14,7 @@ from alignedserve.model import SHIPPED_MODELS
 def role_environment(settings: RoleSettings) -> dict[str, str]:
     """What a role needs set before it imports anything."""
     cluster: dict[str, Any] = settings.config.get("cluster", {})
-    holds_model = settings.role in MODEL_ROLES
+    holds_model = settings.role in (*MODEL_ROLES, SPARE)
     threads = int(cluster.get("threads", 0)) or usable_cores()
     variables = {
         # Ray sets the threads to an actor's num_cpus otherwise. Waiting threads sleep, so that prefill and decode may

@@ -38,8 +38,10 @@ class Launcher(ABC):
         """The processes of this cluster that run already."""
 
     @abstractmethod
-    async def launch(self, settings: RoleSettings) -> None:
-        """Start a process. Raises AlignedServeError where that is impossible."""
+    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+        """Start a process, or have the spare `spare_id` become it, which loses its own id. A spare that cannot any more
+        is killed, and a process started. Raises AlignedServeError where that is impossible.
+        """
 
     @abstractmethod
     def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from alignedserve.cluster.gpus import count_gpus
+from alignedserve.cluster.plan import SPARE
 from alignedserve.cluster.process_launcher import NODE_ID, ProcessLauncher
 from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor import Identity, Supervisor
@@ -92,6 +93,14 @@ class LocalCluster:
             if time.monotonic() > deadline:
                 missing = ", ".join(self.supervisor.core.roster.missing() + self.supervisor.core.roster.degraded())
                 raise UnavailableError(f"the cluster is {state} after {timeout_s:g} s; not ready: {missing}")
+            await self.supervisor.wait_changed(0.5)
+
+    async def wait_spares(self, count: int, timeout_s: float = 60.0) -> None:
+        """Returns when so many spares wait for a role. Raises UnavailableError when the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while sum(peer.process.role == SPARE and peer.state == "ready" for peer in self.view().peers) < count:
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"{count} spares were not ready within {timeout_s:g} s")
             await self.supervisor.wait_changed(0.5)
 
     async def status(self) -> sv.ClusterStatus:

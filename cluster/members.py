@@ -72,6 +72,8 @@ class Slot:
     deadline: float = 0.0
     generation: int = 0
     """Counts the processes that filled this slot: what is said of an earlier one does not touch its successor."""
+    device: str = ""
+    """Where the model of its process lay, for the successor to take its place."""
     member: Member | None = None
     was_ready: bool = False
     ready_at: float = 0.0

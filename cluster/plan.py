@@ -11,6 +11,9 @@ from alignedserve.errors import ResourceError
 # Each must have one ready instance before a request can be served, in the order in which people read them.
 REQUIRED_ROLES = ("node_agent", "kv_pool", "scheduler", "prefill", "decode")
 MODEL_ROLES = ("prefill", "decode")
+SPARE = "spare"
+# What a spare may become. An agent is quick to start, and owns memory.
+SPARED_ROLES = (*MODEL_ROLES, "kv_pool", "scheduler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,10 @@ def check_gpus(config: Config, gpus: int) -> None:
 
 
 def plan_roles(config: Config, gpus: int) -> list[PlannedRole]:
-    """The roles of a cluster whose instances run on a node with `gpus` GPUs. Raises ResourceError (`check_gpus`)."""
+    """The roles of a cluster whose instances run on a node with `gpus` GPUs; spares last.
+
+    Raises ResourceError (`check_gpus`).
+    """
     check_gpus(config, gpus)
     device = resolve_device(config, gpus)
 
@@ -70,7 +76,8 @@ def plan_roles(config: Config, gpus: int) -> list[PlannedRole]:
         PlannedRole("decode", f"decode-{i}", on(config.cluster.prefill + i)) for i in range(config.cluster.decode)
     ]
     single = [PlannedRole(role, f"{role}-0") for role in ("node_agent", "kv_pool", "scheduler")]
-    return [*single, *prefill, *decode]
+    spares = [PlannedRole(SPARE, f"{SPARE}-{i}") for i in range(config.supervisor.spares)]
+    return [*single, *prefill, *decode, *spares]
 
 
 def pair_up(config: Config) -> Sequence[tuple[str, str]]:

@@ -61,10 +61,16 @@ class ProcessLauncher(Launcher):
     async def find(self) -> Sequence[Running]:
         return [Running(child.settings) for child in self._children.values() if not child.reaper.done()]
 
-    async def launch(self, settings: RoleSettings) -> None:
+    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
         old = self._children.get(settings.id)
         if old is not None:
             await old.reaper
+        spare = self._children.pop(spare_id, None)
+        if spare is not None and not spare.reaper.done():
+            spare.settings = settings
+            self._children[settings.id] = spare
+            await self._tell(spare.process, json.dumps({"assume": settings.to_dict()}))
+            return
         environment = {**os.environ, **role_environment(settings), **self._environment}
         try:
             with self._output(settings.id) as output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.launcher import Launcher, Running
-from alignedserve.cluster.plan import Node
+from alignedserve.cluster.plan import SPARE, Node, resolve_device
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import UnavailableError
@@ -35,6 +36,7 @@ class RayLauncher(Launcher):
         self._config = config
         self._actors: dict[str, Any] = {}
         self._node_ids: dict[str, str] = {}
+        self._gpus = 0
         self._watches: set[asyncio.Task[None]] = set()
 
     async def nodes(self) -> Sequence[Node]:
@@ -48,6 +50,7 @@ class RayLauncher(Launcher):
             # One node needs nobody from outside: nothing of ours listens beyond the machine.
             host = node["NodeManagerAddress"] if len(alive) > 1 else "127.0.0.1"
             nodes.append(Node(name, host, int(node["Resources"].get("GPU", 0))))
+        self._gpus = max(node.gpus for node in nodes)
         return nodes
 
     async def find(self) -> Sequence[Running]:
@@ -56,7 +59,9 @@ class RayLauncher(Launcher):
         found = await asyncio.gather(*(self._describe(role_id) for role_id in ids))
         return [running for running in found if running is not None]
 
-    async def launch(self, settings: RoleSettings) -> None:
+    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+        if spare_id and await self._assume(spare_id, settings):
+            return
         options = self._options(settings)
         deadline = time.monotonic() + NAME_WAIT_S
         while True:
@@ -94,9 +99,25 @@ class RayLauncher(Launcher):
             task.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
 
+    async def _assume(self, spare_id: str, settings: RoleSettings) -> bool:
+        """Whether the spare has taken the role; one that cannot is killed."""
+        spare = self._actors.pop(spare_id, None)
+        if spare is None:
+            return False
+        try:
+            await asyncio.wait_for(spare.assume.remote(settings.to_dict()), DESCRIBE_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s did not become %s: %s", spare_id, settings.id, _brief(error))
+            await asyncio.to_thread(ray.kill, spare)
+            return False
+        self._actors[settings.id] = spare
+        return True
+
     def _options(self, settings: RoleSettings) -> dict[str, Any]:
+        # A spare's name is nobody's place: it keeps it when it has taken a role, and the next spare is there already.
+        name = f"{settings.id}-{secrets.token_hex(4)}" if settings.role == SPARE else settings.id
         options: dict[str, Any] = {
-            "name": settings.id,
+            "name": name,
             "namespace": self._namespace,
             "lifetime": "detached",
             "max_restarts": 0,
@@ -108,6 +129,8 @@ class RayLauncher(Launcher):
             instances = self._config.cluster.prefill + self._config.cluster.decode
             options["num_gpus"] = self._gpu_share(instances)
             # Memory of another process's GPU can be opened only where that GPU is visible.
+            options["runtime_env"] = ALL_DEVICES_VISIBLE
+        elif settings.role == SPARE and resolve_device(self._config, self._gpus) == "cuda":
             options["runtime_env"] = ALL_DEVICES_VISIBLE
         return options
 
@@ -130,8 +153,9 @@ class RayLauncher(Launcher):
             logger.warning("%s was found, but does not answer: %s", role_id, _brief(error))
             await asyncio.to_thread(ray.kill, actor)
             return None
-        self._actors[role_id] = actor
-        return Running(RoleSettings(**said["settings"]), said["store_plan"], said["model_info"])
+        settings = RoleSettings(**said["settings"])
+        self._actors[settings.id] = actor  # a spare that has taken a role still has its own name in Ray
+        return Running(settings, said["store_plan"], said["model_info"])
 
     async def _watch(self, actor: Any, on_exit: Callable[[str], None]) -> None:
         reason = ""

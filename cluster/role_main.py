@@ -1,4 +1,7 @@
-"""A role as a plain process: settings as JSON on the first line of stdin, the supervisor's address on later ones.
+"""A role as a plain process: settings as JSON on the first line of stdin, then what its launcher has to say.
+
+Later lines have `supervisor_address`, where the supervisor is now, or `assume`, the settings of the role that a spare
+takes.
 
 `python -m alignedserve.cluster.role_main` ends when the role does, on SIGTERM, and when stdin closes: its launcher is
 gone then, and nobody is to be left behind.
@@ -11,8 +14,12 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
+from alignedserve.cluster.spare import SpareServer
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
+from alignedserve.errors import UnavailableError
 
 
 async def host_role(role: RoleServer) -> None:
@@ -24,13 +31,46 @@ async def host_role(role: RoleServer) -> None:
         await role.close()
 
 
+class Seat:
+    """Where a process runs its role: the one it was started with or, if that was a spare's, the one it was given."""
+
+    def __init__(self, settings: RoleSettings, make: Callable[[RoleSettings], RoleServer]) -> None:
+        self.settings = settings
+        self.role = make(settings)
+        self._make = make
+        self._given: asyncio.Future[RoleSettings] = asyncio.get_running_loop().create_future()
+
+    def assume(self, settings: RoleSettings) -> None:
+        """Take this role. Raises UnavailableError where the process has one."""
+        if not isinstance(self.role, SpareServer) or self._given.done():
+            raise UnavailableError(f"this process is {self.settings.id}, and cannot become {settings.id}")
+        self._given.set_result(settings)
+
+    async def run(self) -> None:
+        """Returns when the role has ended."""
+        loop = asyncio.get_running_loop()
+        hosted = [loop.create_task(host_role(self.role))]
+        try:
+            first: list[asyncio.Future[Any]] = [hosted[0], self._given]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self._given.done() and isinstance(spare := self.role, SpareServer):
+                self.settings = self._given.result()
+                self.role = self._make(self.settings)
+                hosted.append(loop.create_task(host_role(self.role)))
+                spare.leave()
+            await asyncio.gather(*hosted)
+        finally:
+            for task in hosted:
+                task.cancel()
+            await asyncio.gather(*hosted, return_exceptions=True)
+
+
 async def _main() -> None:
     lines = await _stdin()
-    settings = RoleSettings(**json.loads(await lines.readline()))
-    role = new_role(settings)
+    seat = Seat(RoleSettings(**json.loads(await lines.readline())), new_role)
     loop = asyncio.get_running_loop()
-    running = loop.create_task(host_role(role))
-    ends = [running, loop.create_task(_follow(lines, role))]
+    running = loop.create_task(seat.run())
+    ends = [running, loop.create_task(_follow(lines, seat))]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ends[1].cancel)
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -47,11 +87,14 @@ async def _stdin() -> asyncio.StreamReader:
     return reader
 
 
-async def _follow(lines: asyncio.StreamReader, role: RoleServer) -> None:
-    """Takes in where the supervisor is now; returns when the launcher is gone."""
+async def _follow(lines: asyncio.StreamReader, seat: Seat) -> None:
+    """Takes in what the launcher says; returns when it is gone."""
     while line := await lines.readline():
-        if hasattr(role, "set_supervisor"):
-            role.set_supervisor(json.loads(line)["supervisor_address"])
+        said = json.loads(line)
+        if "assume" in said:
+            seat.assume(RoleSettings(**said["assume"]))
+        elif hasattr(seat.role, "set_supervisor"):
+            seat.role.set_supervisor(said["supervisor_address"])
 
 
 def main() -> None:

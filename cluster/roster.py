@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from alignedserve.cluster.members import Member, Phase, Slot
-from alignedserve.cluster.plan import REQUIRED_ROLES, PlannedRole
+from alignedserve.cluster.plan import REQUIRED_ROLES, SPARE, PlannedRole
 from alignedserve.proto import common_pb2 as pb
 
 
@@ -58,7 +58,11 @@ class Roster:
                 slot.since = now
 
     def all_ready(self) -> bool:
-        return all(slot.ready for slot in self.slots.values())
+        """Whether every role that the cluster needs is; spares come after that."""
+        return all(slot.ready for slot in self.slots.values() if slot.planned.role != SPARE)
+
+    def ready_spare(self) -> Slot | None:
+        return next((slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready), None)
 
     def missing(self) -> list[str]:
         """Roles of which no instance is ready."""
@@ -71,6 +75,6 @@ class Roster:
         late = [
             f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
             for slot in self.slots.values()
-            if not slot.ready and slot.planned.role not in missing
+            if not slot.ready and slot.planned.role not in (*missing, SPARE)
         ]
         return late + [f"{member.key.id}: {alarm}" for member, _ in self.members() for alarm in member.beat.alarms]

@@ -232,14 +232,15 @@ class Supervisor(sv_grpc.SupervisorServicer):
             host=self.home.host,
             agent_socket=self.identity.agent_socket,
             supervisor_address=self.address,
-            device=slot.planned.device,
+            device=slot.device or slot.planned.device,
+            pinned=bool(slot.device),
         )
 
     async def _launch(self, action: Launch) -> None:
         role_id = action.planned.id
         self._launches += 1
         try:
-            await self._launcher.launch(self._settings(self.core.roster.slots[role_id]))
+            await self._launcher.launch(self._settings(self.core.roster.slots[role_id]), action.spare_id)
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)
         else:

@@ -42,13 +42,14 @@ class RoleHost:
         on_end: Callable[[str], Awaitable[None] | None],
         *,
         node_id: str = "",
+        device: str = "",
         heartbeat_s: float = 1.0,
         orphan_after_s: float = 60.0,
         locate: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
         self.process = process
         self.view = sv.ClusterView()
-        self._hello = sv.RoleHello(process=process, pid=os.getpid(), node_id=node_id, address=address)
+        self._hello = sv.RoleHello(process=process, pid=os.getpid(), node_id=node_id, address=address, device=device)
         self._supervisor_address = supervisor_address
         self._token = token
         self._heartbeat = heartbeat

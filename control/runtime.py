@@ -32,6 +32,7 @@ ROLES: Registry[type[RoleServer]] = Registry(
         "kv_pool": "alignedserve.kv_pool.actor:KvPoolServer",
         "scheduler": "alignedserve.scheduler.actor:SchedulerServer",
         "node_agent": "alignedserve.cluster.node_agent:NodeAgentServer",
+        "spare": "alignedserve.cluster.spare:SpareServer",
     },
 )
 
@@ -41,7 +42,8 @@ class RoleSettings:
     """What a role's process is started with; plain values, so that any launcher can pass them on.
 
     `config` is `config_sources.to_tree`'s tree. `agent_socket` is the Unix socket of this node's agent (which may come
-    up later than the role). `device` is "cpu" or "cuda:N".
+    up later than the role). `device` is "cpu" or "cuda:N"; `pinned` says that it is the predecessor's, which nobody may
+    change.
     """
 
     role: str
@@ -54,6 +56,7 @@ class RoleSettings:
     agent_socket: str = ""
     supervisor_address: str = ""
     device: str = "cpu"
+    pinned: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,6 +124,7 @@ class RoleServer(ABC):
             self._on_view,
             self._on_end,
             node_id=self.settings.node_id,
+            device=self.settings.device,
             heartbeat_s=self.config.supervisor.heartbeat_s,
             orphan_after_s=self.config.supervisor.orphan_after_s,
             locate=self._locate_supervisor,

@@ -117,6 +117,9 @@ class SupervisorConfig:
     )
     start_timeout_s: float = _key(300.0, "a role has so long to load its model", low=1.0)
     orphan_after_s: float = _key(60.0, "a role that heard of no supervisor for so long ends itself", low=1.0)
+    spares: int = _key(
+        0, "warm processes that wait for a role: a dead worker's successor imports nothing", low=0, high=64
+    )
     max_start_failures: int = _key(3, "the cluster fails after a role failed to start so often", low=1)
 
 

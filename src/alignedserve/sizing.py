@@ -11,6 +11,7 @@ from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 
 GIB = 1 << 30
+SPARE_BYTES = 400 << 20  # torch, transformers and all of ours, imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def plan_stores(config: Config, model: ModelInfo, memory_bytes: int, *, on_gpu: 
     geometry = model.geometry(config.kv_pool.block_size)
     instances = max(1, config.cluster.prefill + config.cluster.decode)
     weights = 0 if on_gpu else instances * model.weight_bytes
-    available_bytes = max(0, memory_bytes - weights)
+    available_bytes = max(0, memory_bytes - weights - config.supervisor.spares * SPARE_BYTES)
     per_instance = available_bytes // (8 * instances)
     longest = geometry.blocks_for(model.max_positions) + 1
 
@@ -76,6 +77,8 @@ def _require_room(config: Config, plan: StorePlan, block_bytes: int, memory_byte
     """Raises ResourceError where the stores (and weights, where those lie there too) are more than host memory has."""
     prefill, decode = config.cluster.prefill, config.cluster.decode
     parts = {"the KV pool": plan.pool * block_bytes}
+    if config.supervisor.spares:
+        parts[f"{config.supervisor.spares} warm spare(s)"] = config.supervisor.spares * SPARE_BYTES
     if weight_bytes:
         parts[f"the weights of {prefill + decode} workers"] = (prefill + decode) * weight_bytes
         parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes

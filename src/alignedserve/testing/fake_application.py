@@ -13,16 +13,16 @@ from starlette.responses import JSONResponse
 from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.app import LOGGING, SupervisorDeployment
 from alignedserve.config_sources import Tree, from_tree, to_tree
-from alignedserve.control.runtime import RoleServer
+from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.testing import fake_roles
 
 
 class FakeActor(RoleActor):
     """Runs a fake instead of the role."""
 
-    def _new_role(self) -> RoleServer:
+    def _new_role(self, settings: RoleSettings) -> RoleServer:
         fake_roles.install()
-        return super()._new_role()
+        return super()._new_role(settings)
 
 
 @serve.deployment(

@@ -17,6 +17,7 @@ from typing import Any
 
 from alignedserve.cluster import role_main
 from alignedserve.cluster.node_agent import NodeAgentServer
+from alignedserve.cluster.spare import SpareServer
 from alignedserve.control import runtime
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import by_code
@@ -99,6 +100,7 @@ def install() -> None:
     names = {"prefill": FakePrefill, "decode": FakeDecode, "kv_pool": FakeKvPool, "scheduler": FakeScheduler}
     entries = {role: f"{module}:{kind.__name__}" for role, kind in names.items()}
     entries["node_agent"] = f"{NodeAgentServer.__module__}:{NodeAgentServer.__name__}"
+    entries["spare"] = f"{SpareServer.__module__}:{SpareServer.__name__}"
     runtime.ROLES = Registry("role", entries)
 
 

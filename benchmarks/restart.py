@@ -1,0 +1,80 @@
+"""Seconds until a role that was killed or stopped has a successor that is ready, with and without warm spares.
+
+Every role of a cluster without Ray (`LocalCluster`), one after the other; the median of a few rounds.
+
+    python benchmarks/restart.py --rounds 3 --spares 0 1 --json restart.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config_sources import from_tree
+
+ROLES = ("decode-0", "prefill-0", "kv_pool-0", "scheduler-0", "node_agent-0")
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+
+
+async def measure(model: str, spares: int, rounds: int, output: Path) -> list[dict[str, Any]]:
+    tree = {
+        "model": {"path": model},
+        "cluster": {"device": "cpu"},
+        "kv_pool": {"size_gib": 0.25},
+        "supervisor": {"spares": spares},
+    }
+    rows = []
+    async with LocalCluster(from_tree(tree), output_dir=output) as cluster:
+        await cluster.wait_ready()
+        for role_id in ROLES:
+            for name, number in SIGNALS.items():
+                seconds = [await one_loss(cluster, role_id, number, spares) for _ in range(rounds)]
+                rows.append({"role": role_id, "signal": name, "spares": spares, "seconds": seconds})
+                print(describe(rows[-1]), flush=True)
+    return rows
+
+
+async def one_loss(cluster: LocalCluster, role_id: str, number: int, spares: int) -> float:
+    """From the signal until the cluster's view has the successor as ready."""
+    await cluster.wait_ready()
+    await cluster.wait_spares(spares)
+    old = cluster.peer(role_id).process.incarnation
+    begun = time.monotonic()
+    cluster.kill(role_id, number)
+    await cluster.wait_restarted(role_id, old)
+    return time.monotonic() - begun
+
+
+def describe(row: dict[str, Any]) -> str:
+    each = ", ".join(f"{seconds:.2f}" for seconds in row["seconds"])
+    median = statistics.median(row["seconds"])
+    return f"{row['role']:13} {row['signal']:8} {row['spares']} spares: {median:6.2f} s  ({each})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spares", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            row
+            for spares in options.spares
+            for row in asyncio.run(measure(options.model, spares, options.rounds, Path(folder)))
+        ]
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
