@@ -58,6 +58,7 @@ class Copier:
         self.failures = 0  # copies that failed, mismatches among them; most were made again, over the next route
         self._timeout_s = timeout_s
         self._clock = clock
+        self._asked_s = clock()
         self._lanes: dict[Channel, _Lane] = {}
         self._lock = threading.Lock()
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checksums")  # starts its thread when it is needed
@@ -81,12 +82,17 @@ class Copier:
     def stuck(self) -> TransferError | None:
         """Why this worker cannot go on: a copy has been under way for longer than `timeout_s`, and others wait for it.
 
-        Nothing can be done about such a copy but to end the process, which also makes its blocks safe to use again.
+        Nothing can be done about such a copy but to end the process, which also makes its blocks safe to use again. To
+        be asked several times in `timeout_s`: a longer silence means that the process slept, and its copies with it.
         """
         now_s = self._clock()
+        slept = now_s - self._asked_s > self._timeout_s / 2
+        self._asked_s = now_s
         with self._lock:
             for channel, lane in self._lanes.items():
-                if lane.under_way and now_s - lane.since_s > self._timeout_s:
+                if slept:
+                    lane.since_s = now_s
+                elif lane.under_way and now_s - lane.since_s > self._timeout_s:
                     pair = f"{channel.source.store_id} to {channel.destination.store_id}"
                     return TransferError(
                         f"a copy from {pair} has not ended within {self._timeout_s:g} s (kv_pool.copy_timeout_s); "

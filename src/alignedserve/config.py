@@ -156,6 +156,12 @@ class Config:
                 f"({limits.heartbeat_s:g}): healthy roles would be ended otherwise"
             )
 
+        if self.kv_pool.copy_timeout_s < 4 * limits.heartbeat_s:
+            raise ConfigError(
+                f"kv_pool.copy_timeout_s ({self.kv_pool.copy_timeout_s:g}) must be at least four times "
+                f"supervisor.heartbeat_s ({limits.heartbeat_s:g}), with which copies are looked after"
+            )
+
     @property
     def served_model_name(self) -> str:
         name = self.model.path.rstrip("/").rsplit("/", 1)[-1]

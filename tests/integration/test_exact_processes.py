@@ -37,7 +37,7 @@ def config_for(folder: Path, *, prefetch: bool) -> Config:
         {
             "model": {"path": str(folder)},
             "cluster": {"device": "cpu", "prefetch": prefetch, "threads": 1},
-            "kv_pool": {"size_gib": 0.25, "block_size": 4},
+            "kv_pool": {"size_gib": 0.25, "block_size": 4, "verify": True},
             "prefill": {"token_budget": 64},
             "decode": {"cache_blocks": 110, "join_iterations": 1},
             "scheduler": {"min_batch_requests": 4, "starvation_after_s": 2.0},
@@ -77,6 +77,8 @@ def test_greedy_tokens_equal_generate(kind: str, prefetch: bool, tmp_path: Path)
     assert [answer.tokens for answer in run.answers] == expected
     assert len({token for tokens in expected for token in tokens}) > 24, "tokens do not vary: nothing was shown"
     assert value(run.metrics, "alignedserve_decode_evictions_total") > 0
+    assert value(run.metrics, "alignedserve_kv_checksum_blocks_total") > 0
+    assert value(run.metrics, "alignedserve_kv_copy_failures_total") == 0
     assert value(run.metrics, "alignedserve_kv_blocks", state="owned") == 0
     assert value(run.metrics, "alignedserve_kv_blocks", state="free") == value(
         run.metrics, "alignedserve_kv_capacity_blocks"

@@ -39,7 +39,11 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(prefetch: bool, tmp_path: 
         {
             "model": {"path": str(folder)},
             "cluster": {"device": "cpu", "threads": 1, "prefetch": prefetch},
-            "kv_pool": {"size_gib": pool_gib(folder, longest_blocks * 3 // 2), "block_size": BLOCK_SIZE},
+            "kv_pool": {
+                "size_gib": pool_gib(folder, longest_blocks * 3 // 2),
+                "block_size": BLOCK_SIZE,
+                "verify": True,
+            },
             "prefill": {"token_budget": 64},
             "decode": {"cache_blocks": longest_blocks * 6 // 5, "join_iterations": 1},
             "scheduler": {"starvation_after_s": 1.0},

@@ -53,7 +53,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         {
             "model": {"path": str(folder)},
             "cluster": {"device": "cpu", "threads": 1},
-            "kv_pool": {"size_gib": 0.1},
+            "kv_pool": {"size_gib": 0.1, "verify": True},
             "prefill": {"token_budget": 64},
             "supervisor": {"heartbeat_s": 0.1},
         }

@@ -48,6 +48,14 @@ class World:
         known = block_checksums(self.stores[0], SOURCE_IDS) if checksums is None else checksums
         return Route(channel, SOURCE_IDS, known)
 
+    def found_stuck(self, copier: Copier, *, until_s: float) -> TransferError | None:
+        """Lets time pass, and asks every second, as heartbeats do."""
+        found = None
+        while found is None and self.now_s < until_s:
+            self.now_s += 1.0
+            found = copier.stuck()
+        return found
+
     def arrived(self) -> bool:
         wanted, found = self.stores[0].blocks[SOURCE_IDS], self.stores[1].blocks[DESTINATION_IDS]
         return bool((wanted == found).all())
@@ -153,10 +161,8 @@ def test_a_delayed_copy_ends_late_and_well(world: World) -> None:
 def test_a_stuck_copy_is_noticed_and_never_done(world: World) -> None:
     channel, copier = world.channel(stuck=1.0), world.copier(verify=False)
     copied = copier.copy([world.route(channel)], DESTINATION_IDS, "r")
-    world.now_s = 5.0
-    assert copier.stuck() is None
-    world.now_s = 5.1
-    found = copier.stuck()
+    assert world.found_stuck(copier, until_s=5.0) is None
+    found = world.found_stuck(copier, until_s=6.0)
     assert isinstance(found, TransferError)
     assert "a to b has not ended within 5 s" in found.message
     assert not copied.done()
@@ -168,14 +174,21 @@ def test_a_stuck_copy_is_noticed_and_never_done(world: World) -> None:
 def test_copies_that_wait_behind_others_are_not_stuck(world: World) -> None:
     channel, copier = world.channel(stuck=1.0), world.copier(verify=False)
     first, second = (copier.copy([world.route(channel)], DESTINATION_IDS, "r") for _ in range(2))
-    world.now_s = 4.0
+    assert world.found_stuck(copier, until_s=4.0) is None
     channel.release(1)
     assert first.wait(10)
-    world.now_s = 8.0
-    assert copier.stuck() is None
-    world.now_s = 9.1
-    assert copier.stuck() is not None
+    assert world.found_stuck(copier, until_s=9.0) is None
+    assert world.found_stuck(copier, until_s=10.0) is not None
     assert not second.done()
+
+
+def test_a_process_that_slept_does_not_take_its_copies_for_stuck(world: World) -> None:
+    copier = world.copier(verify=False)
+    copier.copy([world.route(world.channel(stuck=1.0))], DESTINATION_IDS, "r")
+    world.now_s = 100.0
+    assert copier.stuck() is None
+    assert world.found_stuck(copier, until_s=105.0) is None
+    assert world.found_stuck(copier, until_s=106.0) is not None
 
 
 def test_closing_ends_what_is_stuck(world: World) -> None:
