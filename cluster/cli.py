@@ -81,6 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
     doctor = add("doctor", "Say what this machine offers, and what is missing.")
     _add_configuration(doctor)
+    doctor.add_argument("--live", action="store_true", help="have a running cluster recount its stores and books")
+    doctor.add_argument("--url", help="with --live: the gateway to ask (default: this user's newest cluster)")
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
     add("version", "Print the version.")
     return parser
@@ -120,6 +122,11 @@ def _run(options: argparse.Namespace) -> int:
             print(to_yaml(_configuration(options)), end="")
             return 0
         case "doctor":
+            if options.live:
+                from alignedserve.cluster.live_command import check_live
+
+                key_file = getattr(options, "gateway.api_key_file")
+                return check_live(options.url, as_json=options.json, api_key_file=key_file)
             from alignedserve.cluster.doctor import run_doctor
 
             return run_doctor(_configuration(options), as_json=options.json)

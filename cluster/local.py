@@ -24,12 +24,14 @@ from alignedserve.cluster.supervisor import Identity, Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.convert import failure_from_proto
-from alignedserve.errors import UnavailableError
+from alignedserve.errors import AccountingError, UnavailableError
 from alignedserve.proto import supervisor_pb2 as sv
 
 
 class LocalCluster:
     """Leaving the context ends every process and removes every file, also when something failed within.
+
+    Before that every store is recounted: AccountingError where one does not add up.
 
     `environment` is added to that of the roles; their output goes to `output_dir`, a file each, or to this process's.
     """
@@ -68,6 +70,21 @@ class LocalCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            if error is None:
+                await self.check_integrity()
+        finally:
+            await self._end()
+
+    async def check_integrity(self) -> sv.IntegrityReport:
+        """Raises AccountingError where a store or a book of a process that answers does not add up."""
+        report = await self.supervisor.check_integrity()
+        wrong = [f"{book.store}: {book.problem}" for book in report.books if book.problem and not book.unknown]
+        if wrong:
+            raise AccountingError("; ".join(wrong))
+        return report
+
+    async def _end(self) -> None:
         try:
             await self.supervisor.end_all()
             await self.supervisor.close()

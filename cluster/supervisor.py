@@ -18,13 +18,14 @@ import grpc
 from alignedserve.cluster.collector import Collector, cluster_metrics
 from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
 from alignedserve.cluster.fencer import Fencer
+from alignedserve.cluster.integrity import check_cluster
 from alignedserve.cluster.launcher import Launcher
 from alignedserve.cluster.members import Phase, Slot
 from alignedserve.cluster.plan import Node, plan_roles
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
-from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
@@ -139,11 +140,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def Join(
         self, requests: AsyncIterator[sv.RoleReport], context: grpc.aio.ServicerContext[sv.RoleReport, sv.RoleOrder]
     ) -> AsyncIterator[sv.RoleOrder]:
-        first = await anext(aiter(requests), None)
-        if first is None or first.WhichOneof("body") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
-            return
-        hello = first.hello
+        hello: sv.RoleHello = await first_message(requests, "hello", context)
         key = hello.process
         refusal = self.core.joined(hello, time.monotonic(), time.time())
         if refusal is not None:
@@ -169,6 +166,15 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.ClusterStatus]
     ) -> sv.ClusterStatus:
         return await self.status()
+
+    async def CheckIntegrity(
+        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.IntegrityReport]
+    ) -> sv.IntegrityReport:
+        return await self.check_integrity()
+
+    async def check_integrity(self) -> sv.IntegrityReport:
+        """Every process recounts its stores and books, now."""
+        return await check_cluster(self.core.roster, self.identity.token)
 
     async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
         """Everyone who lives and, with `fresh`, the metrics of this moment."""

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from alignedserve.errors import AlignedServeError
+
 Out = TypeVar("Out")
 In = TypeVar("In")
 
@@ -139,6 +141,14 @@ async def settle(value: Awaitable[None] | None) -> None:
         await value
 
 
+async def first_message(requests: AsyncIterator[Any], kind: str, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    """The `kind` that a stream begins with. One that begins with anything else, or ends before, is refused."""
+    first = await anext(aiter(requests), None)
+    if first is None or first.WhichOneof("body") != kind:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the first message must be {kind}")
+    return getattr(first, kind)
+
+
 async def serve_stream(
     requests: AsyncIterator[In], outbox: Outbox[Out], on_message: Callable[[In], Awaitable[None] | None]
 ) -> AsyncIterator[Out]:
@@ -149,6 +159,8 @@ async def serve_stream(
             async for message in requests:
                 try:
                     await settle(on_message(message))
+                except AlignedServeError as error:  # the peer's mistake: it ends nothing but its message
+                    logger.warning("refused a message: %s", error)
                 except Exception:  # as in DuplexLink
                     logger.exception("a message could not be handled")
         except grpc.aio.AioRpcError:

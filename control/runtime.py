@@ -63,7 +63,7 @@ class RoleSettings:
 
 
 class RoleServer(ABC):
-    """Base of every role. Subclasses override the five hooks below; all run on the role's event loop.
+    """Base of every role. Subclasses override the hooks below; all run on the role's event loop.
 
     Life: `start` (serves, joins, then `on_start` goes on in the background) → `wait` until ended → `close`.
     An exception in `on_start` makes the role's state "failed", with the error, and the supervisor decides.
@@ -106,6 +106,10 @@ class RoleServer(ABC):
     def describe(self) -> sv.Heartbeat:
         """What the next heartbeat says beside state and failure. May set `progress`, `busy` and `step_s`."""
         return sv.Heartbeat()
+
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        """Recount every store and book of this process; they may be held by other threads."""
+        return []
 
     # ---- life
 
@@ -218,6 +222,11 @@ class _Describer(sv_grpc.RoleServicer):
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sv.Heartbeat:
         return self._role.heartbeat()
+
+    async def CheckIntegrity(
+        self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> sv.IntegrityReport:
+        return sv.IntegrityReport(books=await self._role.check_integrity())
 
 
 def new_role(settings: RoleSettings) -> RoleServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import grpc
 
 from alignedserve.control.convert import failure_to_proto, key_from_proto, keys_from_proto, keys_to_proto
+from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleSettings
@@ -68,7 +70,6 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
         beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}"
-        count = StoreCount.of(cache.store_id, cache.capacity, cache.free_blocks, cache.cached_blocks)
         values = {
             "decode_running": status.running,
             "decode_iterations_total": status.iterations,
@@ -78,9 +79,20 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             "decode_longest_tokens": status.longest_tokens,
             **instance.copier.counters(),
         }
-        lines = store_lines(self.settings.id, [count]) + counter_lines(self.settings.id, values)
+        lines = store_lines(self.settings.id, [self._count()]) + counter_lines(self.settings.id, values)
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
         return beat
+
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        cache, compute, mine = self._instance.cache, self._instance.compute, self.settings.id
+        if compute is None:
+            return []
+        asked = compute.ask(lambda scheduler: check_books(cache.store_id, mine, scheduler.check_integrity, self._count))
+        return [await asyncio.wrap_future(asked)]
+
+    def _count(self) -> StoreCount:
+        cache = self._instance.cache
+        return StoreCount.of(cache.store_id, cache.capacity, cache.free_blocks, cache.cached_blocks)
 
     # ---- from the scheduler
 
@@ -106,6 +118,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         kind = command.WhichOneof("body")
         if kind == "candidates":
             candidates = command.candidates
+            self._instance.check(candidates)
             compute.offer(BufferKind(candidates.buffer), candidates.batch_id, candidates.requests)
         elif kind == "cancel":
             compute.cancel(keys_from_proto(command.cancel))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from alignedserve.config import Config
+from alignedserve.control.checks import check_candidates
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.handover import Handover
@@ -17,6 +18,7 @@ from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.iteration import IterationScheduler
@@ -92,6 +94,11 @@ class DecodeInstance:
         self.compute = compute
         self.compute.start()
         await self._follow_pairs()
+
+    def check(self, candidates: pw.Announcement) -> None:
+        """Raises InvalidRequestError where one of these cannot be decoded here."""
+        vocab_size = self.model.vocab_size if self.model is not None else 0
+        check_candidates(candidates, self._pool.plan.result().block_size, vocab_size)
 
     def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)

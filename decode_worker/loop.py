@@ -8,6 +8,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +34,7 @@ TOMBSTONES = 4096
 STARVATION_POLL_S = 0.25
 EVICTIONS_FAIL_S = 5.0  # what cannot be evicted for so long, tried again and again, is given up
 
+Result = TypeVar("Result")
 Pull = Callable[[pb.StoredRequest, Sequence[int], int], Completion]
 
 
@@ -108,6 +111,17 @@ class DecodeLoop:
 
     def set_lease(self, blocks: int) -> None:
         self._inbox.put(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
+
+    def ask(self, question: Callable[[IterationScheduler], Result]) -> Future[Result]:
+        """What `question` finds in this thread's books, at the next iteration boundary."""
+        answer: Future[Result] = Future()
+
+        def find(_: Outcome) -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(question(self._scheduler))
+
+        self._inbox.put(find)
+        return answer
 
     def source_lost(self, store_ids: Sequence[str]) -> None:
         """Candidates that lay in these stores are gone."""

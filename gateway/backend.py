@@ -17,6 +17,7 @@ from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.peers import GatewayPeers, PeerService
 from alignedserve.gateway.planning import ServedModel
+from alignedserve.gateway.role_service import GatewayRole
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
@@ -29,6 +30,7 @@ from alignedserve.request import RequestKey, RequestSpec
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
+INTEGRITY_TIMEOUT_S = 15.0
 _TICK_S = 1.0
 _CONFIRM_S = 0.5
 
@@ -199,6 +201,8 @@ class Backend:
     ) -> None:
         self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
         self._server.add(gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self._ledger))
+        role = GatewayRole(self.process.id, self._ledger, heartbeat)
+        self._server.add(sv_grpc.add_RoleServicer_to_server, role)
         self.address = await self._server.start()
         self._link = SchedulerLink(self.process, self.address, self._token, self._ledger, self._model)
         self._ledger.attach(self._link)
@@ -240,18 +244,25 @@ class Backend:
 
     async def status(self) -> sv.ClusterStatus | None:
         """What the supervisor says of everyone, asked now; None where it cannot be reached."""
+        status: sv.ClusterStatus | None = await self._ask_supervisor("GetStatus", STATUS_TIMEOUT_S)
+        return status
+
+    async def check_integrity(self) -> sv.IntegrityReport | None:
+        """What every process of the cluster finds in its books, now; None where the supervisor cannot be reached."""
+        report: sv.IntegrityReport | None = await self._ask_supervisor("CheckIntegrity", INTEGRITY_TIMEOUT_S)
+        return report
+
+    async def _ask_supervisor(self, method: str, timeout_s: float) -> Any:
         address = self._supervisor_address
         if self._status_channel is None or self._status_channel[0] != address:
             if self._status_channel is not None:
                 await self._status_channel[1].close()
             self._status_channel = (address, open_channel(address, self._token))
         try:
-            stub = sv_grpc.SupervisorStub(self._status_channel[1])
-            status: sv.ClusterStatus = await stub.GetStatus(pb.Empty(), timeout=STATUS_TIMEOUT_S)
+            return await getattr(sv_grpc.SupervisorStub(self._status_channel[1]), method)(pb.Empty(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             logger.debug("the supervisor cannot be asked: %s", error.code().name)
             return None
-        return status
 
     async def close(self) -> None:
         if self._ticker is not None:

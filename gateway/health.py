@@ -69,3 +69,12 @@ def role_entry(peer: sv.Peer) -> dict[str, Any]:
     if peer.HasField("failure"):
         entry["failure"] = {"code": peer.failure.code, "message": peer.failure.message}
     return entry
+
+
+def book_entry(book: sv.BookCheck) -> dict[str, Any]:
+    """One store, or the books of one process, as `alignedserve doctor --live` lists them."""
+    entry: dict[str, Any] = {"store": book.store, "instance": book.instance, "problem": book.problem}
+    if book.capacity_blocks:
+        for name in ("capacity", "free", "owned", "cached"):
+            entry[f"{name}_blocks"] = getattr(book, f"{name}_blocks")
+    return entry

@@ -70,6 +70,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator, keys: A
         "/live": operations.live,
         "/metrics": operations.metrics,
         "/alignedserve/status": operations.status,
+        "/alignedserve/integrity": operations.integrity,
         "/openapi.json": openapi,
     }
     return Starlette(

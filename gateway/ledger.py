@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 
 from alignedserve.control.convert import failure_from_proto
 from alignedserve.errors import (
+    AccountingError,
     AlignedServeError,
     CancelledError,
     DeadlineError,
@@ -151,6 +152,9 @@ class Ledger:
                 self._on_event(answer, event, role, sender_id, now_s)
             except AlignedServeError as error:
                 self._fail(answer.call, error)
+            except Exception:  # an event that makes no sense ends its own call, and not the stream of all others
+                logger.exception("an event of %s cannot be read", sender_id, extra={"request_id": answer.request_id})
+                self._fail(answer.call, AlignedServeError(f"{sender_id} sent what cannot be read"))
 
     def on_worker_gone(self, role: str, worker_id: str) -> None:
         """A worker's stream broke. The scheduler will most likely say what is lost; if not, silence does."""
@@ -198,6 +202,18 @@ class Ledger:
             for answer in list(self._open.values()):
                 if answer.state is not AnswerState.RUNNING:
                     self._fail(answer.call, UnavailableError(f"there was no scheduler for {SCHEDULER_WAIT_S:g} s"))
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where calls and requests do not match."""
+        for request_id, answer in self._open.items():
+            if answer.request_id != request_id or answer.ended or answer.call.plan.id not in self._calls:
+                raise AccountingError(f"{request_id} is open in the books only", request_id=request_id)
+        for call_id, call in self._calls.items():
+            unfinished = sum(answer.finish is None for answer in call.answers)
+            if call.plan.id != call_id or (call.error is None and call.open != unfinished):
+                raise AccountingError(f"call {call_id} counts {call.open} open answers, a recount {unfinished}")
+        if self._empty.is_set() == bool(self._open):
+            raise AccountingError("the gateway does not know whether it holds requests")
 
     # ---- own
 

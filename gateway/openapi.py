@@ -135,6 +135,9 @@ def _reply_schemas() -> dict[str, Schema]:
 def _operation_schemas() -> dict[str, Schema]:
     strings = _array(_STRING)
     model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+    blocks = {f"{name}_blocks": _INTEGER for name in ("capacity", "free", "owned", "cached")}
+    named = dict.fromkeys(("store", "instance", "problem"), _STRING)
+    book = _object({**named, **blocks}, named)
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
     return {
         "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
@@ -144,6 +147,7 @@ def _operation_schemas() -> dict[str, Schema]:
         "Health": _object(
             {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
         ),
+        "Integrity": _object({"sound": {"type": "boolean"}, "books": _array(book)}, ["sound", "books"]),
         "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
     }
 
@@ -231,6 +235,11 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         ),
         "/live": _get("Is the gateway alive?", ("200", _json("Live", "It is."))),
         "/metrics": _get("Metrics of the whole cluster", ("200", text)),
+        "/alignedserve/integrity": _get(
+            "Do the books add up?",
+            ("200", _json("Integrity", "Every store and book, recounted now.")),
+            ("503", _json("Error", "The supervisor cannot be reached.")),
+        ),
         "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
     }
     document = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from alignedserve.errors import NotFoundError
-from alignedserve.gateway.asgi import Receive, Scope, Send, send_bytes, send_error, send_json
+from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes, send_error, send_json
 from alignedserve.gateway.failures import ModelNotFoundError
 from alignedserve.gateway.health import Health
 from alignedserve.gateway.planning import ServedModel
@@ -25,6 +25,8 @@ class Operator(Protocol):
     async def metrics_text(self) -> str: ...
 
     async def status_json(self) -> dict[str, Any]: ...
+
+    async def integrity_json(self) -> dict[str, Any]: ...
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:
@@ -73,3 +75,11 @@ class Operations:
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, await self._operator.status_json())
+
+    async def integrity(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            found = await self._operator.integrity_json()
+        except Exception as error:
+            await send_error(send, report(error))
+            return
+        await send_json(send, found)

@@ -20,10 +20,11 @@ from typing import Any, Self
 from starlette.applications import Starlette
 
 from alignedserve.config import Config
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend import Backend, Locate
 from alignedserve.gateway.grpc_service import InferenceService
-from alignedserve.gateway.health import Health, judge, role_entry
+from alignedserve.gateway.health import Health, book_entry, judge, role_entry
 from alignedserve.gateway.http_app import build_app
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
@@ -172,6 +173,14 @@ class GatewayServer:
             "missing": list(status.missing),
             "degraded": list(status.degraded),
         }
+
+    async def integrity_json(self) -> dict[str, Any]:
+        """What every process finds when it recounts its books. Raises UnavailableError without a supervisor."""
+        report = await self.backend.check_integrity()
+        if report is None:
+            raise UnavailableError("the supervisor cannot be reached: nobody can be asked")
+        books = [book_entry(book) for book in report.books]
+        return {"sound": not any(book["problem"] for book in books), "books": books}
 
     # ---- the supervisor's side
 

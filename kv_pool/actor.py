@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import grpc
 
 from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_from_proto
-from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.integrity import check_books
+from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.pool import Grant, KvPool
-from alignedserve.kv_pool.records import Holding, WriterKey
+from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
@@ -110,28 +111,38 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if self._pool is None or self._store is None:
             return sv.Heartbeat()
         counts = self._pool.counts()
-        store = StoreCount(self._store.store_id, counts.capacity, counts.free, counts.owned, counts.cached)
         values = {"pool_requests": counts.requests, "pool_leased_blocks": counts.leased}
         return sv.Heartbeat(
             stores=[self._store.handle().to_proto()],
             holds=f"{counts.requests} requests; blocks: {counts.owned}/{counts.capacity}, {counts.leased} leased",
-            metrics="\n".join(store_lines(self.settings.id, [store]) + counter_lines(self.settings.id, values)),
+            metrics="\n".join(store_lines(self.settings.id, [self._count()]) + counter_lines(self.settings.id, values)),
         )
+
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        if self._pool is None:
+            return []
+        return [check_books(self._pool.store_id, self.settings.id, self._pool.check_integrity, self._count)]
+
+    def _count(self) -> StoreCount:
+        assert self._pool is not None
+        counts = self._pool.counts()
+        return StoreCount(self._pool.store_id, counts.capacity, counts.free, counts.owned, counts.cached)
 
     # ---- writers
 
     async def Write(
         self, request_iterator: AsyncIterator[kp.PoolWriterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[kp.PoolWriterReply]:
-        hello = (await anext(aiter(request_iterator))).hello
-        writer = WriterKey(hello.role, hello.id, hello.incarnation)
+        writer = _writer(await first_message(request_iterator, "hello", context))
+        pool = await self._ready(context)
         outbox: Outbox[kp.PoolWriterReply] = Outbox()
-        assert self._pool is not None  # peers hear of this role's address once it is ready
         try:
-            grants = self._pool.hello(writer)
+            check_writer(writer)
+            grants = pool.hello(writer)
         except StaleError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
-            return
+        except AlignedServeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         self._writers[writer] = outbox
         self._deliver(grants)
 
@@ -204,6 +215,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def Control(
         self, request_iterator: AsyncIterator[kp.PoolCommand], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[kp.PoolReport]:
+        await self._ready(context)
         outbox: Outbox[kp.PoolReport] = Outbox()
         self._schedulers.add(outbox)
         outbox.put(kp.PoolReport(description=self._description()))
@@ -261,7 +273,15 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             leased_blocks=counts.leased,
         )
 
+    async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
+        """The pool; a call that comes before there is one ends. (Peers hear of this role once it is ready.)"""
+        if self._pool is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} is not ready")
+        assert self._pool is not None
+        return self._pool
+
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PoolDescription:
+        await self._ready(context)
         return self._description()
 
 

@@ -27,6 +27,7 @@ from alignedserve.kv_pool.records import (
     Released,
     Returned,
     WriterKey,
+    check_writer,
 )
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
@@ -202,7 +203,11 @@ class KvPool:
     # ---- the fate of writers
 
     def writer_lost(self, writer: WriterKey) -> None:
-        """Nobody knows whether it still writes: its leased blocks count as owned, and are nobody's. Idempotent."""
+        """Nobody knows whether it still writes: its leased blocks count as owned, and are nobody's. Idempotent.
+
+        Raises TransferError for a writer that nobody can be.
+        """
+        check_writer(writer)
         self._wants.pop(writer, None)
         self._regranted.pop(writer, None)
         if writer in self._lost or (self._has_ended(writer) and writer not in self._writers):

@@ -137,6 +137,13 @@ class PoolState:
             del self.leases[writer]
 
 
+def check_writer(writer: WriterKey) -> None:
+    """Raises TransferError for a writer that cannot be written down, or is nobody."""
+    _writer(writer)
+    if not writer.role or not writer.id:
+        raise TransferError(f"{writer} names no process")
+
+
 def encode(record: Record) -> bytes:
     """Raises TransferError where a name is too long to be written down."""
     match record:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import grpc
 
+from alignedserve.control.checks import check_candidates, check_group, check_stored
 from alignedserve.control.convert import (
     failure_to_proto,
     key_from_proto,
@@ -16,7 +19,8 @@ from alignedserve.control.convert import (
     keys_to_proto,
     spec_from_proto,
 )
-from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.integrity import check_books
+from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
@@ -28,6 +32,7 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.metrics import channel_lines
 
@@ -48,6 +53,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._streams = itertools.count()
         # A decode instance that is back by then has ended the copies of its earlier stream, or has been replaced.
         self._copies_ended_s = self.config.kv_pool.copy_timeout_s + self.config.supervisor.fence_after_s
+        self._living: set[tuple[str, int]] = set()  # processes, by id and incarnation, as the supervisor knows them
 
     # ---- the role's hooks
 
@@ -89,9 +95,22 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
         return beat
 
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        cache, compute, mine = self._instance.cache, self._instance.compute, self.settings.id
+        if compute is None:
+            return []
+        found = [
+            check_books(buffer.store.store_id, mine, buffer.check_integrity, partial(_count, buffer.allocator))
+            for buffer in self._instance.buffers.values()
+        ]
+        asked = compute.ask(
+            lambda chunks: check_books(cache.store_id, mine, chunks.check_integrity, partial(_count, cache))
+        )
+        return [await asyncio.wrap_future(asked), *found]
+
     def _counts(self) -> list[StoreCount]:
         allocators = [self._instance.cache, *(buffer.allocator for buffer in self._instance.buffers.values())]
-        return [StoreCount.of(a.store_id, a.capacity, a.free_blocks, a.cached_blocks) for a in allocators]
+        return [_count(allocator) for allocator in allocators]
 
     # ---- from the scheduler
 
@@ -125,12 +144,15 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if kind == "prefill":
             assert self._instance.compute is not None
             group = command.prefill
+            check_group(group.requests, self._instance.vocab_size)
             base = None
             if group.HasField("base"):
                 base = Base(group.base.kv_tokens, list(group.base.block_ids), list(group.base.checksums))
             self._instance.compute.submit([spec_from_proto(spec) for spec in group.requests], base)
         elif kind == "prefetch":
-            self.spawn(self._prefetch(command.prefetch))
+            if self._instance.buffers:
+                check_candidates(command.prefetch, self._block_size, self._instance.vocab_size)
+                self.spawn(self._prefetch(command.prefetch))
         elif kind == "cancel":
             self._cancel(keys_from_proto(command.cancel))
         elif kind == "recall":
@@ -159,7 +181,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     async def Buffers(
         self, request_iterator: AsyncIterator[pw.BufferCommand], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pw.BufferEvent]:
-        hello = (await anext(aiter(request_iterator))).hello
+        hello: pb.ProcessKey = await first_message(request_iterator, "hello", context)
+        if not self._instance.buffers:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} has no buffers")
         owner = f"{hello.id}/{hello.incarnation}/{next(self._streams)}"
         outbox: Outbox[pw.BufferEvent] = Outbox()
         self._decoders[hello.id] = (outbox, owner)
@@ -180,14 +204,18 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 del self._decoders[hello.id]
             # It may be copying from and to these blocks still: they are kept until it is known to have stopped.
             self._orphans[owner] = (hello.id, hello.incarnation)
-            self.loop.call_later(self._copies_ended_s, self._drop_orphan, owner)
+            self.loop.call_later(self._copies_ended_s, self._drop_late, owner)
 
     def _drop_dead(self, view: sv.ClusterView) -> None:
         """Free what lay here for decode instances that the supervisor knows to have ended."""
-        living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
+        self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
         for owner, process in list(self._orphans.items()):
-            if process not in living:
+            if process not in self._living:
                 self._drop_orphan(owner, known_dead=True)
+
+    def _drop_late(self, owner: str) -> None:
+        """Some time after its stream: one that the supervisor never knew is in no later view either."""
+        self._drop_orphan(owner, known_dead=self._orphans.get(owner) not in self._living)
 
     def _drop_orphan(self, owner: str, *, known_dead: bool = False) -> None:
         """Its candidates lie in the pool as well and go back to the tree; what was evicted here is gone."""
@@ -208,6 +236,10 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             self._report_failure(lost, TransferError("the decode instance was lost"), retry=True)
         self._report_description()
 
+    @property
+    def _block_size(self) -> int:
+        return self._instance.buffers[BufferKind.REQUESTS].store.geometry.block_size
+
     def _on_buffer_command(self, command: pw.BufferCommand, owner: str, outbox: Outbox[pw.BufferEvent]) -> None:
         requests_buffer = self._instance.buffers[BufferKind.REQUESTS]
         kind = command.WhichOneof("body")
@@ -217,6 +249,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                     buffer.remove(key)
             self._report_description()
         elif kind == "evicted":
+            check_stored(command.evicted.request, self._block_size, self._instance.vocab_size)
             requests_buffer.adopt(command.evicted.request, owner)
             self._report_description()
         elif kind == "give_back":
@@ -314,3 +347,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> pw.PrefillDescription:
         return self._description()
+
+
+def _count(allocator: BlockAllocator) -> StoreCount:
+    return StoreCount.of(allocator.store_id, allocator.capacity, allocator.free_blocks, allocator.cached_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from alignedserve.control.convert import key_from_proto
+from alignedserve.errors import AccountingError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
@@ -43,8 +44,10 @@ class CandidateBuffer:
         self.requests: dict[RequestKey, Buffered] = {}
 
     def place(self, stored: pb.StoredRequest, owner: str) -> Placement | None:
-        """Find room for a request that lies in the pool; None where there is none."""
+        """Find room for a request that lies in the pool; None where there is none, or it is here already."""
         key = key_from_proto(stored.spec.key)
+        if key in self.requests:
+            return None
         shared = self._shared_with_group(stored)
         fresh = self.allocator.allocate(len(stored.pool_block_ids) - len(shared), key)
         if fresh is None:
@@ -76,6 +79,8 @@ class CandidateBuffer:
     def adopt(self, stored: pb.StoredRequest, owner: str) -> None:
         """An evicted request's KV lies in blocks that were leased to `owner`."""
         key = key_from_proto(stored.spec.key)
+        if key in self.requests:
+            raise AccountingError(f"{self.store.store_id}: {key} lies here already", request_id=key.request_id)
         self.allocator.assign_leased(list(stored.block_ids), owner, key)
         self.requests[key] = Buffered(stored, owner, ready=True)
 
@@ -90,6 +95,15 @@ class CandidateBuffer:
         if buffered is not None:
             self.allocator.release_all(key)
         return buffered
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where requests and blocks do not match."""
+        self.allocator.check_integrity()
+        for key, buffered in self.requests.items():
+            if sorted(self.allocator.blocks_of(key)) != sorted(buffered.stored.block_ids):
+                raise AccountingError(f"{self.store.store_id}: {key} holds other blocks than it should")
+        if (strange := self.allocator.holders_but(self.requests)) is not None:
+            raise AccountingError(f"{self.store.store_id}: {strange} holds blocks and is not here")
 
     def drop_owner(self, owner: str) -> list[Buffered]:
         """A decode instance's stream is gone for certain: what lay here for it, and its lease, are free again.

@@ -98,6 +98,11 @@ class PrefillInstance:
         self.compute = compute
         self.compute.start()
 
+    @property
+    def vocab_size(self) -> int:
+        """0 while the model is not known."""
+        return self.model.vocab_size if self.model is not None else 0
+
     def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)
 

@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +30,7 @@ from alignedserve.transfer.completion import Completion
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 TokenEvents = list[tuple[str, gw.TokenEvent]]
 Fetch = Callable[[RequestKey, "Base", Sequence[int]], Completion]
 
@@ -147,6 +150,17 @@ class PrefillLoop:
     def release(self, lead: RequestKey) -> None:
         """The job's KV lies elsewhere now: free its cache blocks."""
         self._inbox.put(lambda: self._chunks.release(lead))
+
+    def ask(self, question: Callable[[ChunkScheduler], Result]) -> Future[Result]:
+        """What `question` finds in this thread's books, between two passes."""
+        answer: Future[Result] = Future()
+
+        def find() -> None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(question(self._chunks))
+
+        self._inbox.put(find)
+        return answer
 
     @property
     def busy(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import grpc
 
+from alignedserve.control.checks import check_group
 from alignedserve.control.convert import (
     enter_stage,
     failure_from_proto,
@@ -21,7 +22,8 @@ from alignedserve.control.convert import (
     keys_from_proto,
     keys_to_proto,
 )
-from alignedserve.control.link import Outbox, serve_stream
+from alignedserve.control.integrity import check_books
+from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import counter_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError
@@ -37,10 +39,10 @@ from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
-from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, request_meta
 from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
+from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, request_meta
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -126,13 +128,17 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             alarms=[alarm] if alarm else [],
         )
 
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        return [check_books("requests", self.settings.id, self._core.check_integrity)] if self._core else []
+
     # ---- gateways
 
     async def Link(
         self, request_iterator: AsyncIterator[sc.GatewayMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[sc.SchedulerMessage]:
-        first = await anext(aiter(request_iterator))
-        gateway_id = first.hello.process.id
+        hello: sc.GatewayHello = await first_message(request_iterator, "hello", context)
+        first = sc.GatewayMessage(hello=hello)
+        gateway_id = hello.process.id
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
         self._gateways[gateway_id] = outbox
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
@@ -158,6 +164,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_gateway_message(self, gateway_id: str, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")
+        if kind == "submit":
+            check_group(message.submit.requests)
         if not self._succession.over:
             self._succession.keep(gateway_id, message)
         elif kind == "submit":

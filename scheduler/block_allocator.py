@@ -11,7 +11,7 @@ holder is put in it; one under a lost writer's lease is owned, because that writ
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 
 from alignedserve.errors import AccountingError, StaleError
 
@@ -131,6 +131,10 @@ class BlockAllocator:
 
     def holder_count(self, block: int) -> int:
         return 1 if self._sole[block] is not None else len(self._shared.get(block, ()))
+
+    def holders_but(self, known: Container[Holder]) -> Holder | None:
+        """Somebody who holds blocks and is not among `known`; None where there is nobody."""
+        return next((holder for holder in self._held if holder not in known), None)
 
     def blocks_of(self, holder: Holder) -> list[int]:
         """In the order in which they were taken."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#alignedserve/proto/supervisor.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"r\n\nRoleReport\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.RoleHelloH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.HeartbeatH\x00\x42\x06\n\x04\x62ody\"x\n\tRoleHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"\xce\x02\n\tHeartbeat\x12\r\n\x05state\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x04\x12\r\n\x05holds\x18\x03 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\x12\n\nmodel_info\x18\x05 \x01(\t\x12,\n\x06stores\x18\x06 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12\x36\n\x06gauges\x18\x07 \x03(\x0b\x32&.alignedserve.v1.Heartbeat.GaugesEntry\x12\x0f\n\x07metrics\x18\x08 \x01(\t\x12\x0c\n\x04\x62usy\x18\x0c \x01(\x08\x12\x0e\n\x06\x61larms\x18\x15 \x03(\t\x12\x0e\n\x06step_s\x18\r \x01(\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe8\x01\n\tRoleOrder\x12,\n\x04view\x18\x01 \x01(\x0b\x32\x1c.alignedserve.v1.ClusterViewH\x00\x12%\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12+\n\x07refused\x18\x03 \x01(\x0b\x32\x18.alignedserve.v1.FailureH\x00\x12(\n\x06report\x18\x04 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12\'\n\x05heard\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x42\x06\n\x04\x62ody\"\x92\x02\n\x04Peer\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\r\n\x05holds\x18\x06 \x01(\t\x12,\n\x06stores\x18\x07 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12)\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\x16\n\x0estarted_unix_s\x18\t \x01(\x01\x12\x0e\n\x06\x61larms\x18\x15 \x03(\t\x12\x0e\n\x06\x66\x65nced\x18\n \x01(\x08\"-\n\x04Pair\x12\x11\n\tdecode_id\x18\x01 \x01(\t\x12\x12\n\nprefill_id\x18\x02 \x01(\t\"\xcd\x01\n\x0b\x43lusterView\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x05peers\x18\x02 \x03(\x0b\x32\x15.alignedserve.v1.Peer\x12\x12\n\nmodel_info\x18\x03 \x01(\t\x12$\n\x05pairs\x18\x04 \x03(\x0b\x32\x15.alignedserve.v1.Pair\x12\x12\n\nstore_plan\x18\x05 \x01(\t\x12\x0e\n\x06\x65nding\x18\x06 \x01(\x08\x12)\n\nsupervisor\x18\x0f \x01(\x0b\x32\x15.alignedserve.v1.Peer\"\xcb\x01\n\rClusterStatus\x12$\n\x05peers\x18\x01 \x03(\x0b\x32\x15.alignedserve.v1.Peer\x12\x12\n\nmodel_info\x18\x02 \x01(\t\x12\x12\n\ncluster_id\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07missing\x18\x05 \x03(\t\x12\x10\n\x08\x64\x65graded\x18\x06 \x03(\t\x12)\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\x0f\n\x07metrics\x18\x08 \x01(\t2\x96\x01\n\nSupervisor\x12\x43\n\x04Join\x12\x1b.alignedserve.v1.RoleReport\x1a\x1a.alignedserve.v1.RoleOrder(\x01\x30\x01\x12\x43\n\tGetStatus\x12\x16.alignedserve.v1.Empty\x1a\x1e.alignedserve.v1.ClusterStatus2F\n\x04Role\x12>\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a\x1a.alignedserve.v1.Heartbeatb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#alignedserve/proto/supervisor.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xa9\x01\n\tBookCheck\x12\r\n\x05store\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0f\n\x07unknown\x18\x04 \x01(\x08\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x05 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\x04\x12\x14\n\x0cowned_blocks\x18\x07 \x01(\x04\x12\x15\n\rcached_blocks\x18\x08 \x01(\x04\"<\n\x0fIntegrityReport\x12)\n\x05\x62ooks\x18\x01 \x03(\x0b\x32\x1a.alignedserve.v1.BookCheck\"r\n\nRoleReport\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.RoleHelloH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.HeartbeatH\x00\x42\x06\n\x04\x62ody\"x\n\tRoleHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"\xce\x02\n\tHeartbeat\x12\r\n\x05state\x18\x01 \x01(\t\x12\x10\n\x08progress\x18\x02 \x01(\x04\x12\r\n\x05holds\x18\x03 \x01(\t\x12)\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\x12\n\nmodel_info\x18\x05 \x01(\t\x12,\n\x06stores\x18\x06 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12\x36\n\x06gauges\x18\x07 \x03(\x0b\x32&.alignedserve.v1.Heartbeat.GaugesEntry\x12\x0f\n\x07metrics\x18\x08 \x01(\t\x12\x0c\n\x04\x62usy\x18\x0c \x01(\x08\x12\x0e\n\x06\x61larms\x18\x15 \x03(\t\x12\x0e\n\x06step_s\x18\r \x01(\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe8\x01\n\tRoleOrder\x12,\n\x04view\x18\x01 \x01(\x0b\x32\x1c.alignedserve.v1.ClusterViewH\x00\x12%\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12+\n\x07refused\x18\x03 \x01(\x0b\x32\x18.alignedserve.v1.FailureH\x00\x12(\n\x06report\x18\x04 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12\'\n\x05heard\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x42\x06\n\x04\x62ody\"\x92\x02\n\x04Peer\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\r\n\x05holds\x18\x06 \x01(\t\x12,\n\x06stores\x18\x07 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12)\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\x16\n\x0estarted_unix_s\x18\t \x01(\x01\x12\x0e\n\x06\x61larms\x18\x15 \x03(\t\x12\x0e\n\x06\x66\x65nced\x18\n \x01(\x08\"-\n\x04Pair\x12\x11\n\tdecode_id\x18\x01 \x01(\t\x12\x12\n\nprefill_id\x18\x02 \x01(\t\"\xcd\x01\n\x0b\x43lusterView\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x05peers\x18\x02 \x03(\x0b\x32\x15.alignedserve.v1.Peer\x12\x12\n\nmodel_info\x18\x03 \x01(\t\x12$\n\x05pairs\x18\x04 \x03(\x0b\x32\x15.alignedserve.v1.Pair\x12\x12\n\nstore_plan\x18\x05 \x01(\t\x12\x0e\n\x06\x65nding\x18\x06 \x01(\x08\x12)\n\nsupervisor\x18\x0f \x01(\x0b\x32\x15.alignedserve.v1.Peer\"\xcb\x01\n\rClusterStatus\x12$\n\x05peers\x18\x01 \x03(\x0b\x32\x15.alignedserve.v1.Peer\x12\x12\n\nmodel_info\x18\x02 \x01(\t\x12\x12\n\ncluster_id\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0f\n\x07missing\x18\x05 \x03(\t\x12\x10\n\x08\x64\x65graded\x18\x06 \x03(\t\x12)\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\x0f\n\x07metrics\x18\x08 \x01(\t2\xe2\x01\n\nSupervisor\x12\x43\n\x04Join\x12\x1b.alignedserve.v1.RoleReport\x1a\x1a.alignedserve.v1.RoleOrder(\x01\x30\x01\x12\x43\n\tGetStatus\x12\x16.alignedserve.v1.Empty\x1a\x1e.alignedserve.v1.ClusterStatus\x12J\n\x0e\x43heckIntegrity\x12\x16.alignedserve.v1.Empty\x1a .alignedserve.v1.IntegrityReport2\x92\x01\n\x04Role\x12>\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a\x1a.alignedserve.v1.Heartbeat\x12J\n\x0e\x43heckIntegrity\x12\x16.alignedserve.v1.Empty\x1a .alignedserve.v1.IntegrityReportb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +34,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEARTBEAT_GAUGESENTRY']._loaded_options = None
   _globals['_HEARTBEAT_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_ROLEREPORT']._serialized_start=89
-  _globals['_ROLEREPORT']._serialized_end=203
-  _globals['_ROLEHELLO']._serialized_start=205
-  _globals['_ROLEHELLO']._serialized_end=325
-  _globals['_HEARTBEAT']._serialized_start=328
-  _globals['_HEARTBEAT']._serialized_end=662
-  _globals['_HEARTBEAT_GAUGESENTRY']._serialized_start=617
-  _globals['_HEARTBEAT_GAUGESENTRY']._serialized_end=662
-  _globals['_ROLEORDER']._serialized_start=665
-  _globals['_ROLEORDER']._serialized_end=897
-  _globals['_PEER']._serialized_start=900
-  _globals['_PEER']._serialized_end=1174
-  _globals['_PAIR']._serialized_start=1176
-  _globals['_PAIR']._serialized_end=1221
-  _globals['_CLUSTERVIEW']._serialized_start=1224
-  _globals['_CLUSTERVIEW']._serialized_end=1429
-  _globals['_CLUSTERSTATUS']._serialized_start=1432
-  _globals['_CLUSTERSTATUS']._serialized_end=1635
-  _globals['_SUPERVISOR']._serialized_start=1638
-  _globals['_SUPERVISOR']._serialized_end=1788
-  _globals['_ROLE']._serialized_start=1790
-  _globals['_ROLE']._serialized_end=1860
+  _globals['_BOOKCHECK']._serialized_start=90
+  _globals['_BOOKCHECK']._serialized_end=259
+  _globals['_INTEGRITYREPORT']._serialized_start=261
+  _globals['_INTEGRITYREPORT']._serialized_end=321
+  _globals['_ROLEREPORT']._serialized_start=323
+  _globals['_ROLEREPORT']._serialized_end=437
+  _globals['_ROLEHELLO']._serialized_start=439
+  _globals['_ROLEHELLO']._serialized_end=559
+  _globals['_HEARTBEAT']._serialized_start=562
+  _globals['_HEARTBEAT']._serialized_end=896
+  _globals['_HEARTBEAT_GAUGESENTRY']._serialized_start=851
+  _globals['_HEARTBEAT_GAUGESENTRY']._serialized_end=896
+  _globals['_ROLEORDER']._serialized_start=899
+  _globals['_ROLEORDER']._serialized_end=1131
+  _globals['_PEER']._serialized_start=1134
+  _globals['_PEER']._serialized_end=1408
+  _globals['_PAIR']._serialized_start=1410
+  _globals['_PAIR']._serialized_end=1455
+  _globals['_CLUSTERVIEW']._serialized_start=1458
+  _globals['_CLUSTERVIEW']._serialized_end=1663
+  _globals['_CLUSTERSTATUS']._serialized_start=1666
+  _globals['_CLUSTERSTATUS']._serialized_end=1869
+  _globals['_SUPERVISOR']._serialized_start=1872
+  _globals['_SUPERVISOR']._serialized_end=2098
+  _globals['_ROLE']._serialized_start=2101
+  _globals['_ROLE']._serialized_end=2247
 # @@protoc_insertion_point(module_scope)

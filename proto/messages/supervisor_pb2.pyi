@@ -7,6 +7,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class BookCheck(_message.Message):
+    __slots__ = ("store", "instance", "problem", "unknown", "capacity_blocks", "free_blocks", "owned_blocks", "cached_blocks")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OWNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    instance: str
+    problem: str
+    unknown: bool
+    capacity_blocks: int
+    free_blocks: int
+    owned_blocks: int
+    cached_blocks: int
+    def __init__(self, store: _Optional[str] = ..., instance: _Optional[str] = ..., problem: _Optional[str] = ..., unknown: bool = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+
+class IntegrityReport(_message.Message):
+    __slots__ = ("books",)
+    BOOKS_FIELD_NUMBER: _ClassVar[int]
+    books: _containers.RepeatedCompositeFieldContainer[BookCheck]
+    def __init__(self, books: _Optional[_Iterable[_Union[BookCheck, _Mapping]]] = ...) -> None: ...
+
 class RoleReport(_message.Message):
     __slots__ = ("hello", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]

@@ -45,6 +45,11 @@ class SupervisorStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.ClusterStatus.FromString,
                 _registered_method=True)
+        self.CheckIntegrity = channel.unary_unary(
+                '/alignedserve.v1.Supervisor/CheckIntegrity',
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.FromString,
+                _registered_method=True)
 
 
 class SupervisorServicer(object):
@@ -63,6 +68,13 @@ class SupervisorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckIntegrity(self, request, context):
+        """every process is asked, now
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SupervisorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.ClusterStatus.SerializeToString,
+            ),
+            'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckIntegrity,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,9 +158,36 @@ class Supervisor(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def CheckIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Supervisor/CheckIntegrity',
+            alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class RoleStub(object):
-    """Served by every role: what its next heartbeat would say, taken now.
+    """Served by every role.
     """
 
     def __init__(self, channel):
@@ -157,14 +201,27 @@ class RoleStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.Heartbeat.FromString,
                 _registered_method=True)
+        self.CheckIntegrity = channel.unary_unary(
+                '/alignedserve.v1.Role/CheckIntegrity',
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.FromString,
+                _registered_method=True)
 
 
 class RoleServicer(object):
-    """Served by every role: what its next heartbeat would say, taken now.
+    """Served by every role.
     """
 
     def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """what its next heartbeat would say, taken now
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckIntegrity(self, request, context):
+        """recounts all stores and books of this process
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -177,6 +234,11 @@ def add_RoleServicer_to_server(servicer, server):
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.Heartbeat.SerializeToString,
             ),
+            'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckIntegrity,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'alignedserve.v1.Role', rpc_method_handlers)
@@ -186,7 +248,7 @@ def add_RoleServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Role(object):
-    """Served by every role: what its next heartbeat would say, taken now.
+    """Served by every role.
     """
 
     @staticmethod
@@ -206,6 +268,33 @@ class Role(object):
             '/alignedserve.v1.Role/Describe',
             alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             alignedserve_dot_proto_dot_supervisor__pb2.Heartbeat.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Role/CheckIntegrity',
+            alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.FromString,
             options,
             channel_credentials,
             insecure,

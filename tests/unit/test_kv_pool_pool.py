@@ -485,3 +485,11 @@ def test_an_adoption_survives_the_pools_process(memory: memoryview) -> None:
     successor.check_integrity()
     assert [(held.key, held.kv_tokens) for held in successor.inventory()] == [(RequestKey("a", 1), 7)]
     assert successor.counts().owned == 2
+
+
+def test_a_writer_that_nobody_can_be_changes_nothing(pool: KvPool) -> None:
+    for nobody in (WriterKey("decode", "a" * 70_000, 1), WriterKey("", "x", 1)):
+        for declare in (pool.writer_lost, pool.writer_dead):
+            with pytest.raises(TransferError):
+                declare(nobody)
+    assert pool.writers() == []

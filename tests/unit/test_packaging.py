@@ -134,6 +134,26 @@ def test_heavy_libraries_are_imported_in_their_rooms_only(library: str, rooms: t
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_is_unpickled() -> None:
+    """Whoever may send a pickle may run code: none of ours reads one, whichever way."""
+    modules = {"pickle", "cloudpickle", "_pickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
+    calls = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}
+    wrong = [
+        f"{relative(file)} imports {module}"
+        for _, file in sources()
+        for module, _ in imports(file)
+        if modules & set(module.split("."))
+    ]
+    for _, file in sources():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if (module, name) in calls:
+                    wrong.append(f"{relative(file)}:{node.lineno} calls {module}.{name}")
+                case ast.Call(func=ast.Name(id="eval" | "exec" as name)):
+                    wrong.append(f"{relative(file)}:{node.lineno} calls {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_nothing_but_tests_imports_the_test_helpers() -> None:
     assert not [
         relative(file) for _, file in sources() for module, _ in imports(file) if "testing" in module.split(".")

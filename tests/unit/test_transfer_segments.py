@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from alignedserve.errors import ConfigError, ResourceError, TransferError, Unava
 from alignedserve.transfer.prefault import prefault
 from alignedserve.transfer.segment import Segment, create_descriptor
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
-from alignedserve.transfer.wire import LENGTH, receive_message
+from alignedserve.transfer.wire import LENGTH, receive_message, send_message
 
 MIB = 1 << 20
 spawn = multiprocessing.get_context("spawn")
@@ -281,6 +283,48 @@ def test_closing_a_segment_keeps_views_of_it_readable() -> None:
     assert view[0] == 9
     with pytest.raises(TransferError, match="closed"):
         segment.memory()
+
+
+def ask_as_another_user(path: str, pipe: Connection) -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    while pipe.recv():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(10)
+            try:
+                connection.connect(path)
+                send_message(connection, {"op": "attach", "name": "a", "token": "secret"})
+                pipe.send(str(receive_message(connection)))
+            except PermissionError:
+                pipe.send("no way in")
+            except (EOFError, OSError):
+                pipe.send("sent away")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_does_not_get_in_even_with_the_token() -> None:
+    """The folder's and the socket's modes keep others out; were they open, the kernel still says who it is."""
+    with tempfile.TemporaryDirectory(prefix="as-test-") as folder:
+        Path(folder).chmod(0o755)
+        private = Path(folder) / "run"
+        server = SegmentServer(private / "agent.sock", "secret")
+        server.start()
+        SegmentClient(server.socket_path, "secret").create("a", MIB).close()
+        stranger = Child(ask_as_another_user, server.socket_path)
+
+        def ask() -> object:
+            stranger.pipe.send(True)
+            return stranger.heard()
+
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (private, server.socket_path)] == [0o700, 0o600]
+        assert ask() == "no way in"
+        private.chmod(0o755)
+        assert ask() == "no way in"
+        server.socket_path.chmod(0o666)
+        assert ask() == "sent away"
+        stranger.kill()
+        server.close()
 
 
 def test_an_oversized_message_is_refused() -> None:

@@ -48,5 +48,6 @@ async def running_gateway(
                 await cluster.wait_for(lambda: server.backend.scheduler_up)
             address = f"127.0.0.1:{listening.port}"
             yield RunningGateway(server, f"http://{address}", f"127.0.0.1:{listening.grpc_port}")
+            server.ledger.check_integrity()
     finally:
         await server.close()
