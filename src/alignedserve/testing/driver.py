@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ import grpc
 
 from alignedserve.control.convert import (
     failure_from_proto,
+    key_from_proto,
     keys_from_proto,
     keys_to_proto,
     spec_to_proto,
@@ -36,6 +37,7 @@ class Answer:
     """What came back for one request. `error` where it ended with one."""
 
     key: RequestKey
+    spec: RequestSpec
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -52,8 +54,10 @@ class Answer:
 class Driver(gw_grpc.TokenSinkServicer):
     """A gateway for tests and benchmarks: owns requests, but delivers to the caller instead of over HTTP."""
 
-    def __init__(self, scheduler_address: str, token: str) -> None:
+    def __init__(self, scheduler_address: str, token: str, *, resubmit: bool = False) -> None:
+        """`resubmit`: what is lost is submitted again, in a new epoch, as a gateway does; else it ends with an error."""
         self._token = token
+        self._resubmit = resubmit
         self._process = pb.ProcessKey(role="gateway", id="driver", incarnation=new_incarnation())
         self._server = RpcServer(token)
         self._server.add(gw_grpc.add_TokenSinkServicer_to_server, self)
@@ -66,6 +70,7 @@ class Driver(gw_grpc.TokenSinkServicer):
         self._address = ""
         self.answers: dict[str, Answer] = {}
         self.max_request_tokens = 0
+        self.resubmitted = 0
 
     async def __aenter__(self) -> Self:
         self._address = await self._server.start()
@@ -102,7 +107,7 @@ class Driver(gw_grpc.TokenSinkServicer):
                 stopwatch=Stopwatch(Stage.QUEUE, now_ns),
             )
             specs.append(spec_to_proto(spec))
-            answers.append(Answer(key))
+            answers.append(Answer(key, replace(spec, prompt_token_ids=list(prompt), group_size=1)))
             self.answers[key.request_id] = answers[-1]
         self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=specs)))
         return answers
@@ -137,6 +142,8 @@ class Driver(gw_grpc.TokenSinkServicer):
 
     def _on_event(self, event: gw.TokenEvent, now_s: float) -> None:
         answer = self.answers[event.key.request_id]
+        if event.key.epoch != answer.key.epoch:
+            return
         if event.position > len(answer.tokens):  # the streams of two workers are not ordered among each other
             answer.early[event.position] = event
             return
@@ -168,8 +175,28 @@ class Driver(gw_grpc.TokenSinkServicer):
             known = (self.answers.get(key.request_id) for key in keys_from_proto(message.whose))
             mine = [answer.key for answer in known if answer is not None and not answer.done.is_set()]
             self._link.send(sc.GatewayMessage(claim=keys_to_proto(mine)))
+        elif kind == "lost" and self._resubmit:
+            self._submit_again([key_from_proto(key) for key in message.lost.keys])
         elif kind == "lost":
             self._end(message.lost.keys, AlignedServeError(f"lost: {message.lost.reason}"))
+
+    def _submit_again(self, keys: Sequence[RequestKey]) -> None:
+        """Go on after the tokens that came, each request alone."""
+        for key in keys:
+            answer = self.answers[key.request_id]
+            if answer.done.is_set() or answer.key != key:
+                continue
+            self.resubmitted += 1
+            answer.key = RequestKey(key.request_id, key.epoch + 1)
+            answer.early.clear()
+            spec = replace(
+                answer.spec,
+                key=answer.key,
+                output_token_ids=list(answer.tokens),
+                group_id=f"{key.request_id}/{answer.key.epoch}",
+                stopwatch=Stopwatch(Stage.QUEUE, time.time_ns()),
+            )
+            self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=[spec_to_proto(spec)])))
 
     def _end(self, keys: Sequence[pb.RequestKey], error: AlignedServeError) -> None:
         for key in keys:
