@@ -89,14 +89,14 @@ class Admission:
                 evictable += self._books.blocks_for(view.report.longest_tokens) + 1
         return min(max(share, evictable), self._ledger.capacity // 2)
 
-    def missing_blocks(self, blocks: int, most_tokens: int) -> int:
-        """Pool blocks that are missing to begin a prefill of `blocks`; 0 or less: it may begin.
+    def missing_blocks(self, blocks: int, most_tokens: int, own_blocks: int = 0) -> int:
+        """Pool blocks that are missing to begin a prefill of `blocks` more; 0 or less: it may begin.
 
-        Beside the reserve, one such request has room to grow to `most_tokens`. A pool that holds nothing takes whatever
-        fits at all, so that a large request is never stuck.
+        Beside the reserve, one such request has room to grow to `most_tokens`. A pool that holds nothing but the
+        request's `own_blocks` takes whatever fits at all, so that a large request is never stuck.
         """
         ledger = self._ledger
-        if not ledger.committed and not ledger.reserved:
+        if ledger.committed <= own_blocks and not ledger.reserved:
             return blocks - ledger.free
         growth = min(self._books.blocks_for(most_tokens), ledger.capacity // 4)
         return blocks + max(self.reserve_blocks(), growth) + ledger.reserved - ledger.free

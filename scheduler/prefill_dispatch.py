@@ -30,15 +30,18 @@ class PrefillDispatch:
 
     def _make_room(self, group: QueuedGroup) -> bool:
         """Whether the pool has room for the group, if need be by dropping clean copies of what decodes."""
-        first = self._books.record(group.keys[0])
-        self._books.ledger.pin(first.key)  # room is not made with what it is about to use
+        books = self._books
+        first = books.record(group.keys[0])
+        books.ledger.pin(first.key)  # room is not made with what it is about to use
         blocks = sum(self._admission.group_blocks(group.tokens, len(group.keys))) - first.blocks
         most_tokens = first.meta.max_total_tokens
-        missing = self._admission.missing_blocks(blocks, most_tokens)
-        if missing <= 0:
-            return True
-        self._books.drop_copies(missing)
-        return self._admission.missing_blocks(blocks, most_tokens) <= 0
+        missing = self._admission.missing_blocks(blocks, most_tokens, first.blocks)
+        if missing > 0:
+            books.drop_copies(missing)
+            missing = self._admission.missing_blocks(blocks, most_tokens, first.blocks)
+        if missing > 0:
+            books.ledger.mark_droppable(first.key)  # it waits on: evictions go before it
+        return missing <= 0
 
     def _begin(self, group: QueuedGroup, load: PrefillLoad, now_s: float) -> None:
         blocks = self._admission.group_blocks(group.tokens, len(group.keys))

@@ -26,6 +26,11 @@ def submitted(*names: str, tokens: int = 10, epoch: int = 0, group: str = "group
     return ev.Submitted(tuple(ev.RequestMeta(key(name, epoch), tokens, tokens + 10, group, "gw") for name in names))
 
 
+def submitted_again(name: str, tokens: int, most: int, base_tokens: int, epoch: int = 1) -> ev.Submitted:
+    """The pool holds the first `base_tokens` of it, from an older epoch."""
+    return ev.Submitted((ev.RequestMeta(key(name, epoch), tokens, most, "", "gw", base_tokens, -(-base_tokens // 4)),))
+
+
 CORE_RACES: dict[str, list[ev.Event]] = {
     "a request comes twice in one group": [submitted("a", "a")],
     "the first of a queued group is cancelled, and comes again": [
@@ -33,6 +38,16 @@ CORE_RACES: dict[str, list[ev.Event]] = {
         submitted("a", "b"),
         ev.CancelRequested((key("a"),)),
         submitted("a", "c"),
+    ],
+    "a request that needs most of the pool comes again, and the pool still holds a part of it": [
+        ev.PoolReported("pool", 25, 21),
+        submitted_again("a", 80, 90, 16),
+    ],
+    "the same, with others before and behind it": [
+        ev.PoolReported("pool", 25, 15),
+        ev.InstanceLost("prefill", "p0"),
+        submitted_again("a", 40, 90, 12),
+        submitted_again("b", 80, 90, 28),
     ],
 }
 
@@ -46,7 +61,7 @@ def test_core(events: list[ev.Event]) -> None:
         model.do(event, 0.0)
     model.do(ev.InstanceJoined("prefill", "p0"), 0.0)
     model.do(ev.PrefillReported("p0", 0, 1000, 40, 40, 20, 20), 0.0)
-    for _ in range(4):
+    for _ in range(8):
         for name, entry in list(model.open.items()):
             if entry.state == "prefilling":
                 model.do(ev.Prefilled(name, entry.meta.prefix_tokens, 3, 3), 0.0)

@@ -55,7 +55,7 @@ class Driver(gw_grpc.TokenSinkServicer):
     """A gateway for tests and benchmarks: owns requests, but delivers to the caller instead of over HTTP."""
 
     def __init__(self, scheduler_address: str, token: str, *, resubmit: bool = False) -> None:
-        """`resubmit`: what is lost is submitted again, in a new epoch, as a gateway does; else it ends with an error."""
+        """`resubmit`: what is lost is submitted again in a new epoch, as a gateway does; else it ends with an error."""
         self._token = token
         self._resubmit = resubmit
         self._process = pb.ProcessKey(role="gateway", id="driver", incarnation=new_incarnation())
