@@ -4,6 +4,7 @@ PYTHON ?=
 ARGS ?=
 FUZZ ?= 50
 BIN := $(VENV)/bin
+BENCHMARKS := $(filter-out benchmarks/soak.py,$(wildcard benchmarks/[a-z]*.py))
 
 export PYTHON
 
@@ -13,6 +14,8 @@ help:
 	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up, and serve a model"
 	@echo "make test | test-all [ARGS='-k name']              set up, and run the tests (test-all: the slow ones too)"
 	@echo "make fuzz [FUZZ=50]                                walk the state machines of the tests so many times longer"
+	@echo "make chaos                                         kill and stop every role under load; prints a table"
+	@echo "make soak [ARGS='--minutes 20']                    resident memory of each process under load"
 	@echo "make bench                                         run the benchmarks of the main job"
 	@echo "make lint | format | types | proto | wheel | clean for developers"
 
@@ -38,8 +41,14 @@ test-all: setup-test
 fuzz: setup-test
 	@ALIGNEDSERVE_FUZZ=$(FUZZ) exec $(BIN)/python -m pytest -k machine --timeout 0 $(ARGS) tests/unit
 
+chaos: setup-test
+	@exec $(BIN)/python -m pytest -s -m slow tests/chaos $(ARGS)
+
+soak: setup-test
+	@exec $(BIN)/python benchmarks/soak.py $(ARGS)
+
 bench: setup-test
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 
 proto:
 	tools/protoc.sh
