@@ -35,6 +35,14 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "gateway.api_key_file",
         {"metavar": "FILE", "help": "one API key a line; /v1/* and gRPC then ask for one of them"},
     ),
+    "--ttft-objective": (
+        "scheduler.ttft_objective_s",
+        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose first token would come later"},
+    ),
+    "--tpot-objective": (
+        "scheduler.tpot_objective_s",
+        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose tokens would each take longer"},
+    ),
     "--log-format": ("log.format", {"metavar": "text|json", "help": "how log records are written"}),
     "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file a role"}),
 }

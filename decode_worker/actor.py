@@ -167,7 +167,11 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self._report_lost(outcome.unreadable, "the KV could not be read from the pool", distrust=True)
 
     def _report_description(self) -> None:
-        self._report(dw.DecodeReport(description=self._description()))
+        description = self._description()
+        compute = self._instance.compute
+        if compute is not None and (measured := compute.pass_meter.take()) is not None:
+            description.measured.CopyFrom(measured)
+        self._report(dw.DecodeReport(description=description))
 
     def _by_source(
         self, requests: Iterable[pb.StoredRequest]

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from alignedserve.control.convert import failure_event, key_from_proto, spec_from_proto, token_event
+from alignedserve.control.passes import PassMeter
 from alignedserve.control.steps import StepMeter
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.engine.live import LiveRequest
@@ -61,6 +62,7 @@ class DecodeLoop:
         self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
         self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
         self._status: IterationStatus = scheduler.status()
+        self.pass_meter = PassMeter()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self.meter = StepMeter()
 
@@ -144,6 +146,7 @@ class DecodeLoop:
     def _turn(self) -> bool:
         """One iteration boundary and the iteration after it, or a wait; False: the loop is to end."""
         outcome = Outcome()
+        begun_s = time.perf_counter()
         if not self._drain(outcome):
             return False
         plan = self._scheduler.plan(time.monotonic())
@@ -155,7 +158,10 @@ class DecodeLoop:
             with self.meter.step(len(plan.run)):
                 self._iterate(plan.run, outcome)
         self._publish(outcome)
-        return bool(plan.run) or self._wait()
+        if not plan.run:
+            return self._wait()
+        self.pass_meter.add(len(plan.run), sum(item.kv_tokens for item in plan.run), time.perf_counter() - begun_s)
+        return True
 
     def _drain(self, outcome: Outcome) -> bool:
         """Handle what has come in; False: the loop is to end."""

@@ -14,6 +14,7 @@ from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import RoleHost
 from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.peers import GatewayPeers, PeerService
 from alignedserve.gateway.planning import ServedModel
@@ -44,13 +45,16 @@ class SchedulerLink:
     answers `hello` with its capacity), or after _CONFIRM_S without a failure.
     """
 
-    def __init__(self, process: pb.ProcessKey, address: str, token: str, ledger: Ledger, model: ServedModel) -> None:
+    def __init__(
+        self, process: pb.ProcessKey, address: str, token: str, ledger: Ledger, intake: Intake, model: ServedModel
+    ) -> None:
         self.gateway_id: str = process.id
         self.address = address
         self.up = False
         self._process = process
         self._token = token
         self._ledger = ledger
+        self._intake = intake
         self._model = model
         self._target: tuple[str, int] | None = None  # address and incarnation of the scheduler
         self._channel: TokenChannel | None = None
@@ -106,6 +110,7 @@ class SchedulerLink:
 
     def _on_down(self) -> None:
         self._stop_confirming()
+        self._intake.forget()
         if self.up:
             self.up = False
             self._down_since_s = time.monotonic()
@@ -128,6 +133,9 @@ class SchedulerLink:
             self._send(claim=keys_to_proto(self._ledger.open_among(keys_from_proto(message.whose))))
         elif kind == "capacity":
             self._model.capacity_tokens = message.capacity.max_request_tokens or None
+        elif kind == "intake":
+            intake = message.intake
+            self._intake.tell(intake.requests, intake.again_s, limited=intake.limited)
 
 
 class TokenSink(gw_grpc.TokenSinkServicer):
@@ -168,6 +176,7 @@ class Backend:
         supervisor_address: str,
         token: str,
         ledger: Ledger,
+        intake: Intake,
         model: ServedModel,
         *,
         host: str = "127.0.0.1",
@@ -180,6 +189,7 @@ class Backend:
         self.ended_because = ""
         self._token = token
         self._ledger = ledger
+        self._intake = intake
         self._model = model
         self._supervisor_address = supervisor_address
         self._locate = locate
@@ -204,7 +214,7 @@ class Backend:
         role = GatewayRole(self.process.id, self._ledger, heartbeat)
         self._server.add(sv_grpc.add_RoleServicer_to_server, role)
         self.address = await self._server.start()
-        self._link = SchedulerLink(self.process, self.address, self._token, self._ledger, self._model)
+        self._link = SchedulerLink(self.process, self.address, self._token, self._ledger, self._intake, self._model)
         self._ledger.attach(self._link)
 
         async def take_view(view: sv.ClusterView) -> None:

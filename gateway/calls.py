@@ -169,6 +169,7 @@ class Call:
             sampling=prompt.sampling.with_seed(derive_seed(prompt.sampling.seed, number)),
             request_id=f"{plan.internal_id}-{index}",
             group_id=f"{plan.internal_id}-g{index - number}",
+            epoch=1 if plan.resume else 0,  # what is no longer new is not refused for load
         )
 
     def _go_on(self, answer: Answer, delivered: Delivered) -> None:

@@ -26,6 +26,7 @@ from alignedserve.gateway.asgi import (
 )
 from alignedserve.gateway.calls import Call
 from alignedserve.gateway.failures import error_object
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.planning import CallPlan, ServedModel
 from alignedserve.gateway.replies import Reply
@@ -47,6 +48,7 @@ class GenerateEndpoint:
     def __init__(
         self,
         ledger: Ledger,
+        intake: Intake,
         model: ServedModel,
         max_body_bytes: int,
         parse: Callable[[Any], CompletionRequest | ChatRequest],
@@ -54,6 +56,7 @@ class GenerateEndpoint:
         reply: type[Reply],
     ) -> None:
         self._ledger = ledger
+        self._intake = intake
         self._model = model
         self._max_body_bytes = max_body_bytes
         self._parse = parse
@@ -62,10 +65,11 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await read_body(scope, receive, self._max_body_bytes)
-            request = self._parse(parse_json(body))
-            plan = await self._plan(self._model, request)
-            call = self._ledger.open(plan)
+            with self._intake.admit(len(self._ledger)):
+                body = await read_body(scope, receive, self._max_body_bytes)
+                request = self._parse(parse_json(body))
+                plan = await self._plan(self._model, request)
+                call = self._ledger.open(plan)
         except ClientGoneError:
             return
         except Exception as error:

@@ -12,8 +12,9 @@ from alignedserve import logs
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.answers import AnswerView, Part
 from alignedserve.gateway.asgi import report, too_large
-from alignedserve.gateway.calls import Answer
+from alignedserve.gateway.calls import Answer, Call
 from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
 from alignedserve.gateway.replies import LEAST_LOGPROB, Parts, timings
@@ -46,15 +47,21 @@ class InferenceService:
     """What the service's four methods do. They raise AlignedServeError; who serves them turns it into a status."""
 
     def __init__(
-        self, ledger: Ledger, model: ServedModel, max_body_bytes: int, cancel_call: Callable[[str], Awaitable[bool]]
+        self,
+        ledger: Ledger,
+        intake: Intake,
+        model: ServedModel,
+        max_body_bytes: int,
+        cancel_call: Callable[[str], Awaitable[bool]],
     ) -> None:
         self._cancel_call = cancel_call
         self._ledger = ledger
+        self._intake = intake
         self._max_body_bytes = max_body_bytes
         self._model = model
 
     async def generate(self, request: inf.GenerateRequest) -> inf.GenerateResponse:
-        call = self._ledger.open(await self._plan(request))
+        call = await self._open(request)
         logs.request_id.set(call.plan.id)
         parts = Parts(call, self._model, self._ledger.end)
         whole = [Part() for _ in parts.views]
@@ -76,7 +83,7 @@ class InferenceService:
         )
 
     async def stream(self, request: inf.GenerateRequest) -> AsyncGenerator[inf.GenerateChunk, None]:
-        call = self._ledger.open(await self._plan(request))
+        call = await self._open(request)
         logs.request_id.set(call.plan.id)
         parts = Parts(call, self._model, self._ledger.end)
         prompt: tuple[int, ...] | None = call.plan.prompts[0].token_ids
@@ -105,6 +112,10 @@ class InferenceService:
         info = self._model.info
         positions = info.max_positions if info is not None else 0
         return inf.ModelList(models=[inf.ModelCard(id=self._model.name, max_positions=positions)])
+
+    async def _open(self, request: inf.GenerateRequest) -> Call:
+        with self._intake.admit(len(self._ledger), again=bool(request.resume)):
+            return self._ledger.open(await self._plan(request))
 
     async def _plan(self, request: inf.GenerateRequest) -> CallPlan:
         if request.ByteSize() > self._max_body_bytes:

@@ -19,6 +19,7 @@ from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
 from alignedserve.gateway.guard import guarded
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.openai_replies import ChatReply, CompletionReply
 from alignedserve.gateway.openapi import openapi_json
@@ -37,19 +38,20 @@ class _Endpoint:
         await self._handle(scope, receive, send)
 
 
-def build_app(config: GatewayConfig, ledger: Ledger, operator: Operator, keys: ApiKeys) -> Starlette:
+def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, operator: Operator, keys: ApiKeys) -> Starlette:
     """The ASGI application of one gateway."""
     limit = config.max_body_bytes
     model = operator.model
     completions = GenerateEndpoint(
         ledger,
+        intake,
         model,
         limit,
         partial(parse_completion, max_prompts=config.max_prompts),
         plan_completion,
         CompletionReply,
     )
-    chat = GenerateEndpoint(ledger, model, limit, parse_chat, plan_chat, ChatReply)
+    chat = GenerateEndpoint(ledger, intake, model, limit, parse_chat, plan_chat, ChatReply)
     operations = Operations(operator)
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,6 +26,7 @@ from alignedserve.gateway.backend import Backend, Locate
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, book_entry, judge, role_entry
 from alignedserve.gateway.http_app import build_app
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.planning import ServedModel
@@ -45,7 +46,13 @@ class GatewayServer:
     """
 
     def __init__(
-        self, config: Config, model: ServedModel, backend: Backend, ledger: Ledger, metrics: GatewayMetrics
+        self,
+        config: Config,
+        model: ServedModel,
+        backend: Backend,
+        ledger: Ledger,
+        intake: Intake,
+        metrics: GatewayMetrics,
     ) -> None:
         self.config = config
         self.model = model
@@ -60,8 +67,8 @@ class GatewayServer:
         self._ending: asyncio.Task[None] | None = None
         self._node_id = ""
         self.api_keys = ApiKeys(config.gateway.api_key_file)
-        self.asgi_app: Starlette = build_app(config.gateway, ledger, self, self.api_keys)
-        self.inference = InferenceService(ledger, model, config.gateway.max_body_bytes, backend.cancel_call)
+        self.asgi_app: Starlette = build_app(config.gateway, ledger, intake, self, self.api_keys)
+        self.inference = InferenceService(ledger, intake, model, config.gateway.max_body_bytes, backend.cancel_call)
 
     @classmethod
     async def create(
@@ -89,8 +96,9 @@ class GatewayServer:
         model = ServedModel(config.served_model_name, tokenizer, template)
         metrics = GatewayMetrics(process.id)
         ledger = Ledger(config.gateway.max_queue, metrics)
-        backend = Backend(process, supervisor_address, token, ledger, model, host=host, locate=locate)
-        server = cls(config, model, backend, ledger, metrics)
+        intake = Intake(config.gateway.max_queue, metrics)
+        backend = Backend(process, supervisor_address, token, ledger, intake, model, host=host, locate=locate)
+        server = cls(config, model, backend, ledger, intake, metrics)
         server._node_id = node_id
         await backend.start(
             server._heartbeat,

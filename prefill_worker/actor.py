@@ -325,7 +325,11 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._report(pw.PrefillReport(failed=failed))
 
     def _report_description(self) -> None:
-        self._report(pw.PrefillReport(description=self._description()))
+        description = self._description()
+        compute = self._instance.compute
+        if compute is not None and (measured := compute.pass_meter.take()) is not None:
+            description.measured.CopyFrom(measured)
+        self._report(pw.PrefillReport(description=description))
 
     def _description(self) -> pw.PrefillDescription:
         instance = self._instance

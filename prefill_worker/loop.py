@@ -15,6 +15,7 @@ import torch
 
 from alignedserve.config import PrefillConfig
 from alignedserve.control.convert import failure_event, logprob_to_proto, token_event
+from alignedserve.control.passes import PassMeter
 from alignedserve.control.steps import StepMeter
 from alignedserve.engine.batch import LogitRows
 from alignedserve.engine.live import LiveRequest
@@ -118,6 +119,7 @@ class PrefillLoop:
         self.meter = StepMeter()
         self.repeated_tokens = 0  # computed for requests that were submitted again
         self.reused_tokens = 0  # of those: not computed, because the pool still had their KV
+        self.pass_meter = PassMeter()
 
     # ---- called from the event loop
 
@@ -271,6 +273,7 @@ class PrefillLoop:
 
     def _step(self, plan: Sequence[Chunk]) -> None:
         outcome = Computed()
+        begun_s = time.perf_counter()
         now_ns = time.time_ns()
         for chunk in plan:
             job = self._jobs[chunk.key]
@@ -288,6 +291,8 @@ class PrefillLoop:
                 self._chunks.done(chunk)
         else:
             self._take(plan, items, logits, outcome)
+            tokens, cached = sum(chunk.count for chunk in plan), sum(chunk.start for chunk in plan)
+            self.pass_meter.add(tokens, cached, time.perf_counter() - begun_s)
         self.passes += 1
         self._post(outcome)
 

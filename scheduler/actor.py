@@ -39,6 +39,7 @@ from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.intake import IntakeNews
 from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
@@ -75,6 +76,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._left: OrderedDict[RequestKey, None] = OrderedDict()  # lost lately: their next epoch may adopt their KV
         self._succession: Succession[sc.GatewayMessage] = Succession()
         self._living_gateways: set[str] = set()  # as the supervisor knows them
+        self._intake = IntakeNews(lambda message: self._tell_all(intake=message))
         self._ticker: asyncio.Task[None] | None = None
         self._ticks = 0
 
@@ -109,6 +111,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     async def on_close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
+        self._intake.close()
         await self._links.close()
 
     def describe(self) -> sv.Heartbeat:
@@ -119,8 +122,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self.busy = True  # it ticks, whatever there is
         self.step_s = self.config.scheduler.tick_s
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-        gauges = {f"requests_{name}": count for name, count in counts.items()}
+        gauges: dict[str, float] = {f"requests_{name}": count for name, count in counts.items()}
         gauges["requests_dropped_for_room_total"] = self._core.dropped_for_room
+        gauges |= self._core.load_gauges(time.monotonic())
         alarm = self._core.alarm(time.monotonic())
         return sv.Heartbeat(
             holds=holds or "no request",
@@ -142,6 +146,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
         self._gateways[gateway_id] = outbox
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
+        outbox.put(sc.SchedulerMessage(intake=self._intake.message()))
         self._on_gateway_message(gateway_id, first)
 
         def on_message(message: sc.GatewayMessage) -> None:
@@ -216,6 +221,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _submit(self, specs: list[pb.RequestSpec]) -> None:
         assert self._core is not None  # nothing of a gateway is acted upon before
         keys = [key_from_proto(spec.key) for spec in specs]
+        self._intake.submitted()
         for key, spec in zip(keys, specs, strict=True):
             if not spec.prompt_token_ids:
                 spec.prompt_token_ids.extend(specs[0].prompt_token_ids)
@@ -244,6 +250,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         outbox = self._gateways.get(gateway_id)
         if outbox is not None:
             outbox.put(sc.SchedulerMessage(**body))
+
+    def _tell_all(self, **body: Any) -> None:
+        for gateway_id in self._gateways:
+            self._tell(gateway_id, **body)
 
     # ---- reports
 
@@ -311,8 +321,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         capacity = self._core.max_request_tokens()
         if capacity and capacity != self._capacity:
             self._capacity = capacity
-            for gateway_id in self._gateways:
-                self._tell(gateway_id, capacity=sc.Capacity(max_request_tokens=capacity))
+            self._tell_all(capacity=sc.Capacity(max_request_tokens=capacity))
 
     def _on_prefilled(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
@@ -369,8 +378,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _find_unclaimed(self, held: Iterable[RequestKey]) -> None:
         unknown = self._audit.inventory(held, self._gateways)
         if unknown:
-            for gateway_id in self._gateways:
-                self._tell(gateway_id, whose=keys_to_proto(unknown))
+            self._tell_all(whose=keys_to_proto(unknown))
             self._release_unclaimed(self._audit.verdict())
 
     def _release_unclaimed(self, keys: Sequence[RequestKey]) -> None:
@@ -407,6 +415,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                 self._carry_out(action)
             except Exception:  # one action that fails must not keep the others from being carried out
                 logger.exception("cannot carry out %s", type(action).__name__)
+        self._intake.look(self._core)
 
     def _carry_out(self, action: act.Action) -> None:
         match action:

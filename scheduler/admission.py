@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from alignedserve.errors import AlignedServeError, InvalidRequestError, OverloadedError
+from alignedserve.errors import InvalidRequestError, OverloadedError
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import RequestMeta
 
@@ -40,12 +40,9 @@ class Admission:
         share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
         return min(decode * self._block_size, prefill, (self._ledger.capacity - share) * self._block_size)
 
-    def refusal(self, group: tuple[RequestMeta, ...]) -> AlignedServeError | None:
-        """Why a group that was just submitted is refused, or None."""
-        too_large = self.too_large(group[0])
-        if too_large is not None:
-            return too_large
-        if len(self._queue) + len(group) > self._config.scheduler.max_queue:
+    def queue_full(self, requests: int) -> OverloadedError | None:
+        """Why a group of `requests` that was just submitted may not wait, or None."""
+        if len(self._queue) + requests > self._config.scheduler.max_queue:
             return OverloadedError(
                 f"{len(self._queue)} requests wait for prefill; the limit is {self._config.scheduler.max_queue}",
                 retry_after_s=self.retry_after_s(),

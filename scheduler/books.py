@@ -11,6 +11,7 @@ from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
+from alignedserve.scheduler.decode_times import DecodeTimes
 from alignedserve.scheduler.events import BufferKind, HeldRequest, RequestMeta
 from alignedserve.scheduler.instances import Instances
 from alignedserve.scheduler.policies import POLICIES
@@ -32,6 +33,7 @@ class Books:
         self.queue = PrefillQueue()
         self.ledger = PoolLedger()
         self.clock = WaitingClock(config.scheduler.starvation_after_s)
+        self.decode_times = DecodeTimes()
         self.policy = POLICIES.get(config.scheduler.policy)(config.scheduler)
         self.in_pool: dict[RequestKey, Record] = {}  # WAITING, in the order in which they came
         self.changed: dict[str, None] = {}  # decode instances to look at again
@@ -109,7 +111,7 @@ class Books:
 
     def enter_pool(self, record: Record, kv_tokens: int, blocks: int, since_s: float, now_s: float) -> None:
         """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`."""
-        self._detach(record, now_s)
+        self._detach(record)
         record.kv_tokens, record.blocks = kv_tokens, blocks
         record.prefill_id = record.decode_id = ""
         record.recalled = False
@@ -120,7 +122,7 @@ class Books:
 
     def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
         """WAITING -> PREFETCHED: from here on `decode_id` decides."""
-        self._detach(record, now_s)
+        self._detach(record)
         self.clock.leave_pool(record.key)
         self.table.move(record, RequestState.PREFETCHED, now_s)
         record.decode_id, record.prefill_id, record.buffer = decode_id, prefill_id, kind
@@ -144,17 +146,19 @@ class Books:
 
     def join(self, record: Record, now_s: float) -> None:
         """PREFETCHED -> DECODING: its copy in the pool could go now."""
-        self._detach(record, now_s)
+        self._detach(record)
         self.clock.stop(record.key)
         record.prefill_id = ""
         self.table.move(record, RequestState.DECODING, now_s)
         decode = self.instances.decode[record.decode_id]
         decode.decoding[record.key] = record
+        self.decode_times.begin(now_s)
         decode.joined_blocks += record.blocks
+        record.joined_iteration = decode.iterations
         self.ledger.mark_droppable(record.key)
         self.change(record.decode_id)
 
-    def _detach(self, record: Record, now_s: float) -> None:
+    def _detach(self, record: Record) -> None:
         """Out of the books of the state that it leaves, but for the clock and the ledger."""
         key = record.key
         prefill = self.instances.prefill.get(record.prefill_id)
@@ -163,7 +167,7 @@ class Books:
             case RequestState.PREFILLING if prefill is not None:
                 del prefill.prefilling[key]
                 if record.prefill_tokens:
-                    prefill.load.drop(record.prefill_tokens, now_s)
+                    prefill.load.drop(record.prefill_tokens)
             case RequestState.WAITING:
                 self.policy.remove(key)
                 del self.in_pool[key]
@@ -175,8 +179,10 @@ class Books:
                 if prefill is not None:
                     del prefill.buffered[key]
                     prefill.buffers[record.buffer].committed -= record.blocks
-            case RequestState.DECODING if decode is not None:
-                del decode.decoding[key]
+            case RequestState.DECODING:
+                self.decode_times.leave(record.entered_s[RequestState.DECODING])
+                if decode is not None:
+                    del decode.decoding[key]
         record.prefill_tokens = 0
 
     # endings
@@ -193,7 +199,7 @@ class Books:
         if record.state in (RequestState.WAITING, RequestState.PREFETCHED):
             self.clock.stop(record.key)
         self.change(record.decode_id)
-        self._detach(record, now_s)
+        self._detach(record)
         if keep_copy:
             self.ledger.leave(record.key)
         else:
@@ -274,6 +280,7 @@ class Books:
             "pool": (waiting, len(self.in_pool)),
             "clock": (waiting + prefetched, len(self.clock)),
             "candidates": (prefetched, candidates),
+            "decode times": (counts[RequestState.DECODING], len(self.decode_times)),
             "decoding": (counts[RequestState.DECODING], sum(len(view.decoding) for view in decodes)),
         }
         for view in decodes:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from alignedserve.config import Config
+from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events
 from alignedserve.scheduler.actions import Action, CancelAt
@@ -17,10 +18,11 @@ from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import Event, RequestMeta
 from alignedserve.scheduler.instances import DecodeView, PrefillView
+from alignedserve.scheduler.overload import Overload, Room
 from alignedserve.scheduler.pool_relief import PoolRelief
 from alignedserve.scheduler.prefetcher import Prefetcher
 from alignedserve.scheduler.prefill_dispatch import PrefillDispatch
-from alignedserve.scheduler.request_table import RequestState
+from alignedserve.scheduler.request_table import Record, RequestState
 from alignedserve.scheduler.routing import PrefillLoad
 
 
@@ -30,6 +32,7 @@ class SchedulerCore:
     def __init__(self, config: Config, block_size: int) -> None:
         self._books = Books(config, block_size)
         self._admission = Admission(self._books)
+        self._overload = Overload(self._books, self._admission)
         self._dispatch = PrefillDispatch(self._books, self._admission)
         self._prefetcher = Prefetcher(self._books)
         self._relief = PoolRelief(self._books, self._admission)
@@ -114,6 +117,18 @@ class SchedulerCore:
         """The longest request, prompt and answer, that can be served; 0 while a role is missing."""
         return self._admission.max_request_tokens()
 
+    def room(self, now_s: float) -> Room:
+        """How many more requests would be accepted now: gateways refuse by it before they read one."""
+        return self._overload.room(now_s)
+
+    def load_gauges(self, now_s: float) -> dict[str, float]:
+        """What is predicted for a usual request that came now (while no role is missing), and who was refused."""
+        gauges: dict[str, float] = {"requests_refused_for_load_total": self._overload.refused}
+        outlook = self._overload.outlook(now_s)
+        if outlook is not None:
+            gauges |= {"predicted_ttft_seconds": outlook.ttft_s, "predicted_tpot_seconds": outlook.tpot_s}
+        return gauges
+
     def check_integrity(self) -> None:
         """Recount everything. Raises AccountingError where the books do not match."""
         self._books.check_integrity()
@@ -133,14 +148,22 @@ class SchedulerCore:
             self._open(tuple(group.values()), now_s)
 
     def _open(self, group: tuple[RequestMeta, ...], now_s: float) -> None:
-        refusal = self._admission.refusal(group)
+        refusal = self._admission.too_large(group[0]) or self._full(group, now_s)
         if refusal is not None:
             self._books.refuse(group, refusal)
             return
         self._books.add(group, now_s)
-        record = self._books.table.get(group[0].key)
-        if record is not None and record.state is RequestState.WAITING:
+        record = self._books.record(group[0].key)
+        if record.state is RequestState.WAITING:
             self._prefetcher.place(record, now_s)
+        else:
+            self._overload.accepted(record, len(group), now_s)
+
+    def _full(self, group: tuple[RequestMeta, ...], now_s: float) -> AlignedServeError | None:
+        """Why a group is refused for load: only new ones are, never those that a gateway submits again."""
+        if any(meta.key.epoch for meta in group):
+            return None
+        return self._admission.queue_full(len(group)) or self._overload.refusal(group, now_s)
 
     def _cancel_requested(self, event: events.CancelRequested, now_s: float) -> None:
         self._cancel(event.keys, now_s)
@@ -164,8 +187,9 @@ class SchedulerCore:
             return  # where it is not open any more, its next epoch adopts what lies in the pool, or the audit finds it
         prefill = self._books.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
-            prefill.load.finish(record.prefill_tokens, now_s)
+            prefill.load.drop(record.prefill_tokens)
             record.prefill_tokens = 0
+        self._overload.prefilled(record, now_s)
         self._books.ledger.commit(event.key, event.new_blocks)
         self._books.enter_pool(record, event.kv_tokens, event.blocks, now_s, now_s)
         self._placed(event.key, now_s)
@@ -208,7 +232,16 @@ class SchedulerCore:
 
     def _finished(self, event: events.Finished, now_s: float) -> None:
         for record in self._books.open(dict.fromkeys(event.keys)):
+            if record.state is RequestState.DECODING and not record.cancelled:
+                self._learn_from(record, now_s)
             self._books.end(record, now_s)
+
+    def _learn_from(self, record: Record, now_s: float) -> None:
+        """A request has decoded to its end: for how many iterations, and how long it was here."""
+        decode = self._books.instances.decode.get(record.decode_id)
+        begun_s = record.entered_s.get(RequestState.PREFILLING)
+        if decode is not None and begun_s is not None:
+            self._books.decode_times.finish(decode.iterations - record.joined_iteration, now_s - begun_s)
 
     def _lost(self, event: events.Lost, now_s: float) -> None:
         records = self._books.open(dict.fromkeys(event.keys))

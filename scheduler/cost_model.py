@@ -5,10 +5,27 @@ Measured tables and the two kernel modes of systems.md fit behind the same inter
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 RIDGE = 1e-4  # how much the prior weighs, in observations of typical size
+OUTLIER = 4.0  # what took longer than so many times the prediction counts as that: a machine that stood still
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Sums over forward passes that an instance has measured.
+
+    Prefill: `tokens` prompt tokens computed, behind `cached_tokens` whose KV was there. Decode: `tokens` requests with
+    `cached_tokens` of prefix together. `seconds` is the time that the passes took, from boundary to boundary.
+    """
+
+    passes: int
+    tokens: int
+    cached_tokens: int
+    seconds: float
 
 
 class CostModel(ABC):
@@ -22,33 +39,91 @@ class CostModel(ABC):
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
         """One decode iteration of requests with these prefix lengths."""
 
+    @abstractmethod
+    def observe_chunks(self, passes: Passes) -> None:
+        """What prefill passes of this instance took."""
 
-class LinearFit:
-    """`y = w x`, fitted online by least squares in which older observations fade.
+    @abstractmethod
+    def observe_iterations(self, passes: Passes) -> None:
+        """What decode iterations of this instance took."""
 
-    `prior`: the weights before the first observation, and in directions that were never observed. `scale`: typical
-    values of x. `forget` in (0, 1]: the weight that an observation keeps at each later one.
+    @property
+    @abstractmethod
+    def iteration_margin_s(self) -> float:
+        """What to add to a prediction of an iteration, that four of five have kept it lately."""
+
+
+class RunningQuantile:
+    """The value that a `share` of the latest observations lies below: follows them in steps, so one outlier is a step.
+
+    A step is as long as observations deviate from the quantile on average.
     """
 
-    def __init__(self, prior: Sequence[float], scale: Sequence[float], forget: float = 0.98) -> None:
+    def __init__(self, share: float = 0.8, gain: float = 0.1) -> None:
+        self.value = 0.0
+        self._share = share
+        self._gain = gain
+        self._deviation = 0.0
+
+    def observe(self, x: float) -> None:
+        self._deviation += self._gain * (
+            min(abs(x - self.value), OUTLIER * self._deviation or math.inf) - self._deviation
+        )
+        step = self._gain * self._deviation
+        self.value += step * self._share if x > self.value else -step * (1.0 - self._share)
+
+
+class LinearFit:
+    """`y = w x`, fitted online by least squares in which older observations fade; no weight is below 0.
+
+    `prior`: the weights before the first observation, and in directions that were never observed. `scale`: typical
+    values of x. `forget` in (0, 1]: the weight that an observation keeps at each later one. `late`: by how much y was
+    above the prediction.
+    """
+
+    def __init__(self, prior: Sequence[float], scale: Sequence[float], forget: float = 0.95) -> None:
         self.weights = list(prior)
         self._prior = [weight * value for weight, value in zip(prior, scale, strict=True)]
         self._scale = list(scale)
         self._forget = forget
         self._a = [[0.0] * len(self.weights) for _ in self.weights]  # sums of u u', where u = x / scale
         self._b = [0.0] * len(self.weights)  # sums of u y
+        self._seen = False
+        self.late = RunningQuantile()
 
     def predict(self, x: Sequence[float]) -> float:
         return sum(weight * value for weight, value in zip(self.weights, x, strict=True))
 
     def observe(self, x: Sequence[float], y: float) -> None:
+        predicted = self.predict(x)
+        if self._seen and predicted > 0.0:  # the prior's own error says nothing
+            y = min(y, OUTLIER * predicted)
+            self.late.observe(y - predicted)
+        self._seen = True
         u = [value / scale for value, scale in zip(x, self._scale, strict=True)]
         for i, row in enumerate(self._a):
             self._a[i] = [self._forget * a + u[i] * value for a, value in zip(row, u, strict=True)]
             self._b[i] = self._forget * self._b[i] + u[i] * y
-        ridge = [[a + (RIDGE if i == j else 0.0) for j, a in enumerate(row)] for i, row in enumerate(self._a)]
-        solved = _solve(ridge, [b + RIDGE * prior for b, prior in zip(self._b, self._prior, strict=True)])
+        solved = self._fit()
         self.weights = [weight / scale for weight, scale in zip(solved, self._scale, strict=True)]
+
+    def _fit(self) -> list[float]:
+        """Least squares; what would get a weight below 0 gets none, and the others are fitted again.
+
+        More work never takes less time. Without this, noise in two features that move together would say so.
+        """
+        used = list(range(len(self.weights)))
+        solved = [0.0] * len(self.weights)
+        while used:
+            a = [[self._a[i][j] + (RIDGE if i == j else 0.0) for j in used] for i in used]
+            some = _solve(a, [self._b[i] + RIDGE * self._prior[i] for i in used])
+            worst = min(range(len(used)), key=lambda number: some[number])
+            if some[worst] >= 0.0:
+                for number, i in enumerate(used):
+                    solved[i] = some[number]
+                return solved
+            del used[worst]
+        return solved
 
 
 def _solve(a: list[list[float]], b: list[float]) -> list[float]:
@@ -67,20 +142,35 @@ def _solve(a: list[list[float]], b: list[float]) -> list[float]:
 
 
 class LinearCostModel(CostModel):
-    """Prefill linear in its tokens; an iteration linear in requests and KV tokens read. Learns from measurements."""
+    """A pass is linear in requests (or prompt tokens) and in the KV tokens that it reads. Learns from measurements.
 
-    def __init__(self, prefill_token_s: float = 1e-4, iteration_s: float = 1e-2) -> None:
-        self._prefill = LinearFit((0.0, prefill_token_s), (1.0, 512.0))
+    `chunk_tokens`: the most that one prefill pass computes; longer prompts take several.
+    """
+
+    def __init__(self, prefill_token_s: float = 1e-4, iteration_s: float = 1e-2, chunk_tokens: int = 512) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._chunk = LinearFit((0.0, prefill_token_s, 0.0), (1.0, 512.0, 4096.0))
         self._iteration = LinearFit((iteration_s, 0.0, 0.0), (1.0, 64.0, 65536.0))
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
-        return max(0.0, self._prefill.predict((1.0, tokens)))
+        return self._chunk.predict((-(-tokens // self._chunk_tokens), tokens, cached_tokens))
 
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
-        return max(0.0, self._iteration.predict((1.0, len(lengths), sum(lengths))))
+        return self._iteration.predict((1.0, len(lengths), sum(lengths)))
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        self._prefill.observe((1.0, tokens), seconds)
+    @property
+    def iteration_margin_s(self) -> float:
+        return max(0.0, self._iteration.late.value)
 
-    def observe_iteration(self, lengths: Sequence[int], seconds: float) -> None:
-        self._iteration.observe((1.0, len(lengths), sum(lengths)), seconds)
+    def observe_chunks(self, passes: Passes) -> None:
+        _observe(self._chunk, passes)
+
+    def observe_iterations(self, passes: Passes) -> None:
+        _observe(self._iteration, passes)
+
+
+def _observe(fit: LinearFit, passes: Passes) -> None:
+    """Means of several passes are as good as one pass, since the model is linear."""
+    count = passes.passes
+    if count:
+        fit.observe((1.0, passes.tokens / count, passes.cached_tokens / count), passes.seconds / count)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost_model import Passes
 
 
 class BufferKind(enum.IntEnum):
@@ -23,6 +24,7 @@ class RequestMeta:
     `prefix_tokens` counts the prompt and what was generated in earlier epochs; `max_total_tokens` is the most it can
     grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: of so many of them the pool holds
     the KV already, in `base_blocks` blocks that an earlier epoch committed; `whole`: it needs no more to decode.
+    `age_s`: how long its gateway has had it.
     """
 
     key: RequestKey
@@ -33,6 +35,7 @@ class RequestMeta:
     base_tokens: int = 0
     base_blocks: int = 0
     whole: bool = False
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class PrefillReported:
     """Free blocks are those that a prefetch could take now: without what is leased for evictions.
 
     `pool_wait_blocks`: pool blocks that give-backs of its candidates wait for, because the pool has none free.
+    `measured`: chunks that it has computed since the last time that it said so.
     """
 
     prefill_id: str
@@ -108,11 +112,15 @@ class PrefillReported:
     requests_buffer_blocks: int
     requests_buffer_free_blocks: int
     pool_wait_blocks: int = 0
+    measured: Passes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeReported:
-    """`pool_wait_blocks`: pool blocks that its evictions (and give-backs) wait for, because the pool has none free."""
+    """`pool_wait_blocks`: pool blocks that its evictions (and give-backs) wait for, because the pool has none free.
+
+    `measured`: iterations since the last time that it said so.
+    """
 
     decode_id: str
     cache_blocks: int
@@ -125,6 +133,7 @@ class DecodeReported:
     batch_buffer_requests: int
     requests_buffer_requests: int
     pool_wait_blocks: int = 0
+    measured: Passes | None = None
 
 
 @dataclass(frozen=True, slots=True)

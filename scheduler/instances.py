@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.config import Config
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost_model import CostModel, LinearCostModel
 from alignedserve.scheduler.events import BufferKind, DecodeReported, PrefillReported
 from alignedserve.scheduler.request_table import Record
 from alignedserve.scheduler.routing import PrefillLoad
@@ -50,6 +51,8 @@ class PrefillView:
 
     def report(self, event: PrefillReported, block_size: int) -> None:
         self.load.cache_tokens = event.cache_blocks * block_size
+        if event.measured is not None:
+            self.load.cost.observe_chunks(event.measured)
         self.pool_wait_blocks = event.pool_wait_blocks
         self.buffers[BufferKind.BATCH].report(event.batch_buffer_blocks, event.batch_buffer_free_blocks)
         self.buffers[BufferKind.REQUESTS].report(event.requests_buffer_blocks, event.requests_buffer_free_blocks)
@@ -75,9 +78,18 @@ class DecodeView:
     bounced: bool = False  # it gave something back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
     room_since_s: float | None = None
+    cost: CostModel = field(default_factory=LinearCostModel)
+    mean_tokens: int = 0  # prefix length of those that ran lately; 0: not known yet
+    iterations: int = 0  # that it has reported; up to a tenth of a second behind
+    most_requests: int = 0  # in the largest batch that was measured
 
     def take_report(self, report: DecodeReported) -> None:
         self.report, self.joined_blocks, self.bounced = report, 0, False
+        if report.measured is not None:
+            self.cost.observe_iterations(report.measured)
+            self.mean_tokens = report.measured.cached_tokens // max(1, report.measured.tokens)
+            self.iterations += report.measured.passes
+            self.most_requests = max(self.most_requests, report.measured.tokens // report.measured.passes)
 
     @property
     def size(self) -> int:

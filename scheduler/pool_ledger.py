@@ -79,6 +79,10 @@ class PoolLedger:
         """Its copy is in use: it is not to be dropped."""
         self._droppable.pop(key, None)
 
+    def droppable_blocks(self) -> int:
+        """Blocks of clean copies. O(n) in the requests that have one."""
+        return sum(self._committed[key] for key in self._droppable)
+
     def drop_copies(self, blocks: int) -> list[RequestKey]:
         """Give up clean copies, oldest first, until `blocks` more are free; whose."""
         dropped = []

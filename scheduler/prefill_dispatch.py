@@ -50,5 +50,5 @@ class PrefillDispatch:
         for record, needed in zip(self._books.open(group.keys), blocks, strict=True):
             self._books.begin_prefill(record, load.prefill_id, needed, now_s)
         first.prefill_tokens = group.tokens - first.kv_tokens
-        load.begin(first.prefill_tokens, now_s)
+        load.begin(first.prefill_tokens)
         self._books.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

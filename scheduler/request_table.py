@@ -52,6 +52,8 @@ class Record:
     prefill_id: str = ""  # where it is prefilled, or in whose buffer it is
     decode_id: str = ""  # which decode instance decides about it
     buffer: BufferKind = BufferKind.BATCH
+    joined_iteration: int = 0  # how many iterations its decode instance was known to have done by then
+    first_token_due_s: float = 0.0  # when its prefill was predicted to be done; 0: nothing is to be learnt from it
     cancelled: bool = False  # its end has been asked for
     recalled: bool = False  # it has been asked back from its decode instance
 

@@ -5,34 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from alignedserve.scheduler.cost_model import LinearCostModel
+from alignedserve.scheduler.cost_model import CostModel, LinearCostModel
 
 
 @dataclass(slots=True)
 class PrefillLoad:
-    """What one prefill instance has been given and how fast it has been. Times are seconds of the core's clock."""
+    """What one prefill instance has been given, and how fast it is, as its own chunks say."""
 
     prefill_id: str
     cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
     pending_tokens: int = 0
-    cost: LinearCostModel = field(default_factory=LinearCostModel)
-    busy_since_s: float = 0.0  # since it last finished a prompt, or was idle
+    cost: CostModel = field(default_factory=LinearCostModel)
 
-    def begin(self, tokens: int, now_s: float) -> None:
-        if not self.pending_tokens:
-            self.busy_since_s = now_s
+    def begin(self, tokens: int) -> None:
         self.pending_tokens += tokens
 
-    def finish(self, tokens: int, now_s: float) -> None:
-        """A prompt was computed: the time since the one before it is what its tokens took."""
-        if now_s > self.busy_since_s:
-            self.cost.observe_prefill(tokens, now_s - self.busy_since_s)
-        self.drop(tokens, now_s)
-
-    def drop(self, tokens: int, now_s: float) -> None:
-        """A prompt went without being computed, or its time is not to be learnt from."""
+    def drop(self, tokens: int) -> None:
+        """A prompt was computed, or went without being computed."""
         self.pending_tokens -= tokens
-        self.busy_since_s = now_s
 
     def predicted_ttft_s(self, tokens: int) -> float:
         return self.cost.predict_prefill_s(self.pending_tokens + tokens)

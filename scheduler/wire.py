@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from alignedserve.control.convert import key_from_proto
@@ -9,6 +10,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost_model import Passes
 from alignedserve.scheduler.events import BufferKind, DecodeReported, HeldRequest, PrefillReported, RequestMeta
 
 
@@ -21,6 +23,7 @@ def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
         max_total_tokens=prompt + spec.sampling.max_tokens,
         group_id=spec.group_id,
         gateway_id=spec.gateway_id,
+        age_s=max(0.0, (time.time_ns() - spec.arrival_ns) / 1e9),
     )
 
 
@@ -45,6 +48,7 @@ def prefill_reported(prefill_id: str, message: pw.PrefillDescription) -> Prefill
         message.requests_buffer_blocks,
         message.requests_buffer_free_blocks,
         message.pool_wait_blocks,
+        _passes(message.measured),
     )
 
 
@@ -61,4 +65,11 @@ def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeRepo
         message.batch_buffer_requests,
         message.requests_buffer_requests,
         message.pool_wait_blocks,
+        _passes(message.measured),
     )
+
+
+def _passes(message: pb.Passes) -> Passes | None:
+    if not message.passes:
+        return None
+    return Passes(message.passes, message.tokens, message.cached_tokens, message.seconds)

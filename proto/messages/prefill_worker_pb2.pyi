@@ -85,7 +85,7 @@ class ReturnedRequests(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.StoredRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillDescription(_message.Message):
-    __slots__ = ("process", "pending_tokens", "cache_blocks", "cache_free_blocks", "batch_buffer_blocks", "batch_buffer_free_blocks", "requests_buffer_blocks", "requests_buffer_free_blocks", "pool_wait_blocks")
+    __slots__ = ("process", "pending_tokens", "cache_blocks", "cache_free_blocks", "batch_buffer_blocks", "batch_buffer_free_blocks", "requests_buffer_blocks", "requests_buffer_free_blocks", "pool_wait_blocks", "measured")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class PrefillDescription(_message.Message):
     REQUESTS_BUFFER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_BUFFER_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     POOL_WAIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pending_tokens: int
     cache_blocks: int
@@ -104,7 +105,8 @@ class PrefillDescription(_message.Message):
     requests_buffer_blocks: int
     requests_buffer_free_blocks: int
     pool_wait_blocks: int
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., batch_buffer_blocks: _Optional[int] = ..., batch_buffer_free_blocks: _Optional[int] = ..., requests_buffer_blocks: _Optional[int] = ..., requests_buffer_free_blocks: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ...) -> None: ...
+    measured: _common_pb2.Passes
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pending_tokens: _Optional[int] = ..., cache_blocks: _Optional[int] = ..., cache_free_blocks: _Optional[int] = ..., batch_buffer_blocks: _Optional[int] = ..., batch_buffer_free_blocks: _Optional[int] = ..., requests_buffer_blocks: _Optional[int] = ..., requests_buffer_free_blocks: _Optional[int] = ..., pool_wait_blocks: _Optional[int] = ..., measured: _Optional[_Union[_common_pb2.Passes, _Mapping]] = ...) -> None: ...
 
 class BufferEvent(_message.Message):
     __slots__ = ("stores", "announced", "leased")

@@ -36,16 +36,18 @@ class Submission(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("rejected", "lost", "capacity", "whose")
+    __slots__ = ("rejected", "lost", "capacity", "whose", "intake")
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     WHOSE_FIELD_NUMBER: _ClassVar[int]
+    INTAKE_FIELD_NUMBER: _ClassVar[int]
     rejected: Rejection
     lost: Loss
     capacity: Capacity
     whose: _common_pb2.RequestKeys
-    def __init__(self, rejected: _Optional[_Union[Rejection, _Mapping]] = ..., lost: _Optional[_Union[Loss, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., whose: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    intake: Intake
+    def __init__(self, rejected: _Optional[_Union[Rejection, _Mapping]] = ..., lost: _Optional[_Union[Loss, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., whose: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., intake: _Optional[_Union[Intake, _Mapping]] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("keys", "failure")
@@ -68,6 +70,16 @@ class Capacity(_message.Message):
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_request_tokens: int
     def __init__(self, max_request_tokens: _Optional[int] = ...) -> None: ...
+
+class Intake(_message.Message):
+    __slots__ = ("limited", "requests", "again_s")
+    LIMITED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_S_FIELD_NUMBER: _ClassVar[int]
+    limited: bool
+    requests: int
+    again_s: float
+    def __init__(self, limited: bool = ..., requests: _Optional[int] = ..., again_s: _Optional[float] = ...) -> None: ...
 
 class SchedulerDescription(_message.Message):
     __slots__ = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")

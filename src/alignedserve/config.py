@@ -87,6 +87,9 @@ class SchedulerConfig:
     join_window: float = _key(0.25, "a length matches the running batch within this share of it", low=0.0)
     starvation_after_s: float = _key(5.0, "a request that waited so long goes before density", low=0.0)
     max_queue: int = _key(65536, "most requests that wait for prefill; more are refused", low=1)
+    ttft_objective_s: float = _key(0.0, "refuse what would get its first token later; 0: no objective", low=0.0)
+    tpot_objective_s: float = _key(0.0, "refuse what would take longer for each further token; 0: none", low=0.0)
+    max_wait_s: float = _key(300.0, "refuse what would wait longer for room in pool and batch", low=1.0)
     tick_s: float = _key(0.1, "how often time alone makes the scheduler look again", low=0.001, high=60.0)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit
+from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit, Passes
 from alignedserve.scheduler.prefill_queue import PrefillQueue
 from alignedserve.scheduler.routing import PrefillLoad, choose_prefill
 
@@ -26,7 +26,7 @@ def test_a_faster_instance_may_have_more_pending():
     for now_s in range(1, 30):
         for instance, seconds_per_token in (slow, 1e-2), (fast, 1e-3):
             tokens = 10 * now_s
-            instance.cost.observe_prefill(tokens, tokens * seconds_per_token)
+            instance.cost.observe_chunks(Passes(1, tokens, 0, tokens * seconds_per_token))
     assert choose_prefill([slow, fast], 100, 8192).prefill_id == "fast"
 
 
@@ -45,16 +45,16 @@ def test_an_instance_whose_cache_is_too_small_is_passed_over():
     assert choose_prefill([load("p0", cache=10)], 20, 8192) is None
 
 
-def test_an_instance_learns_its_rate_from_what_it_finishes():
+def test_an_instance_is_as_fast_as_its_own_chunks_say():
     instance = load("p0")
-    now_s = 0.0
     for i in range(50):
         tokens = 100 + 10 * (i % 7)
-        instance.begin(tokens, now_s)
-        now_s += 0.005 + 0.001 * tokens
-        instance.finish(tokens, now_s)
-    assert instance.pending_tokens == 0
+        instance.cost.observe_chunks(Passes(3, 3 * tokens, 0, 3 * (0.005 + 0.001 * tokens)))
     assert instance.predicted_ttft_s(200) == pytest.approx(0.205, rel=0.05)
+    instance.begin(400)
+    assert instance.predicted_ttft_s(200) == pytest.approx(0.61, rel=0.05), "600 tokens are two chunks"
+    instance.drop(400)
+    assert instance.pending_tokens == 0
 
 
 def test_the_queue_is_first_come_first_served_by_group():
@@ -95,11 +95,14 @@ def test_the_linear_model_finds_the_coefficients_of_what_it_sees():
     model = LinearCostModel()
     for _ in range(300):
         lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 128))]
-        model.observe_iteration(lengths, 0.004 + 2e-5 * len(lengths) + 1e-8 * sum(lengths))
-        tokens = rng.randint(1, 2000)
-        model.observe_prefill(tokens, 0.002 + 1e-4 * tokens)
+        seconds = 0.004 + 2e-5 * len(lengths) + 1e-8 * sum(lengths)
+        model.observe_iterations(Passes(1, len(lengths), sum(lengths), seconds))
+        tokens, cached = rng.randint(1, 512), rng.randint(0, 4096)
+        model.observe_chunks(Passes(1, tokens, cached, 0.002 + 1e-4 * tokens + 1e-6 * cached))
     assert model.predict_iteration_s([1000] * 50) == pytest.approx(0.004 + 1e-3 + 5e-4, rel=0.02)
     assert model.predict_prefill_s(500) == pytest.approx(0.052, rel=0.02)
+    assert model.predict_prefill_s(500, 2000) == pytest.approx(0.054, rel=0.02)
+    assert model.predict_prefill_s(1500) == pytest.approx(0.156, rel=0.02), "three chunks"
 
 
 def test_the_fit_follows_a_change_and_stays_finite_without_news():
@@ -115,5 +118,5 @@ def test_the_fit_follows_a_change_and_stays_finite_without_news():
 def test_predictions_are_never_negative():
     model = LinearCostModel()
     for tokens, seconds in (100, 0.5), (200, 0.1), (300, 0.01):
-        model.observe_prefill(tokens, seconds)
-    assert model.predict_prefill_s(5000) == 0.0
+        model.observe_chunks(Passes(1, tokens, 0, seconds))
+    assert model.predict_prefill_s(5000) >= model.predict_prefill_s(100) >= 0.0

@@ -11,6 +11,7 @@ import httpx
 from alignedserve.config import GatewayConfig
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.http_app import build_app
+from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.planning import ServedModel
@@ -52,10 +53,12 @@ class Front:
         values: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "info": fake_model_info(), **model}
         self.model = ServedModel("tiny", **values)
         self.port = RecordingPort()
-        self.ledger = Ledger(64, GatewayMetrics("gateway-0"))
+        metrics = GatewayMetrics("gateway-0")
+        self.ledger = Ledger(64, metrics)
+        self.intake = Intake(64, metrics)
         self.ledger.attach(self.port)
         config = GatewayConfig(max_body_mib=0.25, max_prompts=8)
-        app = build_app(config, self.ledger, self, ApiKeys())  # type: ignore[arg-type]
+        app = build_app(config, self.ledger, self.intake, self, ApiKeys())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=5.0)
 

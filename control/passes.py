@@ -1,0 +1,36 @@
+"""What forward passes took, from the thread that computes them to the report to the scheduler."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from alignedserve.proto import common_pb2 as pb
+
+REPORT_EVERY_S = 0.1
+
+
+class PassMeter:
+    """Adds up passes until somebody takes the sums, `REPORT_EVERY_S` apart at least. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums = pb.Passes()
+        self._taken_s = 0.0
+
+    def add(self, tokens: int, cached_tokens: int, seconds: float) -> None:
+        """One pass: see `alignedserve.scheduler.cost_model.Passes`."""
+        with self._lock:
+            self._sums.passes += 1
+            self._sums.tokens += tokens
+            self._sums.cached_tokens += cached_tokens
+            self._sums.seconds += seconds
+
+    def take(self) -> pb.Passes | None:
+        """The sums since the last time; None where there is nothing new, or the last time was a moment ago."""
+        now_s = time.monotonic()
+        with self._lock:
+            if not self._sums.passes or now_s - self._taken_s < REPORT_EVERY_S:
+                return None
+            sums, self._sums, self._taken_s = self._sums, pb.Passes(), now_s
+        return sums
