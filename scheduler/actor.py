@@ -16,7 +16,6 @@ from alignedserve.control.checks import check_group
 from alignedserve.control.convert import (
     enter_stage,
     failure_from_proto,
-    failure_to_proto,
     key_from_proto,
     key_to_proto,
     keys_from_proto,
@@ -26,7 +25,6 @@ from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import counter_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
-from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -43,7 +41,7 @@ from alignedserve.scheduler.intake import IntakeNews
 from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
-from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, request_meta
+from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, rejection, request_meta
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -122,9 +120,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self.busy = True  # it ticks, whatever there is
         self.step_s = self.config.scheduler.tick_s
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-        gauges: dict[str, float] = {f"requests_{name}": count for name, count in counts.items()}
-        gauges["requests_dropped_for_room_total"] = self._core.dropped_for_room
-        gauges |= self._core.load_gauges(time.monotonic())
+        gauges = self._core.load_gauges(time.monotonic())
+        gauges |= {f"requests_{name}": count for name, count in counts.items()}
         alarm = self._core.alarm(time.monotonic())
         return sv.Heartbeat(
             holds=holds or "no request",
@@ -252,8 +249,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             outbox.put(sc.SchedulerMessage(**body))
 
     def _tell_all(self, **body: Any) -> None:
-        for gateway_id in self._gateways:
-            self._tell(gateway_id, **body)
+        for outbox in self._gateways.values():
+            outbox.put(sc.SchedulerMessage(**body))
 
     # ---- reports
 
@@ -481,7 +478,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
         for gateway_id, keys in self._by_gateway(action.keys):
             if isinstance(action, act.Reject):
-                self._tell(gateway_id, rejected=_rejection(keys, action.error))
+                self._tell(gateway_id, rejected=rejection(keys, action.error))
             else:
                 self._tell(gateway_id, lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=action.reason))
 
@@ -501,7 +498,3 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _counts(self) -> dict[str, int]:
         described: Any = self._core.describe() if self._core is not None else {}
         return dict(described) if isinstance(described, dict) else asdict(described)
-
-
-def _rejection(keys: Iterable[RequestKey], error: AlignedServeError) -> sc.Rejection:
-    return sc.Rejection(keys=[key_to_proto(key) for key in keys], failure=failure_to_proto(error))

@@ -122,8 +122,11 @@ class SchedulerCore:
         return self._overload.room(now_s)
 
     def load_gauges(self, now_s: float) -> dict[str, float]:
-        """What is predicted for a usual request that came now (while no role is missing), and who was refused."""
-        gauges: dict[str, float] = {"requests_refused_for_load_total": self._overload.refused}
+        """What is predicted for a usual request that came now (while no role is missing), and what load has cost."""
+        gauges: dict[str, float] = {
+            "requests_refused_for_load_total": self._overload.refused,
+            "requests_dropped_for_room_total": self.dropped_for_room,
+        }
         outlook = self._overload.outlook(now_s)
         if outlook is not None:
             gauges |= {"predicted_ttft_seconds": outlook.ttft_s, "predicted_tpot_seconds": outlook.tpot_s}

@@ -73,7 +73,7 @@ class Overload:
 
         An empty cluster takes anybody: without a request it would never learn that it has become faster.
         """
-        if not len(self._books.table) or not self._admission.ready():
+        if not len(self._books.table) or not self._predictable:
             return None
         first = group[0]
         outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s)
@@ -87,7 +87,7 @@ class Overload:
         """A group's first request was queued: what is expected of it, to be compared with what comes."""
         tokens = record.meta.prefix_tokens
         self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
-        if record.meta.key.epoch == 0 and self._admission.ready():
+        if record.meta.key.epoch == 0 and self._predictable:
             record.first_token_due_s = now_s + self.predict(0, group, now_s).first_s  # its tokens are in the queue
 
     def prefilled(self, record: Record, now_s: float) -> None:
@@ -99,7 +99,7 @@ class Overload:
     def room(self, now_s: float) -> Room:
         """For gateways, which refuse by it before they have read a request."""
         books = self._books
-        if not len(books.table) or not self._admission.ready():
+        if not len(books.table) or not self._predictable:
             return Room(MOST_ROOM)
         if not self._limits_set and not len(books.queue):
             return Room(MOST_ROOM)
@@ -114,7 +114,7 @@ class Overload:
 
     def outlook(self, now_s: float) -> Outlook | None:
         """For a usual request that came now; None while a role is missing."""
-        return self._typical(1, now_s) if self._admission.ready() else None
+        return self._typical(1, now_s) if self._predictable else None
 
     def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0) -> Outlook:
         """For a group of `requests` answers to a prompt of `tokens`, that its gateway has had for `age_s` already."""
@@ -133,6 +133,12 @@ class Overload:
         return Outlook(first_s, ttft_s, tpot_s, pool_s + wait_s, retry_s)
 
     # parts of a prediction
+
+    @property
+    def _predictable(self) -> bool:
+        """Not while a role is missing: whoever comes meanwhile waits for its successor, however long that takes."""
+        instances = self._books.instances
+        return self._admission.ready() and any(view.cache_blocks for view in instances.decode.values())
 
     @property
     def _limits_set(self) -> bool:
@@ -181,7 +187,7 @@ class Overload:
         How long a decode lasts depends on how many there are, and the other way round: from the most that there can be
         down, which does not take a loaded cluster for an idle one.
         """
-        views = [view for view in self._books.instances.decode.values() if view.report is not None]
+        views = [view for view in self._books.instances.decode.values() if view.cache_blocks]
         length = max((view.mean_tokens for view in views if view.mean_tokens), default=max(1, tokens))
         blocks = min(view.cache_blocks for view in views)
         fits = max(1, min(self._books.config.decode.max_running, blocks // self._books.blocks_for(length)))

@@ -1,14 +1,16 @@
-"""From the messages of gateways and workers to the values that the core knows."""
+"""Between the messages of gateways and workers and the values that the core knows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from alignedserve.control.convert import key_from_proto
+from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto
+from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost_model import Passes
 from alignedserve.scheduler.events import BufferKind, DecodeReported, HeldRequest, PrefillReported, RequestMeta
@@ -73,3 +75,7 @@ def _passes(message: pb.Passes) -> Passes | None:
     if not message.passes:
         return None
     return Passes(message.passes, message.tokens, message.cached_tokens, message.seconds)
+
+
+def rejection(keys: Iterable[RequestKey], error: AlignedServeError) -> sc.Rejection:
+    return sc.Rejection(keys=[key_to_proto(key) for key in keys], failure=failure_to_proto(error))
