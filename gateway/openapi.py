@@ -176,7 +176,7 @@ def _generate(request: str, reply: str, summary: str) -> Schema:
         'the middle of a stream is `data: {"error": …}`, the last event.',
         "content": {
             "application/json": {"schema": _ref(reply)},
-            "text/event-stream": {"schema": _STRING},
+            "text/event-stream": {"schema": {**_object({"data": _STRING}, ["data"]), "description": "Each event."}},
         },
     }
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}

@@ -96,6 +96,9 @@ class _Supervisor(sv_grpc.SupervisorServicer):
             peers=self._cluster.view().peers, cluster_id="fake", state="ready", metrics="fake_metric 1\n"
         )
 
+    async def CheckIntegrity(self, request: pb.Empty, context: Any) -> sv.IntegrityReport:
+        return sv.IntegrityReport(books=[sv.BookCheck(store="kv_pool-0", instance="kv_pool-0", capacity_blocks=1)])
+
 
 class FakeCluster:
     """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
