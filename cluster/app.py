@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any, cast
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 GUESTS_LEAVE_S = 10.0
 ROLES_END_S = 8.0
 REPLACED_WITHIN_S = 30.0
-HUNG_AFTER_S = 10.0
+HUNG_AFTER_S = 5.0
 RETRY_AFTER_S = 30.0
 LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
@@ -44,7 +45,7 @@ LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
     max_ongoing_requests=1000,
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=1,
-    health_check_timeout_s=10,
+    health_check_timeout_s=3,  # only where no agent is there to see that it hangs
     graceful_shutdown_wait_loop_s=0.1,
     graceful_shutdown_timeout_s=GUESTS_LEAVE_S + 2 * ROLES_END_S + 5,
     logging_config=LOGGING,
@@ -108,7 +109,7 @@ class SupervisorDeployment:
         }
 
     async def check_health(self) -> None:
-        """Raises where the supervisor does not do its work any more, or could not start the cluster.
+        """Raises where the supervisor could not start the cluster; ends the process where it does its work no more.
 
         Serve replaces it then: where nobody waits at a terminal, a start is tried until it succeeds.
         """
@@ -117,9 +118,15 @@ class SupervisorDeployment:
             self._failed_at = self._failed_at or time.monotonic()
             if time.monotonic() - self._failed_at > RETRY_AFTER_S:
                 raise RuntimeError(f"the cluster cannot start, and is tried again: {failure.message}")
-        silent_s = time.monotonic() - self._supervisor.ticked_at
-        if not self._ended and silent_s > HUNG_AFTER_S:
-            raise RuntimeError(f"the supervisor has looked at nothing for {silent_s:.0f} s")
+        if not self._ended and self._idle_s() > HUNG_AFTER_S:
+            await asyncio.sleep(1.0)  # where it was the event loop that stood still, the supervisor is next
+            if self._idle_s() > HUNG_AFTER_S:
+                logger.error("the supervisor has looked at nothing for %.0f s", self._idle_s())
+                # Ended in order, it would take every role with it; killed, its successor goes on with them.
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._supervisor.ticked_at
 
     async def __del__(self) -> None:
         """End everything: gateways leave first, so that what they are serving is not cut off."""

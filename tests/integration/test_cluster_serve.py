@@ -57,12 +57,14 @@ def status() -> list[dict[str, Any]]:
     return roles
 
 
-def wait_replaced(role_id: str, old_pid: int, timeout_s: float = 30.0) -> None:
+def wait_ready(role_id: str, old_pid: int = 0, timeout_s: float = 30.0) -> int:
+    """The pid of the role's process once it is ready, and another than `old_pid`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
-            if any(r["id"] == role_id and r["pid"] != old_pid and r["state"] == "ready" for r in status()):
-                return
+            for role in status():
+                if role["id"] == role_id and role["pid"] != old_pid and role["state"] == "ready":
+                    return int(role["pid"])
         except AssertionError:  # the supervisor itself may be the one that is replaced
             pass
         time.sleep(0.2)
@@ -72,7 +74,7 @@ def wait_replaced(role_id: str, old_pid: int, timeout_s: float = 30.0) -> None:
 def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
     nothing_left: Descendants, own_runtime_dir: Path
 ) -> None:
-    with FakeServe("--device", "cpu") as server:
+    with FakeServe("--device", "cpu", "--spares", "1") as server:
         begun = time.monotonic()
         roles = {role["id"]: role["pid"] for role in status()}
         assert time.monotonic() - begun < 2.0
@@ -80,10 +82,18 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
         assert all(is_alive(pid) for pid in roles.values())
         wait_printed(server, "serving tiny on")
         assert "curl -N http://127.0.0.1" in server.output
-        for role_id in ("decode-0", "node_agent-0", "supervisor-0", "kv_pool-0"):
+        spare = wait_ready("spare-0")
+        os.kill(roles["decode-0"], signal.SIGKILL)
+        assert wait_ready("decode-0", roles["decode-0"]) == spare
+        for role_id in ("node_agent-0", "supervisor-0", "kv_pool-0"):
             os.kill(roles[role_id], signal.SIGKILL)
-            wait_replaced(role_id, roles[role_id])
+            wait_ready(role_id, roles[role_id])
+        for role_id in ("node_agent-0", "supervisor-0"):  # each is ended by the other
+            stopped = wait_ready(role_id)
+            os.kill(stopped, signal.SIGSTOP)
+            wait_ready(role_id, stopped)
         after = {role["id"]: role["pid"] for role in status()}
+        assert after["decode-0"] == spare
         assert after["prefill-0"] == roles["prefill-0"]
         assert after["scheduler-0"] == roles["scheduler-0"]
         nothing_left.note()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,9 +59,10 @@ class FakeRole(RoleServer):
         if "exit" in orders:
             await asyncio.sleep(float(orders["exit"]))
             os._exit(3)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGUSR1, time.sleep, 3600.0)
-        loop.add_signal_handler(signal.SIGUSR2, setattr, self, "busy", True)
+        if threading.current_thread() is threading.main_thread():  # not in a Ray actor
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR1, time.sleep, 3600.0)
+            loop.add_signal_handler(signal.SIGUSR2, setattr, self, "busy", True)
         self.step_s = float(orders.get("step", 0.0))
         self.set_state("loading")
         await self._planned.wait()
