@@ -307,11 +307,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._end_succession()
 
     def _on_pool_inventory(self, pool_id: str, inventory: kp.Inventory) -> None:
-        blocks = {key_from_proto(held.key): held.blocks for held in inventory.holdings}
-        self._feed(ev.PoolInventoryTaken(blocks))
+        copies = {key_from_proto(held.key): (held.kv_tokens, held.blocks) for held in inventory.holdings}
+        self._feed(ev.PoolInventoryTaken(copies))
         self._succession.heard("kv_pool", pool_id)
         self._end_succession()
-        self._find_unclaimed(blocks)
+        self._find_unclaimed(copies)
 
     def _publish_capacity(self) -> None:
         assert self._core is not None

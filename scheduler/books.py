@@ -82,6 +82,7 @@ class Books:
             record = self.table.add(meta, now_s)
             if meta.base_tokens:
                 record.kv_tokens, record.blocks = meta.base_tokens, meta.base_blocks
+                record.pool_tokens = meta.base_tokens
                 self.ledger.commit(meta.key, meta.base_blocks)
         first = group[0]
         if first.whole:
@@ -112,7 +113,7 @@ class Books:
     def enter_pool(self, record: Record, kv_tokens: int, blocks: int, since_s: float, now_s: float) -> None:
         """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`."""
         self._detach(record)
-        record.kv_tokens, record.blocks = kv_tokens, blocks
+        record.kv_tokens, record.blocks, record.pool_tokens = kv_tokens, blocks, kv_tokens
         record.prefill_id = record.decode_id = ""
         record.recalled = False
         self.table.move(record, RequestState.WAITING, now_s)
@@ -212,7 +213,7 @@ class Books:
         keys = self.ledger.drop_copies(blocks)
         if keys:
             records = [self.record(key) for key in keys]
-            lengths = tuple(record.kv_tokens for record in records)
+            lengths = tuple(record.pool_tokens for record in records)
             for record in records:
                 if record.state is RequestState.QUEUED:  # it has to be prefilled from its first token on
                     record.kv_tokens = record.blocks = 0

@@ -305,6 +305,8 @@ class SchedulerCore:
         self._relief.relieve(now_s)
 
     def _inventory_taken(self, event: events.InventoryTaken, now_s: float) -> None:
+        if event.decode_id not in self._books.instances.decode:
+            return
         strangers = []
         for held in event.requests:
             key = held.meta.key
@@ -320,12 +322,13 @@ class SchedulerCore:
 
     def _pool_inventory_taken(self, event: events.PoolInventoryTaken, now_s: float) -> None:
         books = self._books
-        gone = [record for record in books.in_pool.values() if record.key not in event.blocks]
+        gone = [record for record in books.in_pool.values() if record.key not in event.copies]
         books.report_lost(gone, "the KV pool does not hold it any more", now_s)
-        restored = [record for record in books.open(event.blocks) if books.ledger.committed_of(record.key) is None]
+        restored = [record for record in books.open(event.copies) if books.ledger.committed_of(record.key) is None]
         for record in restored:  # this core took them over without knowing what the pool has of them
             if record.state in (RequestState.PREFETCHED, RequestState.DECODING):
-                books.ledger.commit(record.key, event.blocks[record.key])
+                record.pool_tokens, blocks = event.copies[record.key]
+                books.ledger.commit(record.key, blocks)
             if record.state is RequestState.DECODING:
                 books.ledger.mark_droppable(record.key)
 

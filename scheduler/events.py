@@ -173,9 +173,9 @@ class InventoryTaken:
 
 @dataclass(frozen=True, slots=True)
 class PoolInventoryTaken:
-    """Everything that the pool holds, in blocks: what waits in it but is not there is lost."""
+    """Everything that the pool holds, as (KV tokens, blocks): what waits in it but is not there is lost."""
 
-    blocks: Mapping[RequestKey, int]
+    copies: Mapping[RequestKey, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,20 @@ class PoolMachine(RuleBasedStateMachine):
             del self.holdings[key.request_id]
         self.take(self.pool.release([key]))
 
+    @rule(key=KEYS, most_tokens=st.integers(1, 30))
+    def adopt(self, key: RequestKey, most_tokens: int) -> None:
+        """A newer epoch takes over what an older one has, at most so much of it."""
+        before = self.holdings.get(key.request_id)
+        (found,), grants = self.pool.adopt([(key, most_tokens)])
+        if before is None or before.epoch > key.epoch or self.released.get(key.request_id, -1) >= key.epoch:
+            assert (found.kv_tokens, found.block_ids) == (0, ())
+        else:
+            tokens = min(before.kv_tokens, most_tokens)
+            kept = before.blocks[: -(-tokens // GEOMETRY.block_size)]
+            assert (found.kv_tokens, found.block_ids) == (tokens, kept)
+            self.holdings[key.request_id] = Holding(key.epoch, tokens, kept)
+        self.take(grants)
+
     @rule(key=KEYS, right=st.booleans())
     def drop(self, key: RequestKey, *, right: bool) -> None:
         holding = self.holdings.get(key.request_id)

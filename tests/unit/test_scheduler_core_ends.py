@@ -219,7 +219,7 @@ def test_what_waits_in_a_pool_that_has_lost_it_is_submitted_again():
     cell.make_busy()
     cell.wait("a", 60)
     cell.wait("b", 60)
-    (lost,) = only(cell.do(ev.PoolInventoryTaken({key("b"): 15, key("busy-d0"): 3})), ReportLost)
+    (lost,) = only(cell.do(ev.PoolInventoryTaken({key("b"): (60, 15), key("busy-d0"): (10, 3)})), ReportLost)
     assert lost.keys == (key("a"),)
 
 
@@ -232,7 +232,7 @@ def test_a_new_core_takes_over_what_its_decode_instances_decide_about():
     cell = Cell()
     cell.do(ev.InventoryTaken("d0", (held("a", True), held("b", False)), restore=True))
     assert cell.states() == {"decoding": 1, "prefetched": 1}
-    cell.do(ev.PoolInventoryTaken({key("a"): 3, key("b"): 3}))
+    cell.do(ev.PoolInventoryTaken({key("a"): (11, 3), key("b"): (11, 3)}))
     (lost,) = only(cell.do(ev.InstanceLost("decode", "d0")), ReportLost)
     assert set(lost.keys) == {key("a"), key("b")}
     assert cell.states() == {}

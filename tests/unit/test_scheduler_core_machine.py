@@ -9,6 +9,7 @@ from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfi
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.events import BufferKind
 from alignedserve.testing.core_cell import BLOCK
 from alignedserve.testing.core_model import CoreModel, Entry
 from alignedserve.testing.machines import machine_settings
@@ -20,6 +21,7 @@ SHIFTS = st.sampled_from((0, 0, 0, -1, 1))
 TOKENS = st.integers(1, 60)
 INSTANCES = st.integers(0, 1)
 BLOCKS = st.sampled_from((0, 1, 5, 20, 40))
+BATCH = BufferKind.BATCH
 BATCH_BUFFER, REQUESTS_BUFFER, CACHE = 16, 10, 40
 
 
@@ -198,6 +200,37 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(free=BLOCKS)
     def pool_reports(self, free: int) -> None:
         self.do(ev.PoolReported("pool", self.pool, min(free, self.pool)))
+
+    # inventories
+
+    @rule(instance=INSTANCES, strangers=MANY, shift=SHIFTS, tokens=TOKENS, running=st.booleans(), restore=st.booleans())
+    def decode_inventory(
+        self, instance: int, strangers: list[int], shift: int, tokens: int, *, running: bool, restore: bool
+    ) -> None:
+        """What it has by the books here, and what the books do not know."""
+        name = f"d{instance}"
+        mine = [e for e in self.model.open.values() if e.decode_id == name and e.state in ("prefetched", "decoding")]
+        held = [
+            ev.HeldRequest(e.meta, e.state == "decoding", e.kv_tokens, blocks_of(e.kv_tokens), e.prefill_id, BATCH)
+            for e in mine
+        ]
+        for number in strangers:
+            key = self.key(number, shift)
+            self.epochs[number] = max(self.epochs[number], key.epoch)
+            meta = ev.RequestMeta(key, tokens, tokens + 10, "", "g")
+            prefill_id = "p0" if self.prefetch and tokens % 2 else ""
+            held.append(ev.HeldRequest(meta, running, tokens, blocks_of(tokens), prefill_id, BATCH))
+        self.do(ev.InventoryTaken(name, tuple(held), restore))
+
+    @rule(missing=MANY, tokens=TOKENS)
+    def pool_inventory(self, missing: list[int], tokens: int) -> None:
+        """What it has by the books here, but for some; of others it has a copy of an earlier length."""
+        copies = {}
+        for key, entry in self.model.open.items():
+            if entry.state in ("waiting", "prefetched", "decoding") and int(key.request_id[1:]) not in missing:
+                length = entry.pool_tokens or min(tokens, entry.kv_tokens)
+                copies[key] = length, blocks_of(length)
+        self.do(ev.PoolInventoryTaken(copies))
 
     # instances come and go
 

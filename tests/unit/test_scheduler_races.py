@@ -12,11 +12,12 @@ from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.actions import ReleasePool
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.iteration import IterationScheduler
 from alignedserve.scheduler.plan import Candidate
-from alignedserve.testing.core_cell import CoreCell, key
+from alignedserve.testing.core_cell import CoreCell, decode_report, key, only
 from alignedserve.testing.core_model import CoreModel
 
 # the core: events in the order in which they came
@@ -70,6 +71,25 @@ def test_core(events: list[ev.Event]) -> None:
             elif entry.state == "decoding":
                 model.do(ev.Finished((name,)), 0.0)
     model.check_empty()
+
+
+def test_the_copy_of_a_request_that_was_taken_over_is_dropped_by_the_length_that_the_pool_knows() -> None:
+    """It has decoded on since: by its own length the pool would keep the copy, which the core believes to be gone."""
+    cell = CoreCell(pool=20)
+    held = ev.HeldRequest(ev.RequestMeta(key("a"), 41, 50, "", "gw"), True, 40, 10, "", BufferKind.BATCH)
+    cell.do(ev.InventoryTaken("d0", (held,), restore=True))
+    cell.do(ev.PoolInventoryTaken({key("a"): (20, 5)}))
+    cell.do(ev.PoolReported("pool", 20, 15))
+    actions = cell.do(decode_report(free=0, running=2, shortest=10, longest=40, batch_id=1, waits=16))
+    assert only(actions, ReleasePool) == [ReleasePool((key("a"),), dropped=True, kv_tokens=(20,))]
+
+
+def test_an_inventory_of_a_decode_instance_that_is_gone_is_not_heard() -> None:
+    cell = CoreCell()
+    held = ev.HeldRequest(ev.RequestMeta(key("a"), 41, 50, "", "gw"), True, 40, 10, "", BufferKind.BATCH)
+    cell.do(ev.InstanceLost("decode", "d0"))
+    assert cell.do(ev.InventoryTaken("d0", (held,), restore=True)) == []
+    assert cell.states() == {}
 
 
 # the pool

@@ -24,6 +24,7 @@ class Entry:
     prefill_id: str = ""
     decode_id: str = ""
     kv_tokens: int = 0
+    pool_tokens: int = 0  # of the copy in the pool
     cancelled: bool = False
 
 
@@ -98,6 +99,13 @@ class CoreModel:
 
     def _expect_of_instance(self, event: ev.Event, turn: _Turn) -> None:
         match event:
+            case ev.InventoryTaken(decode_id, requests, restore):
+                self._restored(decode_id, requests, restore, turn)
+            case ev.PoolInventoryTaken(copies):
+                turn.must_end |= {key for key, e in self.open.items() if e.state == "waiting" and key not in copies}
+                for key in self.open.keys() & copies.keys():
+                    if not self.open[key].pool_tokens and self.open[key].state in ("prefetched", "decoding"):
+                        self.open[key].pool_tokens = copies[key][0]
             case ev.InstanceJoined(role, instance_id):
                 self.instances[role].add(instance_id)
             case ev.InstanceLost(role, instance_id):
@@ -121,6 +129,7 @@ class CoreModel:
                 turn.must_end.add(known)
                 turn.silent.add(known)
             self.open[meta.key] = Entry(meta, "waiting" if meta.whole else "queued", kv_tokens=meta.base_tokens)
+            self.open[meta.key].pool_tokens = meta.base_tokens
 
     def _cancelled(self, keys: tuple[RequestKey, ...] | list[RequestKey], turn: _Turn) -> None:
         for key in self.open.keys() & set(keys):
@@ -134,10 +143,24 @@ class CoreModel:
     def _placed(self, key: RequestKey, states: tuple[str, ...], kv_tokens: int, turn: _Turn) -> None:
         entry = self.open.get(key)
         if entry is not None and entry.state in states:
-            entry.state, entry.kv_tokens = "waiting", kv_tokens
+            entry.state, entry.kv_tokens, entry.pool_tokens = "waiting", kv_tokens, kv_tokens
             entry.prefill_id = entry.decode_id = ""
             if entry.cancelled:
                 turn.must_end.add(key)
+
+    def _restored(self, decode_id: str, requests: tuple[ev.HeldRequest, ...], restore: bool, turn: _Turn) -> None:
+        if decode_id not in self.instances["decode"]:
+            return
+        for held in requests:
+            key = held.meta.key
+            known = self.latest(key.request_id)
+            if known is None and restore:
+                prefill_id = held.prefill_id if held.prefill_id in self.instances["prefill"] else ""
+                state = "decoding" if held.running else "prefetched"
+                entry = Entry(held.meta, state, "" if held.running else prefill_id, decode_id, held.kv_tokens)
+                self.open[key] = entry
+            elif known != key:
+                turn.strangers.add(key)
 
     # what the core may do
 
@@ -170,7 +193,8 @@ class CoreModel:
             case act.ReleasePool(keys, True, kv_tokens):
                 for key, tokens in zip(keys, kv_tokens, strict=True):
                     entry = self.open[key]
-                    assert entry.kv_tokens == tokens, key
+                    assert entry.pool_tokens == tokens > 0, key
+                    entry.pool_tokens = 0
                     assert entry.state in ("decoding", "queued"), key
                     if entry.state == "queued":  # to be prefilled from its first token on
                         entry.kv_tokens = 0
