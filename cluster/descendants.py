@@ -17,7 +17,8 @@ class Descendants:
         self._held: dict[int, int] = {}
 
     def note(self) -> None:
-        """Take in those that there are now."""
+        """Take in those that there are now, and let go of those that have ended: their pids may be others' soon."""
+        self._forget_ended()
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -43,6 +44,15 @@ class Descendants:
             os.close(descriptor)
         self._held.clear()
         return len(left)
+
+    def _forget_ended(self) -> None:
+        poller = select.poll()
+        for descriptor in self._held.values():
+            poller.register(descriptor, select.POLLIN)
+        ended = {descriptor for descriptor, _ in poller.poll(0)}
+        for pid, descriptor in list(self._held.items()):
+            if descriptor in ended:
+                os.close(self._held.pop(pid))
 
     def _wait(self, timeout_s: float) -> list[int]:
         """Descriptors of those that have not ended in time."""

@@ -29,7 +29,7 @@ OLD_SESSION_S = 24 * 3600.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a proxy is replaced after the third that fails
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.3",  # a proxy is replaced after the third that fails
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }
 # For replicas only: handles of this process, which has no event loop, work in their router's own.
@@ -183,6 +183,21 @@ class RaySession:
         from alignedserve.cluster.app import http_url
 
         return http_url(self._config)
+
+    def dead_part(self) -> str:
+        """The name of a process of Ray's own, started here, that has ended; "" while none has.
+
+        Without its raylet or its GCS a cluster serves on for a while, and cannot replace anything any more.
+        """
+        if not self.owned or not self._started:
+            return ""
+        with contextlib.suppress(Exception):  # its place in Ray is not a public one
+            import ray
+
+            worker: Any = ray._private.worker
+            for name, _ in worker._global_node.dead_processes():
+                return str(name)
+        return ""
 
     def is_alive(self) -> bool:
         """Whether the application is still deployed."""

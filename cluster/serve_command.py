@@ -34,6 +34,7 @@ from alignedserve.errors import AlignedServeError, UnavailableError
 from alignedserve.model import resolve_model
 
 POLL_S = 0.1
+LOOK_S = 0.5
 WATCH_S = 5.0
 CLEAR_UP_S = 3.0
 CLEAN_END_S = 20.0  # what has not ended by itself after so long is killed
@@ -85,6 +86,7 @@ class _ServeCommand:
         self._stopping = threading.Event()
         self._signals = 0
         self._failure: AlignedServeError | None = None
+        self._broken = False  # Ray cannot end anything any more
         self._deployed = threading.Event()
         self._handle_signals_again = threading.Event()
         self._shown: dict[str, str] = {}
@@ -173,8 +175,17 @@ class _ServeCommand:
     # ---- running
 
     def _wait_for_end(self) -> None:
-        """Returns on a signal, or when the application is gone."""
-        while not self._stopping.wait(WATCH_S):
+        """Returns on a signal, when the application is gone, or when Ray is broken."""
+        looked_s = 0.0
+        while not self._stopping.wait(LOOK_S):
+            if part := self._session.dead_part():
+                self._broken = True
+                self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")
+                return
+            if time.monotonic() - looked_s < WATCH_S:
+                continue
+            looked_s = time.monotonic()
+            self._descendants.note()  # orphans of a raylet are not to be found any more
             if not self._session.is_alive() and not self._stopping.is_set():
                 self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
                 return
@@ -183,17 +194,17 @@ class _ServeCommand:
 
     def _end(self) -> None:
         """Everything that was started is gone when this returns."""
-        ending = self._worker.submit(self._stop)
+        ending = None if self._broken else self._worker.submit(self._stop)
         deadline = time.monotonic() + CLEAN_END_S
-        while not ending.done() and self._signals < 2 and time.monotonic() < deadline:
+        while ending is not None and not ending.done() and self._signals < 2 and time.monotonic() < deadline:
             wait([ending], timeout=POLL_S)
         if self._session.owned:
             self._descendants.note()
-            self._descendants.end(CLEAR_UP_S if self._signals < 2 else 0.0)
+            self._descendants.end(CLEAR_UP_S if self._signals < 2 and not self._broken else 0.0)
             read_records()  # removes those of clusters that have ended, and their sockets
         self._session.close()
-        if not ending.done():
-            os._exit(1)  # it hangs on what was just killed
+        if ending is None or not ending.done():
+            os._exit(1)  # Ray hangs on what was just killed
 
     def _stop(self) -> None:
         """In the second thread, after `_start`."""

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,9 @@ import pytest
 
 from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.processes import is_alive
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.testing.serving import FakeServeProcess, ServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
-
-
-class FakeServe(ServeProcess):
-    @property
-    def command(self) -> Sequence[str]:
-        words = list(super().command)
-        words[words.index("alignedserve.cluster.cli")] = "alignedserve.testing.fake_serve"
-        return words
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +66,7 @@ def wait_ready(role_id: str, old_pid: int = 0, timeout_s: float = 30.0) -> int:
 def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
     nothing_left: Descendants, own_runtime_dir: Path
 ) -> None:
-    with FakeServe("--device", "cpu", "--spares", "1") as server:
+    with FakeServeProcess("--device", "cpu", "--spares", "1") as server:
         begun = time.monotonic()
         roles = {role["id"]: role["pid"] for role in status()}
         assert time.monotonic() - begun < 2.0
@@ -105,7 +97,7 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
 
 
 def test_a_role_that_cannot_start_ends_the_command_with_its_reason(nothing_left: Descendants) -> None:
-    server = FakeServe("--device", "cpu", environment={"FAKE_PREFILL": "fail=model_error"})
+    server = FakeServeProcess("--device", "cpu", environment={"FAKE_PREFILL": "fail=model_error"})
     begun = time.monotonic()
     server.start()
     nothing_left.note()
@@ -118,7 +110,7 @@ def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_onl
     nothing_left: Descendants, tmp_path: Path
 ) -> None:
     other = {"ALIGNEDSERVE_RUNTIME_DIR": str(tmp_path / "other")}
-    with FakeServe("--device", "cpu") as one, FakeServe("--device", "cpu", environment=other) as two:
+    with FakeServeProcess("--device", "cpu") as one, FakeServeProcess("--device", "cpu", environment=other) as two:
         nothing_left.note()
         pids = [{role["pid"] for role in server.get("/alignedserve/status")["roles"]} for server in (one, two)]
         assert pids[0]
@@ -137,13 +129,13 @@ def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_onl
 
 
 def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_left: Descendants) -> None:
-    with FakeServe("--device", "cpu") as killed:
+    with FakeServeProcess("--device", "cpu") as killed:
         nothing_left.note()
         roles = status()
         killed.process.kill()
         nothing_left.end(0.0)
     assert not [role for role in roles if is_alive(role["pid"])]
-    with FakeServe("--device", "cpu") as server:
+    with FakeServeProcess("--device", "cpu") as server:
         assert {role["pid"] for role in status()}.isdisjoint({role["pid"] for role in roles})
         nothing_left.note()
         assert server.stop(signal.SIGINT) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -116,7 +117,36 @@ class ServeProcess:
         with urllib.request.urlopen(request, timeout=300.0) as response:
             return json.loads(response.read())
 
+    def pids(self, word: str) -> list[int]:
+        """Processes that the command has started, directly or not, whose command line has the word."""
+        parents: dict[int, int] = {}
+        matching: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    if word.encode() in (entry / "cmdline").read_bytes():
+                        matching.append(int(entry.name))
+        return [pid for pid in matching if pid != self.process.pid and self.process.pid in _ancestors(pid, parents)]
+
     def roles(self) -> list[dict[str, Any]]:
         """What `alignedserve status --json` lists."""
         roles: list[dict[str, Any]] = self.get("/alignedserve/status")["roles"]
         return roles
+
+
+class FakeServeProcess(ServeProcess):
+    """The same with roles that only join (`fake_roles`): the start of Ray and Serve, and no model."""
+
+    @property
+    def command(self) -> Sequence[str]:
+        words = list(super().command)
+        words[words.index("alignedserve.cluster.cli")] = "alignedserve.testing.fake_serve"
+        return words
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
+    found = []
+    while (pid := parents.get(pid, 0)) and pid not in found:
+        found.append(pid)
+    return found

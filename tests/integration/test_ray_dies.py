@@ -1,0 +1,78 @@
+"""Ray's own parts die, or the command itself: everything ends, and the next start on the same ports works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cluster.descendants import Descendants
+from alignedserve.testing.serving import FakeServeProcess
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+GONE_WITHIN_S = 15.0
+RAYS_AGENTS_END_S = 90.0  # the raylet's two agents look for it once a minute
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def haproxy_folders(pid: int) -> list[Path]:
+    return list(Path("/tmp").glob(f"as-{pid}-*"))
+
+
+def end_by_killing(server: FakeServeProcess, word: str) -> None:
+    """The command says which part has ended, and ends everything."""
+    descendants, shared = Descendants(), set(os.listdir("/dev/shm"))
+    descendants.note()
+    (victim,) = server.pids(word)
+    killed_s = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    assert server.process.wait(60.0) == 1
+    assert time.monotonic() - killed_s < GONE_WITHIN_S
+    assert "a part of Ray's own, has ended" in server.output
+    assert descendants.end(5.0) == 0
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert haproxy_folders(server.process.pid) == []
+
+
+def test_the_raylet_dies() -> None:
+    with FakeServeProcess("--device", "cpu") as server:
+        end_by_killing(server, "raylet/raylet")
+
+
+@pytest.mark.slow
+def test_the_gcs_dies_and_the_next_start_finds_nothing_in_its_way() -> None:
+    with FakeServeProcess("--device", "cpu") as server:
+        end_by_killing(server, "gcs/gcs_server")
+    again = FakeServeProcess("--device", "cpu")
+    again.port, again.grpc_port = server.port, server.grpc_port
+    with again:
+        assert again.stop() == 0
+
+
+@pytest.mark.slow
+def test_the_command_dies_and_the_next_start_finds_nothing_in_its_way() -> None:
+    descendants = Descendants()
+    with FakeServeProcess("--device", "cpu") as server:
+        descendants.note()
+        pids = [role["pid"] for role in server.roles()]
+        killed_s = time.monotonic()
+        server.process.kill()
+        server.process.wait(10.0)
+        again = FakeServeProcess("--device", "cpu")
+        again.port, again.grpc_port = server.port, server.grpc_port
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            assert time.monotonic() - killed_s < GONE_WITHIN_S
+            time.sleep(0.1)
+        with again:  # at once
+            assert haproxy_folders(server.process.pid) == []
+            assert again.stop() == 0
+    assert descendants.end(RAYS_AGENTS_END_S) == 0
