@@ -33,8 +33,6 @@ class ServeProcess:
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> None:
         self.port, self.grpc_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.grpc_address = f"127.0.0.1:{self.grpc_port}"
         self.start_s = 0.0
         self._timeout_s = timeout_s
         self._arguments = arguments
@@ -46,6 +44,14 @@ class ServeProcess:
     def command(self) -> Sequence[str]:
         ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
         return (sys.executable, "-m", "alignedserve.cluster.cli", "serve", *ports, *self._arguments)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
