@@ -19,7 +19,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from alignedserve.client import Client
+from alignedserve.client import AuthenticationError, Client
 from alignedserve.testing.metrics import value
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
@@ -171,7 +171,7 @@ def test_greedy_tokens_equal_generate_through_the_whole_cluster(kind: str, tmp_p
     environment = {"ALIGNEDSERVE_PREFILL__TOKEN_BUDGET": "64", "ALIGNEDSERVE_KV_POOL__SIZE_GIB": "0.2"}
 
     async def ask(url: str) -> list[list[int]]:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as client:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-test") as client:
             extra = {"ignore_eos": True, "return_token_ids": True}
             answers = await asyncio.gather(
                 *(
@@ -183,10 +183,25 @@ def test_greedy_tokens_equal_generate_through_the_whole_cluster(kind: str, tmp_p
             )
         return [answer.choices[0].model_extra["token_ids"] for answer in answers]  # type: ignore[index]
 
-    with ServeProcess("--model", str(folder), environment=environment) as server:
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text("sk-test\n")
+    with ServeProcess("--model", str(folder), "--api-key-file", str(keys), environment=environment) as server:
         served = asyncio.run(ask(server.url))
+        assert_strangers_are_refused(server)
+        assert status(server)["roles"]  # this user's command finds the key by itself
 
     assert served == [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+
+
+def assert_strangers_are_refused(server: ServeProcess) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.get("/v1/models")
+    assert refused.value.code == 401
+    with Client(server.grpc_address, timeout_s=30, api_key="sk-other") as stranger:
+        for ask in (stranger.models, lambda: stranger.cancel("x"), lambda: list(stranger.stream(prompt_token_ids=[1]))):
+            with pytest.raises(AuthenticationError):
+                ask()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
