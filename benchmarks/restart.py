@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cluster.core import STEADY_S
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 
@@ -46,6 +47,7 @@ async def one_loss(cluster: LocalCluster, role_id: str, number: int, spares: int
     """From the signal until the cluster's view has the successor as ready."""
     await cluster.wait_ready()
     await cluster.wait_spares(spares)
+    await asyncio.sleep(STEADY_S)  # one that dies as soon as it is ready is started again more slowly each time
     old = cluster.peer(role_id).process.incarnation
     begun = time.monotonic()
     cluster.kill(role_id, number)

@@ -45,7 +45,7 @@ LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
     max_ongoing_requests=1000,
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=1,
-    health_check_timeout_s=3,  # only where no agent is there to see that it hangs
+    health_check_timeout_s=10,  # a hung one is ended by an agent; by Serve, every role would end with it
     graceful_shutdown_wait_loop_s=0.1,
     graceful_shutdown_timeout_s=GUESTS_LEAVE_S + 2 * ROLES_END_S + 5,
     logging_config=LOGGING,

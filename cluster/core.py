@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
 ADOPTION_S = 15.0
-STEADY_S = 60.0
+STEADY_S = 5.0
 LONGEST_BACKOFF_S = 30.0
 
 

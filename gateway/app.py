@@ -38,7 +38,7 @@ _LOCATE_TIMEOUT_S = 2.0
     max_ongoing_requests=1_000_000,  # the ledger says when it is full, with a Retry-After; Serve's own queue does not
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=1,
-    health_check_timeout_s=3,  # only where no supervisor is there to see that it hangs
+    health_check_timeout_s=5,  # a hung one is ended by the supervisor; this is for when there is none
     graceful_shutdown_wait_loop_s=0.1,
     graceful_shutdown_timeout_s=8,
 )
