@@ -97,7 +97,7 @@ class _Supervisor(sv_grpc.SupervisorServicer):
         )
 
     async def CheckIntegrity(self, request: pb.Empty, context: Any) -> sv.IntegrityReport:
-        return sv.IntegrityReport(books=[sv.BookCheck(store="kv_pool-0", instance="kv_pool-0", capacity_blocks=1)])
+        return sv.IntegrityReport(books=self._cluster.books)
 
 
 class FakeCluster:
@@ -112,6 +112,7 @@ class FakeCluster:
         self.capacity_tokens = capacity_tokens
         self.states = dict.fromkeys(ROLES, "ready")
         self.ending = False
+        self.books = [sv.BookCheck(store="kv_pool-0", instance="kv_pool-0", capacity_blocks=1, free_blocks=1)]
         self.address = ""
         self.submitted: list[RequestSpec] = []
         self.submissions: list[list[RequestSpec]] = []
