@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.model import ModelInfo
+from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import SamplingParams
 from alignedserve.sizing import GIB
-from alignedserve.testing.driver import Driver
+from alignedserve.testing.driver import Answer, Driver
 from alignedserve.testing.metrics import value
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
@@ -54,28 +56,37 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(prefetch: bool, tmp_path: 
     prompts = random_prompts(lengths, VOCAB_SIZE, seed=32)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-    async def run() -> tuple[list[list[int]], list[object], str]:
+    async def run() -> tuple[list[list[Answer]], int, sv.ClusterStatus]:
         draw = random.Random(33)
-        async with LocalCluster(config) as cluster:
+        async with LocalCluster(config, output_dir=tmp_path) as cluster:
             await cluster.wait_ready()
-            async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
-                kept = [driver.submit(prompt, sampling)[0] for prompt in prompts]
+            async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
+                kept = [driver.submit(prompt, sampling, 1 if i % 5 else 3) for i, prompt in enumerate(prompts)]
                 for prompt in prompts:
                     gone = driver.submit(prompt, sampling)
                     await asyncio.sleep(draw.random() * 0.05)
                     driver.cancel(gone)
-                await driver.wait(kept, timeout_s=90)
-                await asyncio.sleep(1.0)
-                metrics = (await cluster.status()).metrics
-        return [answer.tokens for answer in kept], [answer.error for answer in kept], metrics
+                await driver.wait([answer for group in kept for answer in group], timeout_s=150)
+                status = await cluster.status()
+                deadline = time.monotonic() + 5.0
+                while value(status.metrics, "alignedserve_kv_blocks", state="owned") and time.monotonic() < deadline:
+                    await asyncio.sleep(0.1)
+                    status = await cluster.status()
+        return kept, driver.resubmitted, status
 
-    tokens, errors, metrics = asyncio.run(run())
+    kept, resubmitted, status = asyncio.run(run())
 
     reference = load_reference(folder)
-    lost = [error for error in errors if error is not None]
-    # The driver does not submit again what the last resort drops, as a gateway would; whatever came is right.
-    assert len(lost) <= value(metrics, "alignedserve_requests_dropped_for_room_total")
-    for prompt, answer in zip(prompts, tokens, strict=True):
-        assert answer == greedy(reference, prompt, NEW_TOKENS)[: len(answer)]
-    assert sum(len(answer) == NEW_TOKENS for answer in tokens) == len(prompts) - len(lost)
-    assert value(metrics, "alignedserve_kv_blocks", state="owned") == 0
+    for prompt, group in zip(prompts, kept, strict=True):
+        expected = greedy(reference, prompt, NEW_TOKENS)
+        for answer in group:
+            assert (answer.error, answer.finish_reason, answer.tokens) == (None, "length", expected)
+    assert value(status.metrics, "alignedserve_kv_blocks", state="owned") == 0
+    assert value(status.metrics, "alignedserve_decode_evictions_total") > 0
+    dropped = value(status.metrics, "alignedserve_requests_dropped_for_room_total")
+    assert resubmitted >= dropped - len(prompts)  # a few were cancelled meanwhile
+    assert (status.state, len(status.degraded)) == (("degraded", 1) if dropped else ("ready", 0))
+    told = "KV was dropped" in (tmp_path / "scheduler-0.out").read_text()
+    assert told == bool(dropped)
+    if dropped:
+        assert f"the KV pool ({longest_blocks * 3 // 2} blocks) is too small" in status.degraded[0]
