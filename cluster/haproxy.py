@@ -111,6 +111,7 @@ class HaProxyFolder:
             START: str(self._start),
             haproxy_exec.EXECUTABLE: self._executable,
             haproxy_exec.HOST: "" if host in WILDCARDS else host,
+            haproxy_exec.BODY: str(config.gateway.max_body_bytes),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self.path / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self.path / "admin.sock"),
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.path / "metrics.sock"),

@@ -17,18 +17,34 @@ from collections.abc import Mapping
 EXECUTABLE = "ALIGNEDSERVE_HAPROXY"
 HOST = "ALIGNEDSERVE_HAPROXY_HOST"
 PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+BODY = "ALIGNEDSERVE_HAPROXY_BODY"  # largest request body in bytes
 PR_SET_PDEATHSIG = 1
+HOLD_MS = 20  # for so long nothing is passed on after a gateway has said that the cluster is full
 
-UNAVAILABLE = json.dumps(
-    {
-        "error": {
-            "message": "no gateway can be reached at the moment; try again",
-            "type": "server_error",
-            "param": None,
-            "code": "unavailable",
-        }
-    }
-)
+
+def _error(message: str, kind: str, code: str) -> str:
+    """OpenAI's error object."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+UNAVAILABLE = _error("no gateway can be reached at the moment; try again", "server_error", "unavailable")
+OVERLOADED = _error("the cluster is full; try again later", "rate_limit_error", "overloaded")
+TOO_LARGE = _error("the body is over the limit (gateway.max_body_mib)", "invalid_request_error", "request_too_large")
+# A request of a client costs a gateway ten times what it costs HAProxy, so one gateway's refusal answers for those of
+# the next moments.
+GENERATE_RULES = """
+    acl alignedserve_generate path_end /v1/completions /v1/chat/completions
+    http-request set-var(txn.alignedserve_now) date(0,ms) if alignedserve_generate
+    http-request return status 429 content-type application/json hdr Retry-After %[var(proc.alignedserve_retry)] \
+string '{overloaded}' if alignedserve_generate {{ var(proc.alignedserve_hold),sub(txn.alignedserve_now) gt 0 }}
+    http-response set-var(proc.alignedserve_retry) res.hdr(retry-after) if {{ res.hdr(x-alignedserve-hold) -m found }}
+    http-response set-var(proc.alignedserve_hold) date({hold},ms) if {{ res.hdr(x-alignedserve-hold) -m found }}
+    http-response del-header x-alignedserve-hold
+"""
+BODY_RULE = """\
+    http-request return status 413 content-type application/json string '{too_large}' \
+if {{ req.hdr_val(content-length) gt {limit} }}
+"""
 ERROR_FILE = (
     "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
     f"Content-Length: {len(UNAVAILABLE)}\r\n\r\n{UNAVAILABLE}"
@@ -36,11 +52,16 @@ ERROR_FILE = (
 
 
 def amend(config: str, environment: Mapping[str, str]) -> str:
-    """Statistics on loopback, clients on the address asked for, and 503 instead of 404 while no gateway is known."""
+    """Statistics on loopback, clients on the address asked for, 503 instead of 404 while no gateway is known; and
+    refusals that need no gateway: of a body over the limit, and of requests right after one that found no room."""
     ports = [environment[name] for name in PORTS if environment.get(name)]
     if host := environment.get(HOST):
         shown = f"[{host}]" if ":" in host else host
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{shown}:\g<2>", config)
+    rules = GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS)
+    if limit := environment.get(BODY):
+        rules += BODY_RULE.format(too_large=TOO_LARGE, limit=limit)
+    config = re.sub(r"(?m)^frontend http_frontend\n\s*bind .*$", lambda found: found[0] + rules.rstrip(), config)
     if ports:
         mine = "|".join(map(re.escape, ports))
         config = re.sub(rf"(?m)^(\s*bind\s+)(?:\*?|\S+):({mine})(?=\s|$)", r"\g<1>127.0.0.1:\g<2>", config)

@@ -115,7 +115,7 @@ class RaySession:
             os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
             return {}
         environment = self._haproxy.environment(self._config)
-        for name in (haproxy.START, haproxy_exec.EXECUTABLE, haproxy_exec.HOST):
+        for name in (haproxy.START, haproxy_exec.EXECUTABLE, haproxy_exec.HOST, haproxy_exec.BODY):
             os.environ[name] = environment[name]  # whatever they were
         return environment
 

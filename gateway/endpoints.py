@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from alignedserve import logs
-from alignedserve.errors import CancelledError
+from alignedserve.errors import CancelledError, OverloadedError
 from alignedserve.gateway.asgi import (
     ClientGoneError,
     DisconnectWatch,
@@ -71,6 +71,9 @@ class GenerateEndpoint:
                 plan = await self._plan(self._model, request)
                 call = self._ledger.open(plan)
         except ClientGoneError:
+            return
+        except OverloadedError as error:
+            await send_error(send, error, self._intake.hold_header())
             return
         except Exception as error:
             await send_error(send, report(error))

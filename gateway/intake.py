@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from alignedserve.errors import OverloadedError
 from alignedserve.gateway.metrics import GatewayMetrics
 
+HOLD_HEADER = "x-alignedserve-hold"
 LEAST_AGAIN_S = 0.02
 MOST_AGAIN_S = 1.0  # a gateway that heard nothing for so long lets one through, whatever was predicted
 
@@ -56,6 +57,11 @@ class Intake:
             yield
         finally:
             self.reading -= 1
+
+    def hold_header(self) -> dict[str, str]:
+        """For a refusal, while every other request would be refused too: a proxy in front may answer them itself."""
+        closed = self._limited and self._requests <= 0 and time.monotonic() < self._again_at_s
+        return {HOLD_HEADER: "1"} if closed else {}
 
     def _take(self) -> None:
         if self._requests > 0:

@@ -58,6 +58,7 @@ class GatewayServer:
         self.model = model
         self.backend = backend
         self.ledger = ledger
+        self.intake = intake
         self._metrics = metrics
         self._state = "ready"
         self._progress = 0

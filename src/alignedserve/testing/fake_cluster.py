@@ -197,6 +197,10 @@ class FakeCluster:
         self.capacity_tokens = tokens
         self._tell(capacity=sc.Capacity(max_request_tokens=tokens))
 
+    def publish_intake(self, requests: int = 0, again_s: float = 1.0, *, limited: bool = True) -> None:
+        """How many more requests gateways are to let through."""
+        self._tell(intake=sc.Intake(limited=limited, requests=requests, again_s=again_s))
+
     def break_links(self) -> None:
         """End every gateway's stream to the scheduler; they come back by themselves."""
         for outbox in list(self.outboxes):

@@ -1,0 +1,200 @@
+"""Open loop at ten times the measured capacity: who is refused, what the accepted get, and what grows or dies.
+
+One run. The medians of an unloaded cluster give the objectives (five times each). With them configured, the capacity is
+the highest rate of a growing series at which at least 90 % of all requests that are offered meet both; its goodput is
+measured again for a quarter of `--seconds`. Then ten times that rate for `--seconds`. Requests are streamed, each
+answer has the same length, arrivals are Poisson. The load comes from a process of its own; its CPU time is shown.
+
+    python benchmarks/overload.py --seconds 120 --json overload.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from footprint import children, cpu_s, memory_mib, name_of
+
+from alignedserve.testing.open_loop import Load, Outcome, Served, drive_apart
+from alignedserve.testing.serving import ServeProcess
+
+SHARE = 0.9
+WARM_UP_S = 3.0
+
+
+@dataclass(frozen=True)
+class Objectives:
+    ttft_s: float
+    tpot_s: float
+
+    def met(self, served: Served) -> bool:
+        return served.ttft_s <= self.ttft_s and served.tpot_s <= self.tpot_s
+
+
+class Bench:
+    """Offers loads to one server and keeps account of its processes."""
+
+    def __init__(self, server: ServeProcess, options: argparse.Namespace) -> None:
+        self._server = server
+        self._options = options
+        self._seed = options.seed
+
+    async def offer(self, rate: float, seconds: float) -> Outcome:
+        self._seed += 1
+        options = self._options
+        load = Load(self._server.port, rate, seconds, options.prompt_tokens, options.new_tokens, self._seed)
+        return await drive_apart(load)
+
+    def processes(self) -> dict[int, str]:
+        """Every process of the cluster, Ray's among them: pid to name."""
+        roles = {role["pid"]: role["id"] for role in self._server.roles()}
+        return {pid: roles.get(pid) or name_of(pid) for pid in {*children(self._server.process.pid), *roles}}
+
+
+def row(name: str, rate: float, outcome: Outcome, objectives: Objectives, cpu: float) -> dict[str, Any]:
+    """One line of the table. `goodput`: requests a second that met both objectives."""
+    answered = [served for served in outcome.served if objectives.met(served)]
+    seconds = outcome.wall_s if not rate else outcome.offered / rate
+    served = outcome.served
+    return {
+        "phase": name,
+        "rate": round(rate, 2),
+        "offered": outcome.offered,
+        "refused": outcome.refused,
+        "without_retry_after": outcome.refused_without_retry_after,
+        "ended": len(served),
+        "errors": outcome.errors,
+        "unended": outcome.unended,
+        "goodput": round(len(answered) / seconds, 2) if seconds else 0.0,
+        "met_of_offered": round(len(answered) / max(1, outcome.offered), 3),
+        "met_of_ended": round(len(answered) / max(1, len(served)), 3),
+        "ttft_ms": quantiles_ms([answer.ttft_s for answer in served]),
+        "tpot_ms": quantiles_ms([answer.tpot_s for answer in served]),
+        "refusal_ms": quantiles_ms(outcome.refusal_s),
+        "latest_departure_ms": round(outcome.late_s * 1e3, 1),
+        "load_cpu": round(outcome.cpu_s / max(outcome.wall_s, 1e-9), 3),
+        "cluster_cpu": round(cpu, 3),
+    }
+
+
+def quantiles_ms(seconds: list[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {}
+    parts = statistics.quantiles(seconds, n=100)
+    return {name: round(parts[int(name[1:]) - 1] * 1e3, 2) for name in ("p50", "p90", "p99")}
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def measured(bench: Bench, name: str, rate: float, seconds: float, objectives: Objectives) -> dict[str, Any]:
+    pids = bench.processes()
+    before = {pid: cpu_s(pid) for pid in pids}
+    outcome = await bench.offer(rate, seconds)
+    spent = sum(cpu_s(pid) - before[pid] for pid in pids if alive(pid))
+    line = row(name, rate, outcome, objectives, spent / outcome.wall_s)
+    print_line(line)
+    return line
+
+
+async def find_capacity(bench: Bench, objectives: Objectives, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rates that grow by a quarter until two in a row are too much; the last line is the capacity's, measured again."""
+    lines, best, failed = [], options.first_rate, 0
+    rate = options.first_rate
+    while failed < 2:
+        line = await measured(bench, "search", rate, options.step_seconds, objectives)
+        lines.append(line)
+        if line["met_of_offered"] >= SHARE:
+            best, failed = rate, 0
+        else:
+            failed += 1
+        rate *= 1.25
+    lines.append(await measured(bench, "capacity", best, options.seconds / 4, objectives))
+    return lines
+
+
+async def unloaded(options: argparse.Namespace) -> Objectives:
+    with ServeProcess("--model", "tiny", *options.serve) as server:
+        bench = Bench(server, options)
+        await bench.offer(0, WARM_UP_S)
+        outcome = await bench.offer(0, options.step_seconds)
+    medians = [statistics.median(getattr(s, name) for s in outcome.served) for name in ("ttft_s", "tpot_s")]
+    print(f"unloaded medians of {len(outcome.served)}: ttft {medians[0] * 1e3:.1f} ms, tpot {medians[1] * 1e3:.2f} ms")
+    return Objectives(*(options.times * median for median in medians))
+
+
+async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
+    objectives = await unloaded(options)
+    flags = ("--ttft-objective", f"{objectives.ttft_s:.5f}", "--tpot-objective", f"{objectives.tpot_s:.5f}")
+    with ServeProcess("--model", "tiny", *flags, *options.serve) as server:
+        bench = Bench(server, options)
+        await bench.offer(0, WARM_UP_S)
+        lines = await find_capacity(bench, objectives, options)
+        capacity = lines[-1]
+        names = bench.processes()
+        begin = {pid: memory_mib(pid)[0] for pid in names}
+        over = await measured(bench, "overload", 10 * capacity["rate"], options.seconds, objectives)
+        after = bench.processes()
+        memory = [
+            {"process": name, "begin_mib": round(begin[pid], 1), "end_mib": round(memory_mib(pid)[0], 1)}
+            for pid, name in names.items()
+            if pid in after
+        ]
+    best = max(line["goodput"] for line in lines)
+    return {
+        "objectives_ms": {"ttft": round(objectives.ttft_s * 1e3, 2), "tpot": round(objectives.tpot_s * 1e3, 2)},
+        "lines": [*lines, over],
+        "goodput_share": round(over["goodput"] / capacity["goodput"], 3) if capacity["goodput"] else None,
+        "goodput_share_of_best": round(over["goodput"] / best, 3) if best else None,
+        "died": [name for pid, name in names.items() if pid not in after],
+        "memory": sorted(memory, key=lambda entry: entry["begin_mib"] - entry["end_mib"]),
+    }
+
+
+def print_line(line: dict[str, Any]) -> None:
+    ttft, tpot, refusal = (line[name].get("p90", float("nan")) for name in ("ttft_ms", "tpot_ms", "refusal_ms"))
+    print(
+        f"{line['phase']:9}{line['rate']:7.1f}/s  offered {line['offered']:6} refused {line['refused']:6} "
+        f"ended {line['ended']:5} unended {line['unended']} errors {line['errors'] or 0}  "
+        f"goodput {line['goodput']:6.2f}/s "
+        f"({line['met_of_offered']:.0%} of offered, {line['met_of_ended']:.0%} of ended)  "
+        f"p90 ttft {ttft:6.1f} tpot {tpot:6.2f} refusal {refusal:6.2f} ms  "
+        f"cpu: cluster {line['cluster_cpu']:.2f} load {line['load_cpu']:.2f}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--step-seconds", type=float, default=15.0)
+    parser.add_argument("--first-rate", type=float, default=8.0)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--times", type=float, default=5.0, help="objectives as multiples of the unloaded medians")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--serve", nargs="*", default=[], help="options for `alignedserve serve`")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = asyncio.run(benchmark(options))
+    print(f"objectives {result['objectives_ms']} ms; died: {result['died'] or 'nobody'}")
+    for entry in result["memory"]:
+        print(f"  {entry['process']:40} {entry['begin_mib']:8.1f} -> {entry['end_mib']:8.1f} MiB")
+    print(
+        f"goodput at ten times the capacity: {result['goodput_share']} of that at capacity, "
+        f"{result['goodput_share_of_best']} of the best seen at any rate"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
