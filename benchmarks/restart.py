@@ -1,6 +1,7 @@
 """Seconds until a role that was killed or stopped has a successor that is ready, with and without warm spares.
 
-Every role of a cluster without Ray (`LocalCluster`), one after the other; the median of a few rounds.
+Every role of a cluster without Ray (`LocalCluster`), one after the other; the median of a few rounds. Beside them the
+processor time that the successor used until then, which says what they would be on a machine that does nothing else.
 
     python benchmarks/restart.py --rounds 3 --spares 0 1 --json restart.json
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from alignedserve.cluster.core import STEADY_S
 from alignedserve.cluster.local import LocalCluster
+from alignedserve.cluster.processes import look_at
 from alignedserve.config_sources import from_tree
 
 ROLES = ("decode-0", "prefill-0", "kv_pool-0", "scheduler-0", "node_agent-0")
@@ -37,28 +39,36 @@ async def measure(model: str, spares: int, rounds: int, output: Path) -> list[di
         await cluster.wait_ready()
         for role_id in ROLES:
             for name, number in SIGNALS.items():
-                seconds = [await one_loss(cluster, role_id, number, spares) for _ in range(rounds)]
-                rows.append({"role": role_id, "signal": name, "spares": spares, "seconds": seconds})
+                seen = [await one_loss(cluster, role_id, number, spares) for _ in range(rounds)]
+                seconds, cpu_s = [wall for wall, _ in seen], [cpu for _, cpu in seen]
+                rows.append({"role": role_id, "signal": name, "spares": spares, "seconds": seconds, "cpu_s": cpu_s})
                 print(describe(rows[-1]), flush=True)
     return rows
 
 
-async def one_loss(cluster: LocalCluster, role_id: str, number: int, spares: int) -> float:
-    """From the signal until the cluster's view has the successor as ready."""
+async def one_loss(cluster: LocalCluster, role_id: str, number: int, spares: int) -> tuple[float, float]:
+    """Seconds from the signal until the cluster's view has the successor as ready, and its processor time in them."""
     await cluster.wait_ready()
     await cluster.wait_spares(spares)
     await asyncio.sleep(STEADY_S)  # one that dies as soon as it is ready is started again more slowly each time
     old = cluster.peer(role_id).process.incarnation
+    used_s = {pid: cpu_s(pid) for pid in cluster.pids.values()}
     begun = time.monotonic()
     cluster.kill(role_id, number)
-    await cluster.wait_restarted(role_id, old)
-    return time.monotonic() - begun
+    successor = await cluster.wait_restarted(role_id, old)
+    return time.monotonic() - begun, cpu_s(successor.pid) - used_s.get(successor.pid, 0.0)
+
+
+def cpu_s(pid: int) -> float:
+    sight = look_at(pid)
+    return 0.0 if sight is None else sight.cpu_s
 
 
 def describe(row: dict[str, Any]) -> str:
     each = ", ".join(f"{seconds:.2f}" for seconds in row["seconds"])
     median = statistics.median(row["seconds"])
-    return f"{row['role']:13} {row['signal']:8} {row['spares']} spares: {median:6.2f} s  ({each})"
+    used = f"{statistics.median(row['cpu_s']):.2f} of processor"
+    return f"{row['role']:13} {row['signal']:8} {row['spares']} spares: {median:6.2f} s ({each}), {used}"
 
 
 def main() -> None:
