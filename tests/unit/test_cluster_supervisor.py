@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,43 @@ async def test_a_gateway_may_join_and_leaves_the_view_when_it_is_gone() -> None:
         await eventually(lambda: bool(views))
         await host.close()
         await eventually(lambda: not any(peer.process == key for peer in cluster.view().peers), 3)
+
+
+GUEST = """
+import asyncio, sys, time
+from alignedserve.control.role import RoleHost
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+
+async def join(address, token):
+    key = pb.ProcessKey(role="gateway", id="gateway-x", incarnation=time.time_ns())
+    beat = sv.Heartbeat(state="ready")
+    host = RoleHost(key, "127.0.0.1:1", address, token, lambda: beat, lambda view: None, print, node_id="local")
+    host.start()
+    await asyncio.sleep(600)
+
+asyncio.run(join(*sys.argv[1:]))
+"""
+
+
+async def test_a_gateway_that_is_stopped_is_killed_and_leaves_the_view() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        command = (sys.executable, "-c", GUEST, cluster.supervisor.address, cluster.token)
+        guest = await asyncio.create_subprocess_exec(*command)
+
+        def in_view() -> bool:
+            return any(peer.process.id == "gateway-x" and peer.state == "ready" for peer in cluster.view().peers)
+
+        try:
+            await eventually(in_view, 20)
+            guest.send_signal(signal.SIGSTOP)
+            assert await asyncio.wait_for(guest.wait(), 10) == -signal.SIGKILL
+            await eventually(lambda: not in_view(), 5)
+        finally:
+            if guest.returncode is None:
+                guest.kill()
+                await guest.wait()
 
 
 async def test_a_model_that_cannot_be_loaded_fails_the_cluster_at_once_with_its_reason() -> None:
