@@ -44,14 +44,13 @@ class RoleActor:
         threading.Thread(target=self._run, name="role", daemon=True).start()
 
     async def describe(self) -> dict[str, Any]:
-        """Who this is, and what it was told of the stores' sizes, for a supervisor that is new."""
+        """Who this is, and what it was told last, for a supervisor that is new."""
         seat = self._seat
         view = seat.role.host.view if seat is not None and seat.role.host is not None else None
         return {
             "settings": (seat.settings if seat is not None else self._settings).to_dict(),
             "pid": os.getpid(),
-            "store_plan": view.store_plan if view is not None else "",
-            "model_info": view.model_info if view is not None else "",
+            "view": view.SerializeToString() if view is not None else b"",
         }
 
     async def set_supervisor(self, address: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 
 from alignedserve import logs
+from alignedserve.admin import admin_key
 from alignedserve.cluster import haproxy_exec
 from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.ray_launcher import RayLauncher
@@ -31,8 +33,11 @@ from alignedserve.gateway.serve_ports import close_internal_port
 
 logger = logging.getLogger(__name__)
 
-GUESTS_LEAVE_S = 10.0
+GUESTS_LEAVE_S = 10.0  # beyond gateway.drain_s
 ROLES_END_S = 8.0
+REPLICA_ENDS_S = 8.0  # as above
+ATTENDED_WITHIN_S = 5.0  # a command that is there looks once a second
+COMMAND_ENDS_S = 15.0
 REPLACED_WITHIN_S = 30.0
 HUNG_AFTER_S = 5.0
 RETRY_AFTER_S = 30.0
@@ -47,7 +52,6 @@ LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
     health_check_period_s=1,
     health_check_timeout_s=10,  # a hung one is ended by an agent; by Serve, every role would end with it
     graceful_shutdown_wait_loop_s=0.1,
-    graceful_shutdown_timeout_s=GUESTS_LEAVE_S + 2 * ROLES_END_S + 5,
     logging_config=LOGGING,
 )
 class SupervisorDeployment:
@@ -72,12 +76,15 @@ class SupervisorDeployment:
             time.time(),
             self._config.cluster.name,
             self._config.gateway.api_key_file,
+            admin_key(self._identity.token),
         )
         self._supervisor = Supervisor(self._config, launcher, self._identity, replaceable=True)
         self._ended = False
         self._failed_at = 0.0
+        self._attended_at = -math.inf
         await self._supervisor.start()
         self._record.write()
+        self._stopper = asyncio.get_running_loop().create_task(self._delete_when_asked(context.app_name))
 
     async def join_info(self) -> dict[str, Any]:
         """What a gateway replica needs in order to join."""
@@ -92,11 +99,18 @@ class SupervisorDeployment:
             "config": to_tree(self._config),
         }
 
-    async def progress(self) -> dict[str, Any]:
-        """How far the start is, as plain values, for the command that waits for it."""
+    async def progress(self, pid: int = 0, host: str = "") -> dict[str, Any]:
+        """How far the start is, as plain values; and whether somebody asked for the end.
+
+        `pid` and `host` are those of the command that sees to the end of this cluster; it asks once a second.
+        """
+        if pid:
+            self._attended_at = time.monotonic()
+            self._supervisor.command = (pid, host)
         status = await self._supervisor.status(fresh=False)
         return {
             "state": status.state,
+            "stop": self._supervisor.stop_asked.is_set(),
             "missing": list(status.missing),
             "degraded": list(status.degraded),
             "failure": {"code": status.failure.code, "message": status.failure.message}
@@ -107,6 +121,15 @@ class SupervisorDeployment:
                 for p in status.peers
             ],
         }
+
+    async def drain(self, grace_s: float) -> dict[str, Any]:
+        """Gateways take nothing new, and have `grace_s` for what they hold; how far that is.
+
+        Called again it can only make the time shorter.
+        """
+        self._supervisor.announce_end(grace_s)
+        drained = await self._supervisor.wait_drained(0.0)
+        return {"drained": drained, "open": self._supervisor.core.roster.open_requests()}
 
     async def check_health(self) -> None:
         """Raises where the supervisor could not start the cluster; ends the process where it does its work no more.
@@ -133,15 +156,27 @@ class SupervisorDeployment:
         if self.__dict__.get("_ended", True):  # also where the constructor did not come that far
             return
         self._ended = True
+        self._stopper.cancel()
         self._record.remove()
-        self._supervisor.announce_end()
-        deadline = time.monotonic() + GUESTS_LEAVE_S
+        grace_s = self._config.gateway.drain_s
+        self._supervisor.announce_end(grace_s)
+        deadline = time.monotonic() + grace_s + GUESTS_LEAVE_S
         while self._supervisor.core.roster.guests and time.monotonic() < deadline:
             await self._supervisor.wait_changed(0.1)
             self._supervisor.core.tick(time.monotonic())
         await self._supervisor.end_all(ROLES_END_S)
         await self._supervisor.close()
         remove_cluster_dir(self._identity.cluster_id)
+
+    async def _delete_when_asked(self, app_name: str) -> None:
+        """`alignedserve stop` ends the application: the command that deployed it does so, or else this."""
+        supervisor = self._supervisor
+        await supervisor.stop_asked.wait()
+        await supervisor.wait_drained(self._config.gateway.drain_s + GUESTS_LEAVE_S)
+        if time.monotonic() - self._attended_at < ATTENDED_WITHIN_S:
+            await asyncio.sleep(COMMAND_ENDS_S)
+        logger.info("deleting the application: somebody asked for its end")
+        await asyncio.to_thread(serve.delete, app_name, _blocking=False)
 
 
 async def _identity(launcher: RayLauncher, tree: Tree) -> Identity:
@@ -175,6 +210,12 @@ def http_url(config: Config) -> str:
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{config.gateway.route_prefix.rstrip('/')}"
 
 
+def supervisor_deployment(config: Config) -> Any:
+    """Serve gives it the time that it takes: gateways end first, and they have open requests."""
+    ends_s = config.gateway.drain_s + GUESTS_LEAVE_S + 2 * ROLES_END_S + 5
+    return cast(Any, SupervisorDeployment).options(graceful_shutdown_timeout_s=ends_s)
+
+
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration (its sections as nested values; what is left out has its default).
 
@@ -184,6 +225,10 @@ def build(args: dict[str, Any]) -> Application:
 
     config = from_tree(args)
     tree = to_tree(config)
-    supervisor = cast(Any, SupervisorDeployment).bind(tree)
-    gateway = cast(Any, Gateway).options(num_replicas=config.gateway.replicas, logging_config=LOGGING)
+    supervisor = supervisor_deployment(config).bind(tree)
+    gateway = cast(Any, Gateway).options(
+        num_replicas=config.gateway.replicas,
+        graceful_shutdown_timeout_s=config.gateway.drain_s + REPLICA_ENDS_S,
+        logging_config=LOGGING,
+    )
     return cast(Application, gateway.bind(tree, supervisor))

@@ -87,6 +87,14 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
     status.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    stop = add("stop", "End a running cluster: no more requests are taken, open ones have gateway.drain_s.")
+    scale = add("scale", "Have another number of instances in a running cluster.")
+    scale.add_argument("--prefill", type=int, metavar="N", help="prefill instances; not given: as many as there are")
+    scale.add_argument("--decode", type=int, metavar="N", help="decode instances; not given: as many as there are")
+    for command in (stop, scale):
+        command.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+        command.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
+        command.add_argument("--timeout", type=float, metavar="S", help="wait so long at most, in seconds")
     doctor = add("doctor", "Say what this machine offers, and what is missing.")
     _add_configuration(doctor)
     doctor.add_argument("--live", action="store_true", help="have a running cluster recount its stores and books")
@@ -124,6 +132,14 @@ def _run(options: argparse.Namespace) -> int:
             from alignedserve.cluster.status_command import show_status
 
             return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
+        case "stop":
+            from alignedserve.cluster.stop_command import stop
+
+            return stop(options.url, options.timeout, options.api_key_file)
+        case "scale":
+            from alignedserve.cluster.scale_command import scale
+
+            return scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
         case "config":
             from alignedserve.config_sources import to_yaml
 

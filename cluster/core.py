@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.cluster.members import Member, Phase, Slot
-from alignedserve.cluster.plan import SPARE, SPARED_ROLES, PlannedRole, pair_up
+from alignedserve.cluster.plan import SPARE, SPARED_ROLES, PlannedRole, Shape
 from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.roster import Roster
+from alignedserve.cluster.scaling import Scaling, next_shape
 from alignedserve.cluster.store_planner import StorePlanner
 from alignedserve.cluster.vigil import LATE_S, Vigil
 from alignedserve.config import Config
-from alignedserve.errors import AlignedServeError, ConfigError, ModelError, StaleError, by_code
+from alignedserve.control.role import SERVING_STATES
+from alignedserve.errors import AlignedServeError, ConfigError, ModelError, StaleError, UnavailableError, by_code
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 RECONNECT_S = 0.5
 ADOPTION_S = 15.0
 STEADY_S = 5.0
+END_S = 8.0
 LONGEST_BACKOFF_S = 30.0
 
 
@@ -32,6 +35,13 @@ class Launch:
     planned: PlannedRole
     generation: int
     spare_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Tell the process to end: nothing needs it any more."""
+
+    role_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class FenceGuest:
     reason: str
 
 
-Action = Launch | Fence | FenceGuest
+Action = Launch | End | Fence | FenceGuest
 
 
 class SupervisorCore:
@@ -62,13 +72,23 @@ class SupervisorCore:
     growing when the supervisor itself is replaced.
     """
 
-    def __init__(self, config: Config, planned: Sequence[PlannedRole], *, first_version: int = 1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        planned: Sequence[PlannedRole],
+        *,
+        shape: Shape | None = None,
+        gpus: int = 0,
+        first_version: int = 1,
+    ) -> None:
         self.config = config
         self.view_version = first_version
         self.roster = Roster(planned)
+        self.scaling = Scaling(config, self.roster, gpus, shape or Shape.configured(config))
         self.planner = StorePlanner(config, planned)
         self.was_ready = False
         self.ending = False
+        self.grace_s = 0.0
         self.failure: pb.Failure | None = None
         self.supervisor: sv.Peer | None = None
         """Itself, for agents that may end it when it hangs."""
@@ -126,7 +146,7 @@ class SupervisorCore:
             return []
         actions = self._note_state(slot, member, now)
         self._note_model(member)
-        return actions
+        return [*actions, *self._let_go(now)]
 
     def broke(self, key: pb.ProcessKey, now: float) -> list[Action]:
         """The stream of a process that had joined is gone."""
@@ -165,18 +185,25 @@ class SupervisorCore:
             return []
         reason = slot.end_reason or reason
         slot.end_reason = ""
-        logger.log(logging.INFO if self.ending else logging.WARNING, "%s has ended: %s", role_id, reason)
+        meant = self.ending or slot.draining
+        logger.log(logging.INFO if meant else logging.WARNING, "%s has ended: %s", role_id, reason)
+        if slot.draining:
+            self.scaling.forget(slot)
+            self._touch()
+            return self.tick(now)
         failure = slot.member.beat.failure if slot.member and slot.member.beat.HasField("failure") else None
         steady = slot.was_ready and now - slot.ready_at > STEADY_S
         slot.failures = 0 if steady else slot.failures + 1
         if not slot.was_ready and not self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
             cause = failure.message if failure else reason
             self._fail(failure, f"{role_id} failed to start {slot.failures} times: {cause}")
+        if self.scaling.is_new(slot) and self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
+            self.scaling.give_up(f"{role_id} failed to start: {failure.message if failure else reason}", now)
         # The first death after being ready is answered at once; a process that keeps dying waits longer each time.
         doubling = max(0, slot.failures - (1 if slot.was_ready else 0))
         slot.launch_at = now + (min(LONGEST_BACKOFF_S, 0.25 * 2**doubling) if doubling else 0.0)
         slot.member = None
-        slot.was_ready = False
+        slot.was_ready = slot.used = False
         slot.enter(Phase.WAITING, now)
         self._touch()
         return self.tick(now)
@@ -191,14 +218,34 @@ class SupervisorCore:
             self._touch()
         if self.ending:
             return []
+        leaving = self._let_go(now)
         due = [self._due(slot, now) for slot in self.roster.slots.values()]
         guests = [self._hung_guest(member, now) for member in self.roster.guests.values()]
-        return [action for action in (*due, *guests) if action is not None]
+        return [action for action in (*leaving, *due, *guests) if action is not None]
 
-    def end(self) -> None:
-        """Nothing is to be started any more, and gateways hear that the others are about to end."""
-        if not self.ending:
+    def scale(self, prefill: int, decode: int, available_bytes: int, now: float) -> list[Action]:
+        """Have other numbers of instances; 0: as it is. `available_bytes` of host memory are free.
+
+        Raises AlignedServeError, and changes nothing, where that cannot be.
+        """
+        shape = next_shape(self.scaling.shape, prefill, decode)
+        if self.ending or self.failure is not None or not self.was_ready:
+            raise UnavailableError("the cluster is still starting, or ending: it cannot be scaled now")
+        self.scaling.check(shape, self.planner.model_info, self.planner.store_plan, available_bytes)
+        if shape == self.scaling.shape:
+            return []
+        self.scaling.change(shape, now)
+        self._touch()
+        return self.tick(now)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Nothing is to be started any more; gateways take nothing new, and have `grace_s` for what they have.
+
+        Called again it can only make the time shorter.
+        """
+        if not self.ending or grace_s < self.grace_s:
             self.ending = True
+            self.grace_s = grace_s
             self._touch()
 
     # ---- what others see
@@ -211,10 +258,14 @@ class SupervisorCore:
                 for member, lost in self.roster.members()
             ],
             model_info=self.planner.model_info,
-            pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in pair_up(self.config)],
+            pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in self.scaling.pairs],
             store_plan=self.planner.store_plan,
             ending=self.ending,
             supervisor=self.supervisor,
+            grace_s=self.grace_s,
+            prefill=self.scaling.shape.prefill,
+            decode=self.scaling.shape.decode,
+            draining=self.scaling.draining,
         )
 
     def state(self) -> str:
@@ -234,6 +285,9 @@ class SupervisorCore:
             missing=self.roster.missing(),
             degraded=self.roster.degraded(),
             failure=self.failure,
+            prefill=self.scaling.shape.prefill,
+            decode=self.scaling.shape.decode,
+            scale_failure=pb.Failure(message=self.scaling.failure),
         )
 
     # ---- inside
@@ -259,9 +313,10 @@ class SupervisorCore:
         return None
 
     def _note_state(self, slot: Slot, member: Member, now: float) -> list[Action]:
-        if member.state == "ready" and not slot.was_ready:
-            slot.was_ready = True
+        if member.state in SERVING_STATES and not slot.was_ready:
+            slot.was_ready = slot.used = True
             slot.ready_at = now
+            self.scaling.settle()
         if member.state != "failed" or slot.phase is Phase.ENDING:
             return []
         failure = member.beat.failure
@@ -280,10 +335,32 @@ class SupervisorCore:
             if news:
                 self._touch()
 
+    def _let_go(self, now: float) -> list[Action]:
+        """End the instances that were to go, and that nothing needs any more."""
+        actions: list[Action] = []
+        if self.ending:
+            return actions
+        for slot, late in self.scaling.due(now):
+            if slot.phase is Phase.WAITING:
+                self.scaling.forget(slot)
+                self._touch()
+            elif late or slot.phase is Phase.STARTING:
+                reason = "it was to go, and requests still needed it" if late else "it was to go before it was there"
+                actions.append(self._fence(slot, reason, now))
+            else:
+                slot.end_reason = "it was to go"
+                slot.deadline = now + END_S
+                slot.enter(Phase.ENDING, now)
+                actions.append(End(slot.planned.id))
+        return actions
+
     def _due(self, slot: Slot, now: float) -> Action | None:
         limits = self.config.supervisor
         if slot.phase is Phase.WAITING and now >= slot.launch_at and self.failure is None:
             return self._launch(slot, now)
+        if slot.phase is Phase.ENDING and slot.draining and 0.0 < slot.deadline < now:
+            slot.deadline = 0.0
+            return self._fence(slot, "it was to go, and did not", now)
         if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
             return self._fence(slot, "its connection broke", now)
         if slot.phase is Phase.JOINED and slot.member:
@@ -331,6 +408,7 @@ class SupervisorCore:
     def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
         hello = slot.member.hello if slot.member else None
         slot.end_reason = reason
+        slot.deadline = 0.0
         slot.enter(Phase.ENDING, now)
         self._touch()
         return Fence(slot.planned.id, slot.generation, hello, reason)

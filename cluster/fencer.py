@@ -13,6 +13,8 @@ from alignedserve.cluster.members import Slot
 from alignedserve.cluster.processes import end_process
 from alignedserve.cluster.roster import Roster
 from alignedserve.control.rpc import open_channel
+from alignedserve.errors import UnavailableError
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import node_agent_pb2 as na
 from alignedserve.proto import node_agent_pb2_grpc as na_grpc
 from alignedserve.proto import supervisor_pb2 as sv
@@ -84,11 +86,27 @@ class Fencer:
             await channel.close()
         return True
 
+    async def available_memory_bytes(self) -> int:
+        """What the node has free now, as its agent reads it. Raises UnavailableError where there is no agent."""
+        for agent in self._agents():
+            channel = open_channel(agent.address, self._token)
+            try:
+                said = await na_grpc.NodeAgentStub(channel).Describe(pb.Empty(), timeout=AGENT_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("the node agent does not say what memory is free: %s", error.details())
+            else:
+                return int(said.memory_available_bytes)
+            finally:
+                await channel.close()
+        raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+
     def _agent(self, hello: sv.RoleHello) -> sv.RoleHello | None:
         """The agent of the process's node, unless it is the process itself."""
-        for slot in self._roster().slots.values():
-            if slot.planned.role == "node_agent" and slot.ready and slot.member is not None:
-                agent = slot.member.hello
-                if agent.node_id == hello.node_id and agent.process.id != hello.process.id:
-                    return agent
+        for agent in self._agents():
+            if agent.node_id == hello.node_id and agent.process.id != hello.process.id:
+                return agent
         return None
+
+    def _agents(self) -> list[sv.RoleHello]:
+        slots = [slot for slot in self._roster().slots.values() if slot.planned.role == "node_agent" and slot.ready]
+        return [slot.member.hello for slot in slots if slot.member is not None]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.cluster.plan import Node
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.proto import supervisor_pb2 as sv
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
     """A role's process that was found running: an earlier supervisor started it.
 
-    `store_plan` is what it was told of the stores' sizes (JSON; empty: nothing yet), and holds for its successors too.
+    `view` is what it was told last (empty: nothing yet): sizes of stores and numbers of instances hold on.
     """
 
     settings: RoleSettings
-    store_plan: str = ""
-    model_info: str = ""
+    view: sv.ClusterView = field(default_factory=sv.ClusterView)
 
 
 class Launcher(ABC):

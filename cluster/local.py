@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from alignedserve.cluster.gpus import count_gpus
-from alignedserve.cluster.plan import SPARE
+from alignedserve.cluster.plan import MODEL_ROLES, SPARE, Shape
 from alignedserve.cluster.process_launcher import NODE_ID, ProcessLauncher
 from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor import Identity, Supervisor
@@ -96,6 +96,26 @@ class LocalCluster:
         """Replace the supervisor as if it had died: its successor finds the processes and goes on with them."""
         await self.supervisor.close()
         await self._start_supervisor()
+
+    async def scale(self, prefill: int = 0, decode: int = 0, timeout_s: float = 120.0) -> None:
+        """Have other numbers of instances (0: as it is); returns when they are all ready and the others have ended.
+
+        Raises AlignedServeError where that cannot be, UnavailableError when the time is over.
+        """
+        reply = await self.supervisor.scale(prefill, decode)
+        deadline = time.monotonic() + timeout_s
+        wanted = Shape(reply.prefill, reply.decode)
+        while not self._has(wanted):
+            if (scaling := self.supervisor.core.scaling).failure:
+                raise UnavailableError(scaling.failure)
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"the cluster does not have {wanted} after {timeout_s:g} s")
+            await self.supervisor.wait_changed(0.1)
+
+    def _has(self, shape: Shape) -> bool:
+        slots = [slot for slot in self.supervisor.core.roster.slots.values() if slot.planned.role != SPARE]
+        instances = [slot.planned.id for slot in slots if slot.planned.role in MODEL_ROLES]
+        return sorted(instances) == sorted(role_id for _, role_id in shape.ids()) and all(slot.ready for slot in slots)
 
     async def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Returns when every instance is ready.

@@ -76,16 +76,26 @@ class Slot:
     """Where the model of its process lay, for the successor to take its place."""
     member: Member | None = None
     was_ready: bool = False
+    used: bool = False
+    """Requests may be with this process: it has been ready, or was found running."""
     ready_at: float = 0.0
     failures: int = 0
     """Ends in a row before it was ready, or soon after."""
     end_reason: str = ""
     """Why it is being ended, where it was us."""
+    draining_since: float | None = None
+    """It is to end once no request needs it, and is not to be replaced."""
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
         self.since = now
 
     @property
+    def draining(self) -> bool:
+        return self.draining_since is not None
+
+    @property
     def ready(self) -> bool:
+        if self.draining:
+            return False
         return self.phase is Phase.JOINED and self.member is not None and self.member.state == "ready"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from alignedserve.transfer.segments import SegmentServer
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 8.0
+VIEW_INFO = "view"  # what roles were told last, but for their peers; base64 of a ClusterView
 
 
 class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
@@ -59,6 +61,10 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             for peer in view.peers
             if peer.node_id == self.settings.node_id and peer.pid != os.getpid()
         }
+        told = sv.ClusterView()
+        told.CopyFrom(view)
+        del told.peers[:]
+        self._publish(**{VIEW_INFO: base64.b64encode(told.SerializeToString()).decode()})
         for key in [key for key in self._handles if key not in here]:
             self._handles.pop(key).close()
         for key, peer in here.items():
@@ -89,7 +95,10 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
     def set_supervisor(self, address: str) -> None:
         """Roles that lost the supervisor read here where it is now."""
         if address != self.segments.info.get("supervisor_address"):
-            self.segments.info = {"supervisor_address": address, "cluster_id": self.settings.cluster_id}
+            self._publish(supervisor_address=address)
+
+    def _publish(self, **info: str) -> None:
+        self.segments.info = {**self.segments.info, "cluster_id": self.settings.cluster_id, **info}
 
     def _on_end(self, reason: str) -> None:
         super()._on_end(reason)

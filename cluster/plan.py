@@ -30,6 +30,30 @@ class PlannedRole:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """How many instances there are to be. Their numbers count from 0."""
+
+    prefill: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill} prefill and {self.decode} decode instances"
+
+    @classmethod
+    def configured(cls, config: Config) -> Shape:
+        return cls(config.cluster.prefill, config.cluster.decode)
+
+    @property
+    def instances(self) -> int:
+        return self.prefill + self.decode
+
+    def ids(self) -> list[tuple[str, str]]:
+        """`(role, id)` of each instance."""
+        counts = (("prefill", self.prefill), ("decode", self.decode))
+        return [(role, f"{role}-{number}") for role, count in counts for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A machine that processes can be started on; `host` is the address that its gRPC servers bind."""
 
@@ -45,12 +69,12 @@ def resolve_device(config: Config, gpus: int) -> str:
     return "cuda" if gpus else "cpu"
 
 
-def check_gpus(config: Config, gpus: int) -> None:
-    """Raises ResourceError where more GPUs are asked for than there are."""
+def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
+    """Raises ResourceError where more GPUs are asked for than there are. `shape` is the configured one by default."""
     if resolve_device(config, gpus) == "cpu":
         return
-    instances = config.cluster.prefill + config.cluster.decode
-    asked = f"{config.cluster.prefill} prefill and {config.cluster.decode} decode instances"
+    shape = shape or Shape.configured(config)
+    instances, asked = shape.instances, str(shape)
     if gpus == 0:
         raise ResourceError(f"cluster.device is 'cuda' for {asked}, but this machine has no GPU; use --device cpu")
     if instances > gpus and not config.cluster.share_gpu:
@@ -60,34 +84,31 @@ def check_gpus(config: Config, gpus: int) -> None:
         )
 
 
-def plan_roles(config: Config, gpus: int) -> list[PlannedRole]:
+def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[PlannedRole]:
     """The roles of a cluster whose instances run on a node with `gpus` GPUs; spares last.
 
     Raises ResourceError (`check_gpus`).
     """
-    check_gpus(config, gpus)
+    shape = shape or Shape.configured(config)
+    check_gpus(config, gpus, shape)
     device = resolve_device(config, gpus)
 
     def on(index: int) -> str:
         return "cpu" if device == "cpu" else f"cuda:{index % gpus}"
 
-    prefill = [PlannedRole("prefill", f"prefill-{i}", on(i)) for i in range(config.cluster.prefill)]
-    decode = [
-        PlannedRole("decode", f"decode-{i}", on(config.cluster.prefill + i)) for i in range(config.cluster.decode)
-    ]
+    prefill = [PlannedRole("prefill", f"prefill-{i}", on(i)) for i in range(shape.prefill)]
+    decode = [PlannedRole("decode", f"decode-{i}", on(shape.prefill + i)) for i in range(shape.decode)]
     single = [PlannedRole(role, f"{role}-0") for role in ("node_agent", "kv_pool", "scheduler")]
     spares = [PlannedRole(SPARE, f"{SPARE}-{i}") for i in range(config.supervisor.spares)]
     return [*single, *prefill, *decode, *spares]
 
 
-def pair_up(config: Config) -> Sequence[tuple[str, str]]:
-    """`(decode_id, prefill_id)`: through whose buffers a decode instance is prefetched for. None without prefetching.
+def pair_up(shape: Shape) -> Sequence[tuple[str, str]]:
+    """`(decode_id, prefill_id)`: through whose buffers a decode instance is prefetched for.
 
     Every instance is used: with more prefill instances than decode ones a decode instance has several.
     """
-    if not config.cluster.prefetch:
-        return ()
-    prefill, decode = config.cluster.prefill, config.cluster.decode
+    prefill, decode = shape.prefill, shape.decode
     if prefill >= decode:
         return [(f"decode-{p % decode}", f"prefill-{p}") for p in range(prefill)]
     return [(f"decode-{d}", f"prefill-{d % prefill}") for d in range(decode)]

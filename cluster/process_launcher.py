@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -14,9 +15,12 @@ from pathlib import Path
 
 from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.launcher import Launcher, Running
+from alignedserve.cluster.node_agent import VIEW_INFO
 from alignedserve.cluster.plan import Node
 from alignedserve.control.runtime import RoleSettings
-from alignedserve.errors import UnavailableError
+from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.transfer.segments import SegmentClient
 
 NODE_ID = "local"
 
@@ -59,7 +63,9 @@ class ProcessLauncher(Launcher):
         return [Node(NODE_ID, "127.0.0.1", self._gpus)]
 
     async def find(self) -> Sequence[Running]:
-        return [Running(child.settings) for child in self._children.values() if not child.reaper.done()]
+        living = [child.settings for child in self._children.values() if not child.reaper.done()]
+        view = await asyncio.to_thread(_ask_agent, living[0]) if living else sv.ClusterView()
+        return [Running(settings, view) for settings in living]
 
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
         old = self._children.get(settings.id)
@@ -128,6 +134,15 @@ class ProcessLauncher(Launcher):
             return contextlib.nullcontext(None)
         self._output_dir.mkdir(parents=True, exist_ok=True)
         return _opened(self._output_dir / f"{role_id}.out")
+
+
+def _ask_agent(settings: RoleSettings) -> sv.ClusterView:
+    """What the roles were told last, as their node's agent has it; empty where it does not answer."""
+    try:
+        info = SegmentClient(settings.agent_socket, settings.token).info()
+    except (AlignedServeError, OSError):
+        return sv.ClusterView()
+    return sv.ClusterView.FromString(base64.b64decode(info.get(VIEW_INFO, "")))
 
 
 @contextlib.contextmanager

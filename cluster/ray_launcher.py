@@ -19,6 +19,7 @@ from alignedserve.cluster.plan import SPARE, Node, resolve_device
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import UnavailableError
+from alignedserve.proto import supervisor_pb2 as sv
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ class RayLauncher(Launcher):
             return None
         settings = RoleSettings(**said["settings"])
         self._actors[settings.id] = actor  # a spare that has taken a role still has its own name in Ray
-        return Running(settings, said["store_plan"], said["model_info"])
+        return Running(settings, sv.ClusterView.FromString(said["view"]))
 
     async def _watch(self, actor: Any, on_exit: Callable[[str], None]) -> None:
         reason = ""

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -166,14 +167,24 @@ class RaySession:
         return build(tree)
 
     def progress(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
-        """What the supervisor says; None while there is none."""
+        """What the supervisor says; None while there is none. It hears that somebody here sees to the end."""
+        return self._ask("progress", timeout_s, os.getpid(), socket.gethostname())
+
+    def drain(self, grace_s: float) -> dict[str, Any] | None:
+        """Have gateways take nothing new, and end what they have within `grace_s`; None where nobody answers.
+
+        To be called again until `drained`; `open` says how many requests are left.
+        """
+        return self._ask("drain", 5.0, grace_s)
+
+    def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any] | None:
         from ray import serve
 
         if not self._deployed:
             return None
         try:
             handle = serve.get_deployment_handle("Supervisor", self.app_name)
-            said: dict[str, Any] = handle.progress.remote().result(timeout_s=timeout_s)
+            said: dict[str, Any] = getattr(handle, method).remote(*arguments).result(timeout_s=timeout_s)
         except Exception:  # it is not there yet, or not any more: the caller decides how long to wait
             return None
         return said

@@ -7,7 +7,8 @@ import json
 import os
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Record:
     started_unix_s: float
     name: str = ""
     api_key_file: str = ""
+    admin_key: str = field(default="", repr=False)
 
     def write(self) -> None:
         """Written beside and moved, so that nobody reads half of it."""
@@ -81,31 +83,44 @@ def fetch_status(url: str, timeout_s: float = PROBE_TIMEOUT_S, *, api_key: str =
     return fetch_json(url.rstrip("/") + STATUS_PATH, timeout_s, api_key=api_key)
 
 
-def fetch_json(address: str, timeout_s: float, *, api_key: str = "") -> dict[str, Any]:
-    """Never through a proxy that the environment names: it is this machine, or what the user pointed at.
+def fetch_json(
+    address: str,
+    timeout_s: float,
+    *,
+    api_key: str = "",
+    body: dict[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A GET, or with `body` a POST. Never through a proxy that the environment names: it is this machine, or what the
+    user pointed at.
 
     Raises UnavailableError where nobody answers, AuthenticationError where the API key is not the right one.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(address, headers={"authorization": f"Bearer {api_key}"} if api_key else {})
+    request = urllib.request.Request(address, headers=dict(headers or {}))
+    if api_key:
+        request.add_header("authorization", f"Bearer {api_key}")
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("content-type", "application/json")
     try:
         with opener.open(request, timeout=timeout_s) as answer:
-            body = json.loads(answer.read())
+            said = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == AuthenticationError.http_status:
             raise AuthenticationError(
                 f"{address} asks for an API key: set {API_KEY_VARIABLE}, or give --api-key-file FILE"
             ) from error
         with contextlib.suppress(ValueError, OSError):
-            if isinstance(body := json.loads(error.read()), dict):
-                return body
+            if isinstance(said := json.loads(error.read()), dict):
+                return said
         raise UnavailableError(f"{address} answered with HTTP {error.code}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise UnavailableError(f"{address} does not answer: {reason}") from error
-    if not isinstance(body, dict):
+    if not isinstance(said, dict):
         raise UnavailableError(f"{address} is not a gateway of AlignedServe")
-    return body
+    return said
 
 
 def _path(cluster_id: str) -> Path:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from alignedserve.cluster.members import Member, Phase, Slot
 from alignedserve.cluster.plan import REQUIRED_ROLES, SPARE, PlannedRole
+from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.proto import common_pb2 as pb
+
+DRAINED = "drained"
 
 
 class Roster:
@@ -14,6 +17,7 @@ class Roster:
 
     def __init__(self, planned: Sequence[PlannedRole]) -> None:
         self.slots = {role.id: Slot(role) for role in planned}
+        self._generations: dict[str, int] = {}
         self.guests: dict[str, Member] = {}
         self.lost_guests: dict[str, float] = {}
         """Guests whose stream is gone, and until when they may come back."""
@@ -25,12 +29,29 @@ class Roster:
         member = slot.member if slot is not None else self.guests.get(key.id)
         return member if member is not None and member.key == key else None
 
+    def add(self, planned: PlannedRole) -> Slot:
+        """One more process. What is said late of one that had this id before is not said of it."""
+        slot = Slot(planned, generation=self._generations.get(planned.id, 0))
+        self.slots[planned.id] = slot
+        return slot
+
+    def remove(self, role_id: str) -> None:
+        self._generations[role_id] = self.slots.pop(role_id).generation
+
     def members(self) -> list[tuple[Member, bool]]:
         """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
         planned = [
             (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
         ]
         return planned + [(member, member.key.id in self.lost_guests) for member in self.guests.values()]
+
+    def open_requests(self) -> int:
+        """What gateways hold, as they said last."""
+        return int(sum(member.beat.gauges[OPEN_GAUGE] for member in self.guests.values()))
+
+    def guests_drained(self) -> bool:
+        """Whether no gateway holds a request or takes one."""
+        return all(member.state == DRAINED for member in self.guests.values())
 
     def drop_lost_guests(self, now: float) -> bool:
         """Forget those whose time is over; whether there were any."""
@@ -59,7 +80,7 @@ class Roster:
 
     def all_ready(self) -> bool:
         """Whether every role that the cluster needs is; spares come after that."""
-        return all(slot.ready for slot in self.slots.values() if slot.planned.role != SPARE)
+        return all(slot.ready or slot.draining for slot in self.slots.values() if slot.planned.role != SPARE)
 
     def ready_spare(self) -> Slot | None:
         return next((slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready), None)
@@ -75,6 +96,6 @@ class Roster:
         late = [
             f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
             for slot in self.slots.values()
-            if not slot.ready and slot.planned.role not in (*missing, SPARE)
+            if not slot.ready and not slot.draining and slot.planned.role not in (*missing, SPARE)
         ]
         return late + [f"{member.key.id}: {alarm}" for member, _ in self.members() for alarm in member.beat.alarms]

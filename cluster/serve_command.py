@@ -36,6 +36,10 @@ from alignedserve.model import resolve_model
 POLL_S = 0.1
 LOOK_S = 0.5
 WATCH_S = 5.0
+ATTEND_S = 1.0
+SILENCE_S = 10.0  # a supervisor that has not answered for so long is not asked any more
+DRAIN_LATE_S = 3.0  # a gateway that has not said so long after its time that it is done is not waited for
+KILL_SIGNALS = 3  # the first drains, the second ends what is open, this one kills
 CLEAR_UP_S = 3.0
 CLEAN_END_S = 20.0  # what has not ended by itself after so long is killed
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -85,6 +89,9 @@ class _ServeCommand:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._stopping = threading.Event()
         self._signals = 0
+        self._served = False
+        self._nothing_open = True
+        self._drained = threading.Event()
         self._failure: AlignedServeError | None = None
         self._broken = False  # Ray cannot end anything any more
         self._deployed = threading.Event()
@@ -101,6 +108,7 @@ class _ServeCommand:
         self._worker.submit(self._start)
         try:
             if self._wait_ready():
+                self._served = True
                 self._announce()
                 self._wait_for_end()
         except Exception as error:
@@ -172,16 +180,27 @@ class _ServeCommand:
     def _url(self) -> str:
         return self._session.url()
 
+    @property
+    def _at_once(self) -> bool:
+        """Whether everything is to be killed."""
+        return self._signals >= KILL_SIGNALS
+
     # ---- running
 
     def _wait_for_end(self) -> None:
-        """Returns on a signal, when the application is gone, or when Ray is broken."""
-        looked_s = 0.0
+        """Returns on a signal, on `alignedserve stop`, when the application is gone, or when Ray is broken."""
+        attended_s = looked_s = 0.0
         while not self._stopping.wait(LOOK_S):
             if part := self._session.dead_part():
                 self._broken = True
                 self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")
                 return
+            if time.monotonic() - attended_s >= ATTEND_S:
+                attended_s = time.monotonic()
+                progress = self._session.progress()
+                if progress is not None and progress["stop"]:
+                    self._console.line("ending: `alignedserve stop` was given")
+                    return
             if time.monotonic() - looked_s < WATCH_S:
                 continue
             looked_s = time.monotonic()
@@ -195,12 +214,17 @@ class _ServeCommand:
     def _end(self) -> None:
         """Everything that was started is gone when this returns."""
         ending = None if self._broken else self._worker.submit(self._stop)
-        deadline = time.monotonic() + CLEAN_END_S
-        while ending is not None and not ending.done() and self._signals < 2 and time.monotonic() < deadline:
+        late_s = 0.0
+        if ending is not None:
+            self._drained.wait(self._config.gateway.drain_s + DRAIN_LATE_S)
+            # What the supervisor did not answer for drains while Serve deletes the application.
+            late_s = 0.0 if self._nothing_open else self._config.gateway.drain_s
+        deadline = time.monotonic() + CLEAN_END_S + late_s
+        while ending is not None and not ending.done() and not self._at_once and time.monotonic() < deadline:
             wait([ending], timeout=POLL_S)
         if self._session.owned:
             self._descendants.note()
-            self._descendants.end(CLEAR_UP_S if self._signals < 2 and not self._broken else 0.0)
+            self._descendants.end(0.0 if self._at_once or self._broken else CLEAR_UP_S)
             read_records()  # removes those of clusters that have ended, and their sockets
         self._session.close()
         if ending is None or not ending.done():
@@ -210,7 +234,33 @@ class _ServeCommand:
         """In the second thread, after `_start`."""
         if self._session.owned:
             self._descendants.note()
+        try:
+            self._drain()
+        finally:
+            self._drained.set()
         self._session.stop()
+
+    def _drain(self) -> None:
+        """Returns once no request is open (when the last has ended, or its time was over), or nobody answers."""
+        if not self._served or self._failure is not None:
+            return
+        grace_s = self._config.gateway.drain_s
+        answered = time.monotonic()
+        deadline = answered + grace_s + DRAIN_LATE_S
+        told = self._nothing_open = False
+        while time.monotonic() < min(deadline, answered + SILENCE_S) and not self._at_once:
+            left = self._session.drain(0.0 if self._signals > 1 else grace_s)
+            if left is None:
+                time.sleep(POLL_S)
+                continue
+            answered = time.monotonic()
+            if left["drained"]:
+                self._nothing_open = True
+                return
+            if left["open"] and not told:
+                told = True
+                self._console.line(f"{left['open']} open requests have {grace_s:g} s; once more to end them now")
+            time.sleep(POLL_S)
 
     def _handle_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -221,7 +271,9 @@ class _ServeCommand:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._console.line("\nending; once more to end at once" if number == signal.SIGINT else "ending")
+            self._console.line("\nending" if number == signal.SIGINT else "ending")
+        elif self._signals == KILL_SIGNALS:
+            self._drained.set()
         self._stopping.set()
 
     # ---- words

@@ -52,7 +52,7 @@ def ask_newest(url: str | None, api_key_file: str | None, fetch: Callable[..., A
     records = read_records()
     if url is not None:
         url = url if "://" in url else f"http://{url}"
-        own = next((record for record in records if _same(record, url)), None)
+        own = next((record for record in records if same_url(record, url)), None)
         return url, fetch(url, api_key=operator_key(api_key_file, own))
     problems = []
     for record in records:
@@ -67,5 +67,6 @@ def ask_newest(url: str | None, api_key_file: str | None, fetch: Callable[..., A
     raise UnavailableError("no cluster of this user is running; start one with `alignedserve serve`, or give --url")
 
 
-def _same(record: Record, url: str) -> bool:
+def same_url(record: Record, url: str) -> bool:
+    """Whether `url` is where the record's cluster answers."""
     return record.url.rstrip("/") == url.rstrip("/").replace("//localhost", "//127.0.0.1")

@@ -16,15 +16,16 @@ from typing import Any
 import grpc
 
 from alignedserve.cluster.collector import Collector, cluster_metrics
-from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
+from alignedserve.cluster.core import Action, End, Fence, FenceGuest, Launch, SupervisorCore
 from alignedserve.cluster.fencer import Fencer
 from alignedserve.cluster.integrity import check_cluster
 from alignedserve.cluster.launcher import Launcher
 from alignedserve.cluster.members import Phase, Slot
-from alignedserve.cluster.plan import Node, plan_roles
+from alignedserve.cluster.plan import Node, PlannedRole, Shape, plan_roles
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
+from alignedserve.control.convert import failure_to_proto
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer
@@ -74,6 +75,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._server: RpcServer | None = None
         self._launches = 0
         self.ticked_at = time.monotonic()
+        self.stop_asked = asyncio.Event()
+        self.command = (0, "")  # pid and machine of the command that ends this cluster, where there is one
 
     # ---- life
 
@@ -82,17 +85,26 @@ class Supervisor(sv_grpc.SupervisorServicer):
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
         self.home = _choose_home(self.config, nodes)
-        planned = plan_roles(self.config, self.home.gpus)
-        self.core = SupervisorCore(self.config, planned, first_version=time.time_ns() // 1_000_000)
+        found = await self._launcher.find()
+        told = max((running.view for running in found), key=lambda view: view.version, default=sv.ClusterView())
+        shape = Shape(told.prefill, told.decode) if told.prefill else Shape.configured(self.config)
+        self.core = SupervisorCore(
+            self.config,
+            plan_roles(self.config, self.home.gpus, shape),
+            shape=shape,
+            gpus=self.home.gpus,
+            first_version=time.time_ns() // 1_000_000,
+        )
+        running_roles = [PlannedRole(r.settings.role, r.settings.id, r.settings.device) for r in found]
+        self.core.scaling.adopt(told, running_roles, time.monotonic())
+        self.core.planner.adopt(told.model_info, told.store_plan)
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
         self.core.own_pid = os.getpid()
         if self._replaceable:
             self.core.supervisor = self._as_peer()
-        found = await self._launcher.find()
         for running in found:
-            self.core.planner.adopt(running.model_info, running.store_plan)
             slot = self.core.roster.slots.get(running.settings.id)
             if slot is None:
                 await self._launcher.kill(running.settings.id)
@@ -104,10 +116,19 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._spawn(self._announce())
         self._spawn(self._tick())
 
-    def announce_end(self) -> None:
-        """Tell everyone that `end_all` is near."""
-        self.core.end()
+    def announce_end(self, grace_s: float = 0.0) -> None:
+        """Tell everyone that `end_all` is near: gateways have `grace_s` for what they hold."""
+        self.core.end(grace_s)
         self._publish()
+
+    async def wait_drained(self, timeout_s: float) -> bool:
+        """Returns once no gateway holds a request, or after `timeout_s`; which of the two. After `announce_end`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.core.roster.guests_drained():
+            if time.monotonic() >= deadline:
+                return False
+            await self.wait_changed(0.2)
+        return True
 
     async def end_all(self, grace_s: float = 8.0) -> None:
         """Order every role to end, kill what has not within `grace_s`, agents last. Returns when all are dead."""
@@ -176,6 +197,27 @@ class Supervisor(sv_grpc.SupervisorServicer):
         """Every process recounts its stores and books, now."""
         return await check_cluster(self.core.roster, self.identity.token)
 
+    async def Scale(
+        self, request: sv.ScaleRequest, context: grpc.aio.ServicerContext[sv.ScaleRequest, sv.ScaleReply]
+    ) -> sv.ScaleReply:
+        try:
+            return await self.scale(request.prefill, request.decode)
+        except AlignedServeError as error:
+            return sv.ScaleReply(refused=failure_to_proto(error))
+
+    async def scale(self, prefill: int = 0, decode: int = 0) -> sv.ScaleReply:
+        """Begin to have other numbers of instances; 0: as it is. Raises AlignedServeError where that cannot be."""
+        available_bytes = await self._fencer.available_memory_bytes()
+        self._carry_out(self.core.scale(prefill, decode, available_bytes, time.monotonic()))
+        shape = self.core.scaling.shape
+        return sv.ScaleReply(prefill=shape.prefill, decode=shape.decode)
+
+    async def Stop(self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.StopReply]) -> sv.StopReply:
+        grace_s = self.config.gateway.drain_s
+        self.announce_end(grace_s)
+        self.stop_asked.set()
+        return sv.StopReply(grace_s=grace_s, command_pid=self.command[0], command_host=self.command[1])
+
     async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
         """Everyone who lives and, with `fresh`, the metrics of this moment."""
         if fresh:
@@ -210,6 +252,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
             match action:
                 case Launch():
                     self._spawn(self._launch(action))
+                case End():
+                    self._order_end(action.role_id)
                 case Fence():
                     self._spawn(self._end_process(action))
                 case FenceGuest():
@@ -283,13 +327,16 @@ class Supervisor(sv_grpc.SupervisorServicer):
 
     async def _end_slots(self, slots: list[Slot], grace_s: float) -> None:
         for slot in slots:
-            if (outbox := self._outboxes.get(slot.planned.id)) is not None:
-                outbox.put(sv.RoleOrder(end=pb.Empty()))
+            self._order_end(slot.planned.id)
         await self._all_dead(slots, grace_s)
         for slot in slots:
             if slot.phase is not Phase.WAITING:
                 await self._fencer.kill(slot)
         await self._all_dead(slots, 5.0)
+
+    def _order_end(self, role_id: str) -> None:
+        if (outbox := self._outboxes.get(role_id)) is not None:
+            outbox.put(sv.RoleOrder(end=pb.Empty()))
 
     async def _all_dead(self, slots: list[Slot], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -17,6 +17,9 @@ from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 logger = logging.getLogger(__name__)
 
+SERVING_STATES = ("ready", "draining", "drained")  # a process in one of these answers its peers
+OPEN_GAUGE = "open_requests"  # of a gateway's heartbeat
+
 
 def new_incarnation() -> int:
     """Grows with each start of a process on one node: the start's Unix time in nanoseconds."""

@@ -55,6 +55,11 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
+        self._follow_draining(drained=self.state == "drained")
+
+    def _follow_draining(self, *, drained: bool) -> None:
+        if self._instance.draining:
+            self.set_state("drained" if drained else "draining")
 
     def trouble(self) -> AlignedServeError | None:
         return self._instance.copier.stuck()
@@ -153,6 +158,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self.spawn(self._evict(order))
         if outcome.status_changed:
             self._report_description()
+        self._follow_draining(drained=outcome.drained)
 
     def _report_moves(self, outcome: Outcome) -> None:
         if outcome.joined:

@@ -51,6 +51,7 @@ class BufferLink:
         self._loop = loop
         self._segments = segments
         self._lease_blocks = lease_blocks
+        self._retired = False
         self._connect = connect
         self._on_lease = on_lease
         self.generation = 0  # grows with each break of the stream: leases of an older one are void
@@ -92,6 +93,30 @@ class BufferLink:
         back = list(block_ids)
         self._leased.extend(back)
         self._taken -= len(back)
+        self._give_up_surplus()
+
+    def set_lease_blocks(self, count: int) -> None:
+        """How many blocks to keep leased; what is more goes back, what is missing is asked for."""
+        if self._retired or count == self._lease_blocks:
+            return
+        self._lease_blocks = count
+        self._give_up_surplus()
+        self._want()
+
+    def retire(self) -> None:
+        """The prefill instance is about to go: nothing more is to lie in its buffers for this instance."""
+        if self._retired:
+            return
+        self._retired = True
+        self._lease_blocks = 0
+        self._loop.leave_source(list(self.pulls))
+        self._give_up_surplus()
+
+    def _give_up_surplus(self) -> None:
+        surplus, self._leased = self._leased[self._lease_blocks :], self._leased[: self._lease_blocks]
+        if surplus:
+            self._send(pw.BufferCommand(return_blocks=pw.BufferLease(block_ids=surplus)))
+            self._on_lease()
 
     def evicted(self, stored: pb.StoredRequest) -> None:
         """The taken blocks hold an evicted request now."""
@@ -116,6 +141,8 @@ class BufferLink:
         yield pw.BufferCommand(want_blocks=self._lease_blocks)
 
     def _want(self) -> None:
+        if self._retired:
+            return
         # Blocks taken for evictions under way are still leased in the other side's books.
         self._send(pw.BufferCommand(want_blocks=self._lease_blocks + self._taken))
 
@@ -128,6 +155,7 @@ class BufferLink:
             self._loop.offer(BufferKind(announced.buffer), announced.batch_id, announced.requests)
         elif kind == "leased":
             self._leased.extend(event.leased.block_ids)
+            self._give_up_surplus()
             self._on_lease()
 
     async def _attach(self, stores: pw.BufferStores) -> None:
@@ -139,6 +167,8 @@ class BufferLink:
         self.requests_store_id = stores.requests.store_id
         self.evict_channel = self._connect(self._cache, opened[1])
         self._stores = opened
+        if self._retired:
+            self._loop.leave_source(list(self.pulls))
         self._on_lease()
 
     def _open_store(self, handle: StoreHandle) -> BlockStore:

@@ -80,6 +80,7 @@ class Outcome:
     unreadable: list[RequestKey] = field(default_factory=list)
     inventory: list[dw.HeldRequest] | None = None
     status_changed: bool = False
+    drained: bool = False  # told to drain, and nothing is left here
     fatal: BaseException | None = None  # the loop has ended with this
 
     def drop(self, held: Held) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from alignedserve.config import Config
 from alignedserve.control.checks import check_candidates
+from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.handover import Handover
@@ -57,10 +58,14 @@ class DecodeInstance:
         self.compute: DecodeLoop | None = None
         self.writer: PoolWriter | None = None
         self.handover: Handover | None = None
+        self.draining = False
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._pool.on_view(view)
         await self._follow_pairs()
+        if self._settings.id in view.draining and self.compute is not None and not self.draining:
+            self.draining = True
+            self.compute.drain()
 
     async def load(self, report: Callable[[], None]) -> None:
         """Load the model, make the cache, attach the pool. `report` is called when the model's shape is known."""
@@ -109,9 +114,10 @@ class DecodeInstance:
         largest = -(-self.model.max_positions // plan.block_size)
         return max(1, min(largest, plan.decode_cache, plan.pool // 16))
 
-    def _eviction_lease_blocks(self, plan: StorePlan) -> int:
+    def _eviction_lease_blocks(self, prefill_id: str) -> int:
         """Room for the largest request in the requests buffer, but never so much that no late candidate fits."""
-        served = -(-self._config.cluster.decode // self._config.cluster.prefill)
+        plan = self._pool.plan.result()
+        served = sum(pair.prefill_id == prefill_id for pair in self._pool.view.pairs) or 1
         return max(1, min(self._largest_request_blocks(plan), plan.requests_buffer * 2 // (3 * served)))
 
     async def _follow_pairs(self) -> None:
@@ -126,7 +132,7 @@ class DecodeInstance:
         peers = {
             peer.process.id: peer
             for peer in self._pool.view.peers
-            if peer.process.role == "prefill" and peer.state == "ready" and peer.process.id in wanted
+            if peer.process.role == "prefill" and peer.state in SERVING_STATES and peer.process.id in wanted
         }
         present = {peer.process.id for peer in self._pool.view.peers}
         for prefill_id in list(self._linked):
@@ -140,6 +146,10 @@ class DecodeInstance:
             if prefill_id not in self._linked:
                 self._linked[prefill_id] = peer.process
                 self.handover.links[prefill_id] = self._open_link(prefill_id, peer.address)
+        for prefill_id, link in self.handover.links.items():
+            link.set_lease_blocks(self._eviction_lease_blocks(prefill_id))
+            if prefill_id in self._pool.view.draining:
+                link.retire()
 
     def _open_link(self, prefill_id: str, address: str) -> BufferLink:
         assert self._cache_store is not None
@@ -150,7 +160,7 @@ class DecodeInstance:
             self._cache_store,
             self.compute,
             self._pool.segments,
-            self._eviction_lease_blocks(self._pool.plan.result()),
+            self._eviction_lease_blocks(prefill_id),
             self._connect,
             self.refresh_lease,
         )

@@ -59,6 +59,8 @@ class DecodeLoop:
         self._post = post
         self._sampler = Sampler()
         self._held: dict[RequestKey, Held] = {}
+        self._draining = False
+        self._leaving: set[str] = set()  # stores from which candidates are given back
         self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
         self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
         self._status: IterationStatus = scheduler.status()
@@ -110,6 +112,14 @@ class DecodeLoop:
     def take_inventory(self) -> None:
         """An outcome with everything that this instance decides about will follow."""
         self._inbox.put(self._take_inventory)
+
+    def drain(self) -> None:
+        """Send everything back to the pool, what runs too; take nothing new. `Outcome.drained` says when it is done."""
+        self._inbox.put(lambda _: self._start_draining())
+
+    def leave_source(self, store_ids: Sequence[str]) -> None:
+        """Give back what waits in these stores, now or later: they are about to go."""
+        self._inbox.put(lambda _: self._leave_source(store_ids))
 
     def set_lease(self, blocks: int) -> None:
         self._inbox.put(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
@@ -194,8 +204,9 @@ class DecodeLoop:
     def _publish(self, outcome: Outcome) -> None:
         status = self._scheduler.status()
         outcome.status_changed = status != self._status
+        outcome.drained = self._draining and not self._held
         self._status = status
-        if outcome.status_changed or outcome.holds_anything:
+        if outcome.status_changed or outcome.holds_anything or outcome.drained:
             self._post(outcome)
 
     def _of_gateway(self, address: str) -> list[RequestKey]:
@@ -233,6 +244,16 @@ class DecodeLoop:
                 ),
                 now_s,
             )
+            if stored.store_id in self._leaving:
+                self._scheduler.recall([key])
+
+    def _start_draining(self) -> None:
+        self._draining = True
+        self._scheduler.drain()
+
+    def _leave_source(self, store_ids: Sequence[str]) -> None:
+        self._leaving.update(store_ids)
+        self._scheduler.recall([key for key, held in self._held.items() if held.stored.store_id in self._leaving])
 
     def _cancel(self, keys: Sequence[RequestKey], outcome: Outcome) -> None:
         for key in keys:
@@ -324,6 +345,8 @@ class DecodeLoop:
                 self._scheduler.withdraw(key)
             del self._held[key]
             outcome.returned.append(stored)
+        elif stored.store_id in self._leaving:
+            self._scheduler.recall([key])
 
     def _not_evicted(self, held: Held, key: RequestKey, outcome: Outcome) -> None:
         """The copy out has failed: the request runs on, unless it fails for too long: others wait for its blocks."""

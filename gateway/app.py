@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _LOCATE_TIMEOUT_S = 2.0
+_LOOK_S = 0.25
+_REROUTED_S = 2.0
 
 
 @serve.deployment(
@@ -40,7 +43,6 @@ _LOCATE_TIMEOUT_S = 2.0
     health_check_period_s=1,
     health_check_timeout_s=5,  # a hung one is ended by the supervisor; this is for when there is none
     graceful_shutdown_wait_loop_s=0.1,
-    graceful_shutdown_timeout_s=8,
 )
 @serve.ingress()
 class Gateway:
@@ -69,6 +71,8 @@ class Gateway:
             host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
             locate=self._locate,
         )
+        self._drain_s = config.gateway.drain_s
+        self._watch = asyncio.get_running_loop().create_task(self._watch_replica())
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._server.asgi_app
@@ -82,7 +86,17 @@ class Gateway:
         """Serve awaits it once, after the replica's requests have ended or its time for that is over."""
         server = self.__dict__.pop("_server", None)  # none where the constructor did not come that far
         if server is not None:
+            self._watch.cancel()
             await server.close()
+
+    async def _watch_replica(self) -> None:
+        """Serve says nothing when it begins to end a replica (an update, fewer of them): it waits for its requests, and
+        cuts off what is left. So that those end with an error of their own, the replica is looked at.
+        """
+        while not _is_ending():  # noqa: ASYNC110  (Serve has no event for it)
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_REROUTED_S)  # until then proxies may still send requests here, and Serve has them served
+        self._server.drain(max(0.0, self._drain_s - _REROUTED_S))
 
     # ---- gRPC: alignedserve.v1.Inference
 
@@ -136,6 +150,15 @@ class Gateway:
 
     async def _ask_supervisor(self) -> Any:
         return await self._supervisor.join_info.remote()
+
+
+def _is_ending() -> bool:
+    """Whether Serve has begun to end this replica; it keeps that to itself, so it is read where Ray has it."""
+    with contextlib.suppress(Exception):
+        worker: Any = ray._private.worker.global_worker
+        replica = worker.actors[worker.core_worker.get_actor_id()]
+        return bool(replica._replica_impl._shutting_down)
+    return False
 
 
 def _own_address() -> str:

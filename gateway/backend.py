@@ -10,10 +10,12 @@ from typing import Any
 
 import grpc
 
+from alignedserve.admin import admin_key
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import RoleHost
 from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.peers import GatewayPeers, PeerService
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
 INTEGRITY_TIMEOUT_S = 15.0
+ORDER_TIMEOUT_S = 10.0
 _TICK_S = 1.0
 _CONFIRM_S = 0.5
 
@@ -144,6 +147,12 @@ class TokenSink(gw_grpc.TokenSinkServicer):
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._incarnations: dict[tuple[str, str], int] = {}
+        self._leaving: set[tuple[str, int]] = set()
+
+    def on_view(self, view: sv.ClusterView) -> None:
+        """Workers that drain end in order: what they had goes on elsewhere, and may wait there for its turn."""
+        keys = (peer.process for peer in view.peers if peer.process.id in view.draining)
+        self._leaving.update((key.id, key.incarnation) for key in keys)
 
     async def Push(
         self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[gw.TokenBatch, pb.Empty]
@@ -159,7 +168,7 @@ class TokenSink(gw_grpc.TokenSinkServicer):
                     continue  # its successor is already here
                 self._ledger.on_tokens(batch)
         finally:
-            if sender is not None:
+            if sender is not None and (sender.id, sender.incarnation) not in self._leaving:
                 self._ledger.on_worker_gone(sender.role, sender.id)
         return pb.Empty()
 
@@ -185,6 +194,7 @@ class Backend:
         self.process = process
         self.address = ""
         self.view = sv.ClusterView()
+        self.admin_key = admin_key(token)
         self.joined = False
         self.ended_because = ""
         self._token = token
@@ -209,7 +219,8 @@ class Backend:
         heartbeat_s: float = 1.0,
         orphan_after_s: float = 60.0,
     ) -> None:
-        self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
+        sink = TokenSink(self._ledger)
+        self._server.add(gw_grpc.add_TokenSinkServicer_to_server, sink)
         self._server.add(gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self._ledger))
         role = GatewayRole(self.process.id, self._ledger, heartbeat)
         self._server.add(sv_grpc.add_RoleServicer_to_server, role)
@@ -220,6 +231,7 @@ class Backend:
         async def take_view(view: sv.ClusterView) -> None:
             self.joined = True
             self.view = view
+            sink.on_view(view)
             on_view(view)
             await self._follow_scheduler(view)
             await self._peers.follow(view)
@@ -263,16 +275,37 @@ class Backend:
         return report
 
     async def _ask_supervisor(self, method: str, timeout_s: float) -> Any:
+        try:
+            return await getattr(await self._supervisor(), method)(pb.Empty(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("the supervisor cannot be asked: %s", error.code().name)
+            return None
+
+    async def scale(self, prefill: int, decode: int) -> sv.ScaleReply:
+        """Have so many instances; 0: as many as there are. Raises UnavailableError, and why it was refused."""
+        reply: sv.ScaleReply = await self._order("Scale", sv.ScaleRequest(prefill=prefill, decode=decode))
+        if reply.HasField("refused"):
+            raise failure_from_proto(reply.refused)
+        return reply
+
+    async def stop(self) -> sv.StopReply:
+        """Have the cluster end. Raises UnavailableError."""
+        reply: sv.StopReply = await self._order("Stop", pb.Empty())
+        return reply
+
+    async def _order(self, method: str, request: Any) -> Any:
+        try:
+            return await getattr(await self._supervisor(), method)(request, timeout=ORDER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the supervisor cannot be reached: {error.code().name}") from error
+
+    async def _supervisor(self) -> sv_grpc.SupervisorStub:
         address = self._supervisor_address
         if self._status_channel is None or self._status_channel[0] != address:
             if self._status_channel is not None:
                 await self._status_channel[1].close()
             self._status_channel = (address, open_channel(address, self._token))
-        try:
-            return await getattr(sv_grpc.SupervisorStub(self._status_channel[1]), method)(pb.Empty(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            logger.debug("the supervisor cannot be asked: %s", error.code().name)
-            return None
+        return sv_grpc.SupervisorStub(self._status_channel[1])
 
     async def close(self) -> None:
         if self._ticker is not None:

@@ -52,6 +52,13 @@ class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
 
 
+class NotPossibleError(RequestError):
+    """The cluster as it is cannot do it."""
+
+    code = "not_possible"
+    http_status = 409
+
+
 class MethodNotAllowedError(RequestError):
     code = "method_not_allowed"
     http_status = 405

@@ -15,9 +15,17 @@ NEEDED_ROLES = ("prefill", "decode", "kv_pool", "scheduler")
 class Health:
     missing: tuple[str, ...]
     degraded: tuple[str, ...]
+    draining: bool = False
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a new request would be taken."""
+        return not (self.missing or self.draining)
 
     @property
     def status(self) -> str:
+        if self.draining:
+            return "draining"
         if self.missing:
             return "unavailable"
         return "degraded" if self.degraded else "ok"
@@ -27,7 +35,13 @@ class Health:
 
 
 def judge(
-    view: sv.ClusterView, config: ClusterConfig, *, joined: bool, scheduler_up: bool, model_known: bool
+    view: sv.ClusterView,
+    config: ClusterConfig,
+    *,
+    joined: bool,
+    scheduler_up: bool,
+    model_known: bool,
+    draining: bool = False,
 ) -> Health:
     """`joined`: the supervisor can be reached; `scheduler_up`: this gateway's own link to the scheduler is."""
     ready = dict.fromkeys(NEEDED_ROLES, 0)
@@ -36,7 +50,7 @@ def judge(
         if peer.state == "ready":
             if peer.process.role in ready:
                 ready[peer.process.role] += 1
-        elif peer.process.role != "gateway":
+        elif peer.process.role != "gateway" and peer.process.id not in view.draining:
             why = f": {peer.failure.message}" if peer.failure.message else ""
             degraded.append(f"{peer.process.id} is {peer.state or 'unknown'}{why}")
         degraded += [f"{peer.process.id}: {alarm}" for alarm in peer.alarms]
@@ -45,12 +59,12 @@ def judge(
         missing.append("scheduler (this gateway has no link to it)")
     if not missing and not model_known:
         missing.append("model")
-    for role, wanted in (("prefill", config.prefill), ("decode", config.decode)):
+    for role, wanted in (("prefill", view.prefill or config.prefill), ("decode", view.decode or config.decode)):
         if 0 < ready[role] < wanted:
             degraded.append(f"{ready[role]} of {wanted} {role} instances are ready")
     if not joined:
         degraded.append("supervisor cannot be reached")
-    return Health(tuple(missing), tuple(degraded))
+    return Health(tuple(missing), tuple(degraded), draining)
 
 
 def role_entry(peer: sv.Peer) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.applications import Starlette
@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from alignedserve.config import GatewayConfig
 from alignedserve.errors import AlignedServeError, NotFoundError
+from alignedserve.gateway.admin import Administration, Administrator
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
 from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.endpoints import GenerateEndpoint
@@ -38,10 +39,14 @@ class _Endpoint:
         await self._handle(scope, receive, send)
 
 
-def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, operator: Operator, keys: ApiKeys) -> Starlette:
+class Server(Operator, Administrator, Protocol):
+    """What the endpoints ask of the server around them."""
+
+
+def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Server, keys: ApiKeys) -> Starlette:
     """The ASGI application of one gateway."""
     limit = config.max_body_bytes
-    model = operator.model
+    model = server.model
     completions = GenerateEndpoint(
         ledger,
         intake,
@@ -52,7 +57,8 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, operator: O
         CompletionReply,
     )
     chat = GenerateEndpoint(ledger, intake, model, limit, parse_chat, plan_chat, ChatReply)
-    operations = Operations(operator)
+    operations = Operations(server)
+    administration = Administration(server)
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, openapi_json(keys.wanted), "application/json")
@@ -64,6 +70,8 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, operator: O
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
+        "/alignedserve/scale": administration.scale,
+        "/alignedserve/stop": administration.stop,
     }
     gets = {
         "/v1/models": operations.models,

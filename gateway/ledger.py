@@ -79,7 +79,7 @@ class Ledger:
         """Submit a call.
 
         Raises before anything is sent: OverloadedError when this gateway holds as much as it may, InvalidRequestError
-        for a request id in use or more answers than it can ever hold, ShuttingDownError when it is draining.
+        for a request id in use or more answers than it can ever hold, ShuttingDownError when it is about to end.
         A call that goes on with another one takes its place.
         """
         if plan.resume and (broken := self._calls.pop(plan.id, None)) is not None:
@@ -136,7 +136,7 @@ class Ledger:
         """This gateway is ending: every call ends with an error, and is cancelled everywhere."""
         self.drain()
         for call in list(self._calls.values()):
-            self._fail(call, ShuttingDownError("this gateway is shutting down"))
+            self._fail(call, ShuttingDownError("this gateway is shutting down, and the request was not done in time"))
 
     # ---- from the workers
 
@@ -219,7 +219,7 @@ class Ledger:
 
     def _check_room(self, plan: CallPlan) -> None:
         if self._draining:
-            raise ShuttingDownError("this gateway is shutting down")
+            raise ShuttingDownError("this gateway is shutting down and takes no more requests")
         if plan.answers > self._max_open:
             message = f"one call may ask for {self._max_open} answers at most, this asks for {plan.answers}"
             raise InvalidRequestError(message, param="prompt")

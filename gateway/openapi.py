@@ -9,6 +9,8 @@ from typing import Any
 import orjson
 
 from alignedserve import __version__
+from alignedserve.admin import ADMIN_HEADER
+from alignedserve.gateway.admin import MOST_INSTANCES
 from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.fields import TOKEN_LIMIT, Field
 from alignedserve.gateway.messages import MAX_MESSAGES, ROLES
@@ -22,6 +24,7 @@ _TEXT: Schema = {"type": "string", "minLength": 1}
 _TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": TOKEN_LIMIT}
 _TOKENS: Schema = {"type": "array", "items": _TOKEN, "minItems": 1}
 _INTEGER: Schema = {"type": "integer"}
+_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_INSTANCES}
 _NUMBER: Schema = {"type": "number"}
 _STRING: Schema = {"type": "string"}
 _ANSWER_TOKENS: Schema = {"type": "array", "items": _INTEGER, "description": "With return_token_ids."}
@@ -138,6 +141,7 @@ def _operation_schemas() -> dict[str, Schema]:
     blocks = {f"{name}_blocks": _INTEGER for name in ("capacity", "free", "owned", "cached")}
     named = dict.fromkeys(("store", "instance", "problem"), _STRING)
     book = _object({**named, **blocks}, named)
+    command = _object({"pid": _INTEGER, "host": _STRING})
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
     return {
         "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
@@ -148,6 +152,10 @@ def _operation_schemas() -> dict[str, Schema]:
             {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
         ),
         "Integrity": _object({"sound": {"type": "boolean"}, "books": _array(book)}, ["sound", "books"]),
+        "ScaleRequest": _object({"prefill": _COUNT, "decode": _COUNT}),
+        "Scale": _object({"prefill": _INTEGER, "decode": _INTEGER}, ["prefill", "decode"]),
+        "StopRequest": _object({}),
+        "Stop": _object({"grace_s": _NUMBER, "command": command}, ["grace_s", "command"]),
         "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
     }
 
@@ -157,6 +165,7 @@ def _json(name: str, description: str) -> Schema:
 
 
 _NO_KEY = "No API key, or none that is known here."
+_ORDER_ERRORS = {"403": "The admin key is missing or wrong.", "409": "The cluster cannot do that."}
 _ERRORS = {
     "400": "Malformed, of a wrong type, out of range, too long, or not supported.",
     "401": _NO_KEY,
@@ -182,6 +191,14 @@ def _generate(request: str, reply: str, summary: str) -> Schema:
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     errors = {status: _json("Error", description) for status, description in _ERRORS.items()}
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
+
+
+def _order(request: str, reply: str, summary: str) -> Schema:
+    key = {"name": ADMIN_HEADER, "in": "header", "required": True, "schema": _STRING}
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    errors = {status: _json("Error", description) for status, description in {**_ERRORS, **_ORDER_ERRORS}.items()}
+    answers = {"200": _json(reply, "It is under way."), **errors}
+    return {"post": {"summary": summary, "parameters": [key], "requestBody": body, "responses": answers}}
 
 
 def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
@@ -241,6 +258,8 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             ("503", _json("Error", "The supervisor cannot be reached.")),
         ),
         "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
+        "/alignedserve/scale": _order("ScaleRequest", "Scale", "Have another number of instances"),
+        "/alignedserve/stop": _order("StopRequest", "Stop", "Take no more requests, and end"),
     }
     document = {
         "openapi": "3.1.0",

@@ -68,7 +68,7 @@ class Operations:
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         health = self._operator.health()
-        await send_json(send, health.to_json(), 503 if health.missing else 200)
+        await send_json(send, health.to_json(), 200 if health.can_serve else 503)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, (await self._operator.metrics_text()).encode(), _PROMETHEUS)

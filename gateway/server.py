@@ -20,9 +20,12 @@ from typing import Any, Self
 from starlette.applications import Starlette
 
 from alignedserve.config import Config
-from alignedserve.errors import UnavailableError
+from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.errors import ConfigError, UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend import Backend, Locate
+from alignedserve.gateway.drain import Drain
+from alignedserve.gateway.failures import NotPossibleError
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, book_entry, judge, role_entry
 from alignedserve.gateway.http_app import build_app
@@ -36,8 +39,6 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
-
-ENDING_GRACE_S = 5.0
 
 
 class GatewayServer:
@@ -60,12 +61,11 @@ class GatewayServer:
         self.ledger = ledger
         self.intake = intake
         self._metrics = metrics
-        self._state = "ready"
+        self._drain = Drain(ledger, backend.report)
         self._progress = 0
         self._model_info_text = ""
         self._model_known = asyncio.Event()
         self._started_unix_s = time.time()
-        self._ending: asyncio.Task[None] | None = None
         self._node_id = ""
         self.api_keys = ApiKeys(config.gateway.api_key_file)
         self.asgi_app: Starlette = build_app(config.gateway, ledger, intake, self, self.api_keys)
@@ -115,6 +115,11 @@ class GatewayServer:
         return self.backend.process
 
     @property
+    def state(self) -> str:
+        """ "ready", "draining" or "drained"."""
+        return self._drain.state or "ready"
+
+    @property
     def ended_because(self) -> str:
         """Why this gateway should be replaced; "" while it should not."""
         return self.backend.ended_because
@@ -126,24 +131,13 @@ class GatewayServer:
                 await self._model_known.wait()
         return self.model.info is not None
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no more requests; returns when the open ones have ended, or after `grace_s`."""
-        self._state = "draining"
-        self.ledger.drain()
-        self.backend.report()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self.ledger.wait_empty()
-
-    async def _end(self) -> None:
-        """The cluster is ending: what is still open after a while hears of it, before Serve's own patience is over."""
-        await self.drain(ENDING_GRACE_S)
-        self.ledger.close_all()
+    def drain(self, grace_s: float) -> None:
+        """Take no more requests; those that are open after `grace_s` end with an error."""
+        self._drain.begin(grace_s)
 
     async def close(self) -> None:
         """Cancel what is open and leave the cluster."""
-        if self._ending is not None:
-            self._ending.cancel()
+        self._drain.close()
         self.ledger.close_all()
         await self.backend.close()
 
@@ -159,6 +153,7 @@ class GatewayServer:
             joined=self.backend.joined,
             scheduler_up=self.backend.scheduler_up,
             model_known=self.model.info is not None,
+            draining=bool(self._drain.state),
         )
 
     async def metrics_text(self) -> str:
@@ -181,6 +176,7 @@ class GatewayServer:
             "state": status.state,
             "missing": list(status.missing),
             "degraded": list(status.degraded),
+            "scale": {"prefill": status.prefill, "decode": status.decode, "failure": status.scale_failure.message},
         }
 
     async def integrity_json(self) -> dict[str, Any]:
@@ -191,12 +187,34 @@ class GatewayServer:
         books = [book_entry(book) for book in report.books]
         return {"sound": not any(book["problem"] for book in books), "books": books}
 
+    # ---- what its administrators ask
+
+    @property
+    def admin_key(self) -> str:
+        return self.backend.admin_key
+
+    async def scale(self, prefill: int, decode: int) -> dict[str, Any]:
+        """Raises NotPossibleError where the machine has no room for it, UnavailableError."""
+        try:
+            reply = await self.backend.scale(prefill, decode)
+        except ConfigError as error:
+            raise NotPossibleError(error.message) from error
+        return {"prefill": reply.prefill, "decode": reply.decode}
+
+    async def stop(self) -> dict[str, Any]:
+        reply = await self.backend.stop()
+        return {"grace_s": reply.grace_s, "command": {"pid": reply.command_pid, "host": reply.command_host}}
+
     # ---- the supervisor's side
 
     def _heartbeat(self) -> sv.Heartbeat:
         self._progress += 1
         return sv.Heartbeat(
-            state=self._state, progress=self._progress, holds=self._holds(), metrics=self._own_metrics()
+            state=self.state,
+            progress=self._progress,
+            holds=self._holds(),
+            gauges={OPEN_GAUGE: len(self.ledger)},
+            metrics=self._own_metrics(),
         )
 
     def _holds(self) -> str:
@@ -212,14 +230,14 @@ class GatewayServer:
             pid=os.getpid(),
             node_id=self._node_id,
             address=self.backend.address,
-            state=self._state,
+            state=self.state,
             holds=self._holds(),
             started_unix_s=self._started_unix_s,
         )
 
     def _on_view(self, view: sv.ClusterView) -> None:
-        if view.ending and self._ending is None:
-            self._ending = asyncio.get_running_loop().create_task(self._end())
+        if view.ending:
+            self.drain(view.grace_s)
         if view.model_info and view.model_info != self._model_info_text:
             self._model_info_text = view.model_info
             self.model.info = ModelInfo.from_json(view.model_info)

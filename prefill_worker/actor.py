@@ -22,6 +22,7 @@ from alignedserve.control.convert import (
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
@@ -54,6 +55,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         # A decode instance that is back by then has ended the copies of its earlier stream, or has been replaced.
         self._copies_ended_s = self.config.kv_pool.copy_timeout_s + self.config.supervisor.fence_after_s
         self._living: set[tuple[str, int]] = set()  # processes, by id and incarnation, as the supervisor knows them
+        self._draining = False
 
     # ---- the role's hooks
 
@@ -69,6 +71,13 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
         self._drop_dead(view)
+        self._draining = self.settings.id in view.draining
+        self._follow_draining()
+
+    def _follow_draining(self) -> None:
+        """An instance that is to go says when it holds nothing any more; the scheduler sends it nothing new."""
+        if self._draining and self.state in SERVING_STATES:
+            self.set_state("drained" if self._instance.holds_nothing() else "draining")
 
     def trouble(self) -> AlignedServeError | None:
         return self._instance.copier.stuck()
@@ -254,6 +263,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             self._report_description()
         elif kind == "give_back":
             self.spawn(self._give_back(keys_from_proto(command.give_back)))
+        elif kind == "return_blocks":
+            requests_buffer.return_lease(owner, command.return_blocks.block_ids)
+            self._report_description()
         elif kind == "want_blocks":
             granted = requests_buffer.top_up_lease(owner, command.want_blocks)
             outbox.put(pw.BufferEvent(leased=pw.BufferLease(block_ids=granted)))
@@ -305,6 +317,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 self._report(pw.PrefillReport(finished=keys_to_proto(gone)))
         finally:
             instance.compute.release(job.lead)
+            self._follow_draining()
 
     def on_gateway_lost(self, address: str) -> None:
         if self._instance.compute is not None:
@@ -330,6 +343,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         if compute is not None and (measured := compute.pass_meter.take()) is not None:
             description.measured.CopyFrom(measured)
         self._report(pw.PrefillReport(description=description))
+        self._follow_draining()
 
     def _description(self) -> pw.PrefillDescription:
         instance = self._instance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignedserve.control.convert import key_from_proto
@@ -88,6 +89,14 @@ class CandidateBuffer:
         """Blocks newly leased to `owner` so that it holds up to `wanted` free ones."""
         missing = min(wanted - len(self.allocator.leased_to(owner)), self.allocator.available_blocks)
         return self.allocator.lease(missing, owner) if missing > 0 else []
+
+    def return_lease(self, owner: str, block_ids: Sequence[int]) -> None:
+        """`owner` does not want these any more."""
+        leased = set(self.allocator.leased_to(owner))
+        self.allocator.return_lease([block for block in block_ids if block in leased], owner)
+
+    def holds_nothing(self) -> bool:
+        return not self.requests and not self.allocator.leased_blocks
 
     def remove(self, key: RequestKey) -> Buffered | None:
         """The request holds nothing here any more; None where it did not."""

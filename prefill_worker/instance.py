@@ -132,6 +132,12 @@ class PrefillInstance:
         self.returns = PoolWriter(process, token, 0, self._on_pool_wait)
         return [PoolWriter(self._process, token, standing), self.returns]
 
+    def holds_nothing(self) -> bool:
+        """No prompt, no candidate, no copy under way, no block leased for an eviction."""
+        if self.compute is None or self.offloader is None:
+            return True
+        return self.compute.idle and self.offloader.idle and all(b.holds_nothing() for b in self.buffers.values())
+
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)

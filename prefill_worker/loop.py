@@ -169,6 +169,11 @@ class PrefillLoop:
         return not self.meter.waiting or not self._inbox.empty()
 
     @property
+    def idle(self) -> bool:
+        """No prompt is known here; one that was submitted a moment ago may not be, yet."""
+        return not self._jobs
+
+    @property
     def pending_tokens(self) -> int:
         return self._chunks.pending_tokens
 

@@ -29,6 +29,10 @@ class Offloader:
         self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # and what it waits for
         self._cancelled: set[RequestKey] = set()
 
+    @property
+    def idle(self) -> bool:
+        return not self._under_way
+
     def cancel(self, key: RequestKey) -> bool:
         """True where the request is being offloaded: `offload` will leave it out."""
         if key not in self._under_way:

@@ -24,6 +24,7 @@ from alignedserve.control.convert import (
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import counter_lines
+from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
@@ -38,7 +39,7 @@ from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.intake import IntakeNews
-from alignedserve.scheduler.links import WorkerLinks
+from alignedserve.scheduler.links import WorkerLinks, release_command
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
 from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, rejection, request_meta
@@ -65,6 +66,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._specs: dict[RequestKey, pb.RequestSpec] = {}  # until prefilled; a group's prompt is in its first only
         self._stored: dict[RequestKey, pb.StoredRequest] = {}
         self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        self._drained: list[str] = []  # as last reported
         self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
         self._capacity = 0
         self._drops_told = 0  # how many of the core's drops for want of room were logged
@@ -101,8 +103,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if frozen != self._pairs:
             self._pairs = frozen
             self._feed(ev.PairsChanged(frozen))
+        if (draining := frozenset(view.draining)) != self._core.draining:
+            self._feed(ev.DrainingChanged(draining))
         await self._links.on_view(view)
-        ready = ((peer.process.role, peer.process.id) for peer in view.peers if peer.state == "ready")
+        ready = ((peer.process.role, peer.process.id) for peer in view.peers if peer.state in SERVING_STATES)
         self._succession.expect(ready, time.monotonic())
         self._end_succession()
 
@@ -123,10 +127,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         gauges = self._core.load_gauges(time.monotonic())
         gauges |= {f"requests_{name}": count for name, count in counts.items()}
         alarm = self._core.alarm(time.monotonic())
+        self._drained = self._core.drained()
         return sv.Heartbeat(
             holds=holds or "no request",
             metrics="\n".join(counter_lines(self.settings.id, gauges)),
             alarms=[alarm] if alarm else [],
+            drained=self._drained,
         )
 
     async def check_integrity(self) -> list[sv.BookCheck]:
@@ -225,7 +231,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             if not self._core.is_open(key):
                 self._specs[key] = spec
         if self._adoption.wants(specs) and not self._core.is_open(keys[0]):
-            self._send_pool(kp.PoolCommand(adopt=self._adoption.ask(keys[0], specs[0])))
+            self._links.send_pool(kp.PoolCommand(adopt=self._adoption.ask(keys[0], specs[0])))
             return
         self._feed(ev.Submitted(tuple(request_meta(key, spec) for key, spec in zip(keys, specs, strict=True))))
 
@@ -292,9 +298,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             return
         self._feed(ev.InstanceJoined(role, instance_id))
         if role == "kv_pool":
-            self._send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
+            self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
             if len(self._adoption):
-                self._send_pool(kp.PoolCommand(adopt=self._adoption.ask_again()))
+                self._links.send_pool(kp.PoolCommand(adopt=self._adoption.ask_again()))
 
     def _on_decode_inventory(self, decode_id: str, inventory: dw.DecodeInventory) -> None:
         self._meet("decode", decode_id)
@@ -370,7 +376,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if self._links.first("kv_pool") is None or not self._living_gateways <= self._gateways.keys():
             self._audit.suspect(now_s)
         elif self._audit.start(now_s):
-            self._send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
+            self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
 
     def _find_unclaimed(self, held: Iterable[RequestKey]) -> None:
         unknown = self._audit.inventory(held, self._gateways)
@@ -413,6 +419,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             except Exception:  # one action that fails must not keep the others from being carried out
                 logger.exception("cannot carry out %s", type(action).__name__)
         self._intake.look(self._core)
+        if self._core.drained() != self._drained:
+            self.report()
 
     def _carry_out(self, action: act.Action) -> None:
         match action:
@@ -460,20 +468,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
         self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefetch=prefetch))
 
-    def _send_pool(self, command: kp.PoolCommand) -> None:
-        """Where there is no pool process now, its successor is asked for all that matters."""
-        pool_id = self._links.first("kv_pool")
-        if pool_id is not None:
-            self._links.send("kv_pool", pool_id, command)
-
     def _release_pool(self, action: act.ReleasePool) -> None:
-        if not action.dropped:
-            command = kp.PoolCommand(release=keys_to_proto(action.keys))
-        else:
-            copies = zip(action.keys, action.kv_tokens, strict=True)
-            holdings = [kp.Holding(key=key_to_proto(key), kv_tokens=tokens) for key, tokens in copies]
-            command = kp.PoolCommand(drop=kp.Inventory(holdings=holdings))
-        self._send_pool(command)
+        self._links.send_pool(release_command(action))
 
     def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
         for gateway_id, keys in self._by_gateway(action.keys):

@@ -53,6 +53,7 @@ class SchedulerCore:
             events.InstanceJoined: self._instance_joined,
             events.InstanceLost: self._instance_lost,
             events.PairsChanged: self._pairs_changed,
+            events.DrainingChanged: self._draining_changed,
             events.GatewayLost: self._gateway_lost,
             events.Tick: self._tick,
         }
@@ -112,6 +113,15 @@ class SchedulerCore:
     def gateways(self) -> set[str]:
         """Gateways that own open requests."""
         return self._books.table.gateways()
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Instances that are to end."""
+        return self._books.instances.draining
+
+    def drained(self) -> list[str]:
+        """Draining instances that no request is with."""
+        return self._books.instances.drained()
 
     def max_request_tokens(self) -> int:
         """The longest request, prompt and answer, that can be served; 0 while a role is missing."""
@@ -334,6 +344,10 @@ class SchedulerCore:
 
     def _pairs_changed(self, event: events.PairsChanged, now_s: float) -> None:
         self._books.instances.pairs = dict(event.pairs)
+        self._books.change_all()
+
+    def _draining_changed(self, event: events.DrainingChanged, now_s: float) -> None:
+        self._books.instances.draining = event.instance_ids
         self._books.change_all()
 
     def _tick(self, event: events.Tick, now_s: float) -> None:

@@ -200,6 +200,13 @@ class PairsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainingChanged:
+    """All instances that are to end: nothing new is sent to them. They may come back without having ended."""
+
+    instance_ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayLost:
     gateway_id: str
 
@@ -225,6 +232,7 @@ Event = (
     | InstanceJoined
     | InstanceLost
     | PairsChanged
+    | DrainingChanged
     | GatewayLost
     | Tick
 )

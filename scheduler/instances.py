@@ -139,6 +139,23 @@ class Instances:
     prefill: dict[str, PrefillView] = field(default_factory=dict)
     decode: dict[str, DecodeView] = field(default_factory=dict)
     pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()  # nothing new is sent to these
+
+    def open_prefill(self) -> list[PrefillView]:
+        """Those that are given prompts."""
+        return [view for view in self.prefill.values() if view.prefill_id not in self.draining]
+
+    def open_decode(self) -> list[DecodeView]:
+        """Those that are given candidates."""
+        return [view for view in self.decode.values() if view.decode_id not in self.draining]
+
+    def drained(self) -> list[str]:
+        """Those of the draining that no request is with, as far as is known here."""
+        if not self.draining:
+            return []
+        busy = {view.prefill_id for view in self.prefill.values() if view.prefilling or view.buffered}
+        busy |= {view.decode_id for view in self.decode.values() if view.size}
+        return sorted(self.draining - busy)
 
     def bounced(self, decode_id: str, prefill_id: str, kind: BufferKind) -> None:
         """A candidate came back that never joined: what is known of room and lengths there is out of date.
@@ -159,4 +176,5 @@ class Instances:
 
     def paired(self, decode: DecodeView) -> list[PrefillView]:
         """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""
-        return [self.prefill[name] for name in self.pairs.get(decode.decode_id, ()) if name in self.prefill]
+        names = self.pairs.get(decode.decode_id, ())
+        return [self.prefill[name] for name in names if name in self.prefill and name not in self.draining]

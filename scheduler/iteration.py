@@ -89,6 +89,7 @@ class IterationScheduler:
         self._past_batches: deque[int] = deque(maxlen=PAST_BATCHES)
         self._sweep = False  # the requests buffer may hold what does not match the batch
         self._switching = False
+        self._draining = False
         self._iterations = self._switch_iterations = self._evictions = 0
 
     # what the worker tells
@@ -98,7 +99,8 @@ class IterationScheduler:
         key = candidate.key
         if self._batch.get(key) is not None or key in self._giving_back:
             return
-        if self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1)) > self._allocator.capacity:
+        needed = self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1))
+        if needed > self._allocator.capacity or self._draining:
             self.withdraw(key)
             self._giving_back[key] = None
             return
@@ -135,6 +137,10 @@ class IterationScheduler:
             return CancelOutcome.RUNNING
         member.cancelled = True
         return CancelOutcome.COPYING
+
+    def drain(self) -> None:
+        """From the next plan on: give every candidate back, evict what runs to the pool, let nobody join."""
+        self._draining = True
 
     def set_requests_buffer_lease(self, blocks: int) -> None:
         """Free leased blocks of the candidate requests buffer now, without those of evictions already planned."""
@@ -183,6 +189,7 @@ class IterationScheduler:
         if member.phase is Phase.ENTERING or member.cancelled:
             self._batch.remove(member)
             return False
+        member.iterations = 0  # it runs before it is evicted again
         self._batch.move(member, Phase.RUNNING)
         return True
 
@@ -212,9 +219,9 @@ class IterationScheduler:
     def plan(self, now_s: float) -> IterationPlan:
         """The next iteration, and the copies to start beside it."""
         self._mark_overdue(now_s)
-        evictions = self._relieve(now_s)
+        evictions = self._leave(now_s) if self._draining else self._relieve(now_s)
         run, stalled = self._cover_next_tokens()
-        joins = self._join(now_s, evictions)
+        joins = [] if self._draining else self._join(now_s, evictions)
         if evictions:  # those evicted to make room for an overdue candidate do not run
             run = [item for item in run if item.key in self._batch.running]
         self._give_back_strangers()
@@ -278,13 +285,19 @@ class IterationScheduler:
             evictions.append(self._evict(max(victims, key=self._claim), now_s))
         return evictions
 
+    def _leave(self, now_s: float) -> list[Evict]:
+        """Draining: candidates go back, and so does what runs; as in `_relieve`, after its first iteration."""
+        self.recall(list(self._waiting))
+        return [self._evict(member, now_s) for member in list(self._batch.running.values()) if member.iterations]
+
     def _claim(self, member: Member) -> tuple[bool, int]:
         """The greatest is evicted first: the longest, of the old batch as long as that has members."""
         return member.batch_id != self._batch_id, member.kv_tokens
 
     def _evict(self, member: Member, now_s: float) -> Evict:
         blocks = self._batch.blocks_for(member.kv_tokens)
-        member.to_pool = self._batch.holds_others_than(self._batch_id) or blocks > self._lease_blocks
+        switching = self._batch.holds_others_than(self._batch_id)
+        member.to_pool = self._draining or switching or blocks > self._lease_blocks
         if not member.to_pool:
             self._lease_blocks -= blocks
         member.left_s = now_s

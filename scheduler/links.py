@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from alignedserve.control.convert import key_to_proto, keys_to_proto
 from alignedserve.control.link import DuplexLink
+from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.actions import ReleasePool
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class WorkerLinks:
         ready = {
             (peer.process.role, peer.process.id): peer
             for peer in view.peers
-            if peer.process.role in _CONTROL and peer.state == "ready"
+            if peer.process.role in _CONTROL and peer.state in SERVING_STATES
         }
         present = {(peer.process.role, peer.process.id) for peer in view.peers}
         for name, known in list(self._peers.items()):
@@ -72,6 +76,12 @@ class WorkerLinks:
         for name, peer in self._peers.items():
             if name[0] == role:
                 peer.link.send(command)
+
+    def send_pool(self, command: kp.PoolCommand) -> None:
+        """Where there is no pool process now, its successor is asked for all that matters."""
+        pool_id = self.first("kv_pool")
+        if pool_id is not None:
+            self.send("kv_pool", pool_id, command)
 
     def first(self, role: str) -> str | None:
         """The id of an instance of the role that has reported."""
@@ -108,3 +118,12 @@ class WorkerLinks:
     async def close(self) -> None:
         for name in list(self._peers):
             await self._drop(name)
+
+
+def release_command(action: ReleasePool) -> kp.PoolCommand:
+    """To the pool: free these requests' copies."""
+    if not action.dropped:
+        return kp.PoolCommand(release=keys_to_proto(action.keys))
+    copies = zip(action.keys, action.kv_tokens, strict=True)
+    holdings = [kp.Holding(key=key_to_proto(key), kv_tokens=tokens) for key, tokens in copies]
+    return kp.PoolCommand(drop=kp.Inventory(holdings=holdings))

@@ -35,7 +35,7 @@ class Prefetcher:
 
     def place(self, record: Record, now_s: float) -> None:
         """A request has come to the pool: is there an instance for it right now?"""
-        decodes = self._instances.decode.values()
+        decodes = self._instances.open_decode()
         for decode in decodes:
             if decode.idle and self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
                 return
@@ -56,7 +56,7 @@ class Prefetcher:
 
     def feed(self, decode: DecodeView, now_s: float) -> None:
         """Something has changed at the decode instance: what it should have in its buffers."""
-        if decode.report is None:
+        if decode.report is None or decode.decode_id in self._instances.draining:
             return
         if not self._policy.totals()[0]:
             if decode.idle:
@@ -68,7 +68,7 @@ class Prefetcher:
 
     def _ask_back(self) -> None:
         """An instance is idle and the pool is empty: candidates that wait for a full instance had better come here."""
-        for full in self._instances.decode.values():
+        for full in self._instances.open_decode():
             waiting = [*full.candidates[BufferKind.BATCH].values()]
             if waiting and full.free_blocks(self._config, self._block_size) < 0:
                 self._books.recall(waiting[len(waiting) // 2 :])
@@ -148,7 +148,7 @@ class Prefetcher:
             return asking, prefill
         tokens = sum(record.kv_tokens for record in records) // len(records)
         best, best_prefill, nearest = asking, prefill, asking.distance(tokens)
-        for other in self._instances.decode.values():
+        for other in self._instances.open_decode():
             if other.report is None or other.idle or other.candidates[BufferKind.BATCH]:
                 continue
             if other.distance(tokens) < nearest and total <= self._limits(other).max_blocks:

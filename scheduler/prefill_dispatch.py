@@ -22,7 +22,7 @@ class PrefillDispatch:
             if refusal is not None:
                 books.reject(books.open(list(group.keys)), refusal, now_s)
                 continue
-            loads = (view.load for view in books.instances.prefill.values())
+            loads = (view.load for view in books.instances.open_prefill())
             load = choose_prefill(loads, group.tokens, books.config.prefill.queue_tokens)
             if load is None or not self._make_room(group):
                 return

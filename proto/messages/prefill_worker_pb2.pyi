@@ -145,18 +145,20 @@ class BufferLease(_message.Message):
     def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BufferCommand(_message.Message):
-    __slots__ = ("hello", "consumed", "evicted", "give_back", "want_blocks")
+    __slots__ = ("hello", "consumed", "evicted", "give_back", "want_blocks", "return_blocks")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CONSUMED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
     WANT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.ProcessKey
     consumed: _common_pb2.RequestKeys
     evicted: EvictedRequest
     give_back: _common_pb2.RequestKeys
     want_blocks: int
-    def __init__(self, hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., consumed: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., evicted: _Optional[_Union[EvictedRequest, _Mapping]] = ..., give_back: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., want_blocks: _Optional[int] = ...) -> None: ...
+    return_blocks: BufferLease
+    def __init__(self, hello: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., consumed: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., evicted: _Optional[_Union[EvictedRequest, _Mapping]] = ..., give_back: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., want_blocks: _Optional[int] = ..., return_blocks: _Optional[_Union[BufferLease, _Mapping]] = ...) -> None: ...
 
 class EvictedRequest(_message.Message):
     __slots__ = ("request",)

@@ -56,7 +56,7 @@ class RoleHello(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s")
+    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s", "drained")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class Heartbeat(_message.Message):
     BUSY_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     state: str
     progress: int
     holds: str
@@ -86,7 +87,8 @@ class Heartbeat(_message.Message):
     busy: bool
     alarms: _containers.RepeatedScalarFieldContainer[str]
     step_s: float
-    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., alarms: _Optional[_Iterable[str]] = ..., step_s: _Optional[float] = ...) -> None: ...
+    drained: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., alarms: _Optional[_Iterable[str]] = ..., step_s: _Optional[float] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoleOrder(_message.Message):
     __slots__ = ("view", "end", "refused", "report", "heard")
@@ -137,13 +139,17 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "supervisor")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "supervisor")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     STORE_PLAN_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
@@ -151,11 +157,15 @@ class ClusterView(_message.Message):
     pairs: _containers.RepeatedCompositeFieldContainer[Pair]
     store_plan: str
     ending: bool
+    grace_s: float
+    prefill: int
+    decode: int
+    draining: _containers.RepeatedScalarFieldContainer[str]
     supervisor: Peer
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics")
+    __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics", "prefill", "decode", "scale_failure")
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +174,9 @@ class ClusterStatus(_message.Message):
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FAILURE_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
     cluster_id: str
@@ -172,4 +185,35 @@ class ClusterStatus(_message.Message):
     degraded: _containers.RepeatedScalarFieldContainer[str]
     failure: _common_pb2.Failure
     metrics: str
-    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., cluster_id: _Optional[str] = ..., state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., degraded: _Optional[_Iterable[str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., metrics: _Optional[str] = ...) -> None: ...
+    prefill: int
+    decode: int
+    scale_failure: _common_pb2.Failure
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., cluster_id: _Optional[str] = ..., state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., degraded: _Optional[_Iterable[str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., metrics: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., scale_failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("refused", "prefill", "decode")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    refused: _common_pb2.Failure
+    prefill: int
+    decode: int
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ("grace_s", "command_pid", "command_host")
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_PID_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_HOST_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    command_pid: int
+    command_host: str
+    def __init__(self, grace_s: _Optional[float] = ..., command_pid: _Optional[int] = ..., command_host: _Optional[str] = ...) -> None: ...

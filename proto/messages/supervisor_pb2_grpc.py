@@ -50,6 +50,16 @@ class SupervisorStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/alignedserve.v1.Supervisor/Scale',
+                request_serializer=alignedserve_dot_proto_dot_supervisor__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.ScaleReply.FromString,
+                _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/alignedserve.v1.Supervisor/Stop',
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.StopReply.FromString,
+                _registered_method=True)
 
 
 class SupervisorServicer(object):
@@ -75,6 +85,20 @@ class SupervisorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Another number of instances. Answers once it is decided; that it has come about, the status says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
+        """End the cluster: no more requests are taken, those that are open have gateway.drain_s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SupervisorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +116,16 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.CheckIntegrity,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.ScaleRequest.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.ScaleReply.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.StopReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +209,60 @@ class Supervisor(object):
             '/alignedserve.v1.Supervisor/CheckIntegrity',
             alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             alignedserve_dot_proto_dot_supervisor__pb2.IntegrityReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Supervisor/Scale',
+            alignedserve_dot_proto_dot_supervisor__pb2.ScaleRequest.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.ScaleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Supervisor/Stop',
+            alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.StopReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -15,11 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from alignedserve.client import AuthenticationError, Client
+from alignedserve.client.calls import open_stub
+from alignedserve.proto import inference_pb2 as inf
 from alignedserve.testing.metrics import value
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
@@ -160,6 +164,20 @@ def test_a_client_that_leaves_frees_everything(server: ServeProcess) -> None:
     assert owned == 0
 
 
+def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
+    """The last test of this server."""
+    pids = [role["pid"] for role in server.roles()]
+    command = [sys.executable, "-m", "alignedserve.cluster.cli", "stop", "--url", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.process.wait(1.0) == 0
+    assert [pid for pid in pids if is_alive(pid)] == []
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert again.returncode == 1
+    assert "does not answer" in again.stderr
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.slow) for kind in KINDS]
 )
@@ -204,23 +222,66 @@ def assert_strangers_are_refused(server: ServeProcess) -> None:
                 ask()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything(number: signal.Signals) -> None:
+@contextlib.contextmanager
+def begun_stream(server: ServeProcess, max_tokens: int) -> Iterator[Iterator[str]]:
+    """A stream that has delivered its first tokens; the rest of its lines."""
+    body = {"model": "tiny", "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith("data: {")
+        yield lines
+
+
+def probe(server: ServeProcess) -> httpx.Response:
+    """A new request, while the cluster is ending: refused as soon as every gateway knows of it."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30.0)
+        if answer.status_code != 200 or time.monotonic() > deadline:
+            return answer
+
+
+def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
     before = set(os.listdir("/dev/shm"))
+    with ServeProcess("--model", "tiny", "--set", "gateway.drain_s=120") as server:
+        pids = [role["pid"] for role in server.roles()]
+        with begun_stream(server, 1500) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            refused = probe(server)
+            health = httpx.get(f"{server.url}/health", timeout=30.0)
+            with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as broken:
+                open_stub(channel).Generate(inf.GenerateRequest(prompt="a", max_tokens=1), timeout=30.0)
+            rest = list(lines)
+        ended = time.monotonic()
+        code = server.process.wait(40.0)
+        seconds = time.monotonic() - ended
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert rest[-1] == "data: [DONE]"
+    assert sum(len(json.loads(line[6:])["choices"]) for line in rest[:-1]) > 500
+    assert code == 0
+    assert seconds < 20
+    assert [pid for pid in pids if is_alive(pid)] == []
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_second_signal_ends_what_is_open_with_an_error() -> None:
     with ServeProcess("--model", "tiny") as server:
         pids = [role["pid"] for role in server.roles()]
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
-            lines = (line for line in response.iter_lines() if line)
-            assert next(lines).startswith("data: {")
+        with begun_stream(server, 8000) as lines:
             begun = time.monotonic()
-            server.process.send_signal(number)
+            server.process.send_signal(signal.SIGINT)
+            assert probe(server).status_code == 503
+            server.process.send_signal(signal.SIGTERM)
             last = list(lines)[-1]
         code = server.process.wait(40.0)
         seconds = time.monotonic() - begun
 
     assert last.startswith('data: {"error"')
     assert code == 0
-    assert seconds < 30
+    assert seconds < 20
     assert [pid for pid in pids if is_alive(pid)] == []
-    assert set(os.listdir("/dev/shm")) <= before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
-from alignedserve.cluster.plan import pair_up, plan_roles
+from alignedserve.cluster.plan import Shape, pair_up, plan_roles
 from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
@@ -293,9 +293,8 @@ def test_nothing_is_started_while_everything_is_being_ended() -> None:
     ],
 )
 def test_every_instance_has_a_pair(prefill: int, decode: int, pairs: list[tuple[str, str]]) -> None:
-    config = Config(cluster=ClusterConfig(prefill=prefill, decode=decode))
-    assert list(pair_up(config)) == pairs
-    assert not pair_up(Config(cluster=ClusterConfig(prefill=prefill, decode=decode, prefetch=False)))
+    assert list(pair_up(Shape(prefill, decode))) == pairs
+    assert make_core(prefill=prefill, decode=decode, prefetch=False).scaling.pairs == []
 
 
 def test_instances_get_a_gpu_each_and_share_one_only_where_that_is_allowed() -> None:

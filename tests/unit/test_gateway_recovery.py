@@ -12,7 +12,6 @@ import pytest
 
 from alignedserve.errors import CancelledError, UnavailableError
 from alignedserve.gateway import ledger as ledger_module
-from alignedserve.gateway import server as server_module
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestSpec
@@ -329,40 +328,3 @@ async def test_what_an_older_incarnation_of_a_worker_says_is_dropped(gateway: Ru
     await sink.Push(batches(9, 9), None)  # type: ignore[arg-type]
     await sink.Push(batches(7), None)  # type: ignore[arg-type]
     assert heard == [7, 9, 9]
-
-
-async def test_a_cluster_that_ends_lets_requests_finish_for_a_while_and_then_says_so_in_their_streams(
-    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "ENDING_GRACE_S", 0.5)
-
-    async def slow(cluster: FakeCluster, spec: RequestSpec) -> None:
-        cluster.emit(spec, [100])
-        await asyncio.sleep(0.2 if spec.sampling.max_tokens == 2 else 60.0)
-        cluster.emit(spec, [101], finish=FinishReason.LENGTH)
-
-    cluster.script = slow
-    short = asyncio.create_task(ask(gateway, max_tokens=2))
-    long = asyncio.create_task(ask(gateway, max_tokens=3, stream=True))
-    await cluster.wait_for(lambda: len(cluster.submitted) == 2)
-    cluster.announce_end()
-    await cluster.wait_for(lambda: any(report.heartbeat.state == "draining" for report in cluster.reports))
-    refused = await ask(gateway)
-    assert (refused.status_code, (await short).status_code) == (503, 200)
-    last = [line for line in (await long).text.splitlines() if line][-1]
-    assert last.startswith('data: {"error"')
-    assert "shutting down" in last
-
-
-async def test_closing_a_gateway_ends_its_requests(cluster: FakeCluster) -> None:
-    cluster.script = silent_script
-    async with running_gateway(cluster) as gateway:
-        waiting = asyncio.create_task(ask(gateway))
-        await cluster.wait_for(lambda: cluster.submitted)
-        await gateway.server.drain(0.05)
-        refused = await ask(gateway)
-        gateway.server.ledger.close_all()
-        answer = await waiting
-    assert refused.status_code == answer.status_code == 503
-    assert "shutting down" in answer.json()["error"]["message"]
-    await cluster.wait_for(lambda: cluster.cancelled)

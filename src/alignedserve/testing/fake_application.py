@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from alignedserve.cluster.actors import ACTORS, RoleActor
-from alignedserve.cluster.app import LOGGING, SupervisorDeployment
+from alignedserve.cluster.app import LOGGING, supervisor_deployment
 from alignedserve.config_sources import Tree, from_tree, to_tree
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.testing import fake_roles
@@ -47,5 +47,5 @@ class FakeGateway:
 
 def build(args: dict[str, Any]) -> Application:
     tree = to_tree(from_tree(args))
-    supervisor = cast(Any, SupervisorDeployment).bind(tree, dict.fromkeys(ACTORS, FakeActor))
+    supervisor = supervisor_deployment(from_tree(args)).bind(tree, dict.fromkeys(ACTORS, FakeActor))
     return cast(Application, cast(Any, FakeGateway).bind(tree, supervisor))

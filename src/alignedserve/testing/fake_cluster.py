@@ -99,6 +99,16 @@ class _Supervisor(sv_grpc.SupervisorServicer):
     async def CheckIntegrity(self, request: pb.Empty, context: Any) -> sv.IntegrityReport:
         return sv.IntegrityReport(books=self._cluster.books)
 
+    async def Scale(self, request: sv.ScaleRequest, context: Any) -> sv.ScaleReply:
+        self._cluster.orders.append(request)
+        if self._cluster.scale_refused is not None:
+            return sv.ScaleReply(refused=failure_to_proto(self._cluster.scale_refused))
+        return sv.ScaleReply(prefill=request.prefill or 1, decode=request.decode or 1)
+
+    async def Stop(self, request: pb.Empty, context: Any) -> sv.StopReply:
+        self._cluster.orders.append(request)
+        return sv.StopReply(grace_s=25.0)
+
 
 class FakeCluster:
     """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
@@ -113,6 +123,9 @@ class FakeCluster:
         self.states = dict.fromkeys(ROLES, "ready")
         self.ending = False
         self.books = [sv.BookCheck(store="kv_pool-0", instance="kv_pool-0", capacity_blocks=1, free_blocks=1)]
+        self.grace_s = 0.0
+        self.orders: list[Any] = []  # Scale and Stop
+        self.scale_refused: AlignedServeError | None = None
         self.address = ""
         self.submitted: list[RequestSpec] = []
         self.submissions: list[list[RequestSpec]] = []
@@ -218,9 +231,9 @@ class FakeCluster:
         self.states[role] = state
         self.publish_view()
 
-    def announce_end(self) -> None:
+    def announce_end(self, grace_s: float) -> None:
         """As a supervisor does before it ends everything."""
-        self.ending = True
+        self.ending, self.grace_s = True, grace_s
         self.publish_view()
 
     def publish_view(self) -> None:
@@ -254,7 +267,9 @@ class FakeCluster:
             if state
         ]
         model_info = self.info.to_json() if self.info is not None else ""
-        return sv.ClusterView(version=self._version, peers=peers, model_info=model_info, ending=self.ending)
+        return sv.ClusterView(
+            version=self._version, peers=peers, model_info=model_info, ending=self.ending, grace_s=self.grace_s
+        )
 
     def on_gateway_message(self, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")

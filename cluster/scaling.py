@@ -1,0 +1,188 @@
+"""How many instances there are, and how that changes: whether there is room, who comes, who goes, who pairs with whom.
+
+The numbers of instances count from 0, so the ones that go are those with the highest. One that goes drains first: it
+stays a part of the cluster, with its pairs, until neither it nor the scheduler knows of a request that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from alignedserve.cluster.members import Phase, Slot
+from alignedserve.cluster.plan import PlannedRole, Shape, check_gpus, pair_up, resolve_device
+from alignedserve.cluster.roster import DRAINED, Roster
+from alignedserve.config import Config
+from alignedserve.errors import ConfigError, ResourceError, UnavailableError
+from alignedserve.memory import describe_bytes
+from alignedserve.model import ModelInfo
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.sizing import StorePlan
+
+logger = logging.getLogger(__name__)
+
+PROCESS_BYTES = 300 << 20  # a worker without a model: interpreter, torch, gRPC
+DRAIN_LIMIT_S = 120.0
+
+
+class Scaling:
+    """Changes the roster's slots. What is to be done with their processes, the core decides."""
+
+    def __init__(self, config: Config, roster: Roster, gpus: int, shape: Shape) -> None:
+        self.shape = shape
+        self.pairs: list[tuple[str, str]] = []
+        self.failure = ""
+        self._config = config
+        self._roster = roster
+        self._gpus = gpus
+        self._before = shape  # what a growth that fails goes back to
+        self.pair()
+
+    # ---- a change
+
+    def grows(self, shape: Shape) -> bool:
+        return shape.prefill > self.shape.prefill or shape.decode > self.shape.decode
+
+    def check(self, shape: Shape, model_info: str, store_plan: str, available_bytes: int) -> None:
+        """Raises UnavailableError where it is not the time for it, ResourceError where there is no room."""
+        if draining := [slot.planned.id for slot in self._draining()]:
+            raise UnavailableError(f"{', '.join(draining)} must have ended first; try again in a moment")
+        if not model_info or not store_plan:
+            raise UnavailableError("the cluster is still starting; try again when it is ready")
+        if self.grows(shape):
+            self._check_gpus(shape)
+            self._check_memory(shape, ModelInfo.from_json(model_info), StorePlan.from_json(store_plan), available_bytes)
+
+    def _check_gpus(self, shape: Shape) -> None:
+        check_gpus(self._config, self._gpus, shape)
+        if resolve_device(self._config, self._gpus) == "cpu" or not self._config.cluster.share_gpu:
+            return
+        each = -(-Shape.configured(self._config).instances // self._gpus)
+        if shape.instances > each * self._gpus:
+            raise ResourceError(
+                f"{shape} are more than {self._gpus} GPUs hold: each was divided for {each} instances at the start; "
+                "start the cluster with as many as there may be"
+            )
+
+    def _check_memory(self, shape: Shape, model: ModelInfo, plan: StorePlan, available_bytes: int) -> None:
+        """Host memory: weights and cache of an instance on a CPU, and the buffers of any prefill instance."""
+        block_bytes = model.geometry(plan.block_size).block_bytes
+        on_cpu = resolve_device(self._config, self._gpus) == "cpu"
+        buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
+        caches = {"prefill": plan.prefill_cache, "decode": plan.decode_cache}
+        needed = 0
+        for role, _ in self._new(shape):
+            blocks = (caches[role] if on_cpu else 0) + (buffers if role == "prefill" else 0)
+            needed += PROCESS_BYTES + blocks * block_bytes + (model.weight_bytes if on_cpu else 0)
+        if needed > available_bytes:
+            raise ResourceError(
+                f"{len(self._new(shape))} more instances need {describe_bytes(needed)} (weights, cache, buffers and "
+                f"processes), but only {describe_bytes(available_bytes)} are available"
+            )
+
+    def change(self, shape: Shape, now: float) -> None:
+        """Add the slots that are missing, and mark those that are too many."""
+        logger.info("from %s to %s", self.shape, shape)
+        wanted = {role_id for _, role_id in shape.ids()}
+        for role, role_id in self._new(shape):
+            slot = self._roster.add(PlannedRole(role, role_id, self._free_device()))
+            slot.launch_at = now
+        for _, role_id in self.shape.ids():
+            if role_id not in wanted:
+                self._roster.slots[role_id].draining_since = now
+        self._before, self.shape = self.shape, shape
+        self.failure = ""
+        self.pair()
+
+    def give_up(self, reason: str, now: float) -> None:
+        """An instance that was added cannot start: back to what there was before."""
+        failed, before = self.shape, self._before
+        self.change(before, now)
+        self.failure = f"{reason}; the cluster stays with {before}"
+        logger.error("%s cannot be had: %s", failed, self.failure)
+
+    def settle(self) -> None:
+        """Once all are there, the change has come about: nothing goes back to what there was before."""
+        if self._roster.all_ready():
+            self._before = self.shape
+
+    def is_new(self, slot: Slot) -> bool:
+        """Whether it was added by a change that has not come about yet."""
+        return not slot.draining and (slot.planned.role, slot.planned.id) not in self._before.ids()
+
+    def adopt(self, view: sv.ClusterView, found: Iterable[PlannedRole], now: float) -> None:
+        """Go on with what an earlier supervisor told everyone. `found` are the processes that run."""
+        for planned in found:
+            slot = self._roster.slots.get(planned.id)
+            if slot is not None:
+                slot.planned = planned
+            elif planned.id in view.draining:
+                slot = self._roster.add(planned)
+                slot.draining_since, slot.used = now, True
+        self.pairs = [(pair.decode_id, pair.prefill_id) for pair in view.pairs]
+        self.pair()
+
+    # ---- those that go
+
+    def _draining(self) -> list[Slot]:
+        return [slot for slot in self._roster.slots.values() if slot.draining]
+
+    @property
+    def draining(self) -> list[str]:
+        return [slot.planned.id for slot in self._draining()]
+
+    def due(self, now: float) -> list[tuple[Slot, bool]]:
+        """Those of which nobody needs anything any more; True: though requests may be lost with it."""
+        due = []
+        for slot in self._draining():
+            if not slot.used and slot.phase in (Phase.WAITING, Phase.STARTING, Phase.JOINED):
+                due.append((slot, False))  # it never had a request
+            elif slot.phase is Phase.JOINED:
+                late = slot.draining_since is not None and now - slot.draining_since > DRAIN_LIMIT_S
+                if late or (self._is_drained(slot) and self._scheduler_agrees(slot)):
+                    due.append((slot, late))
+        return due
+
+    @staticmethod
+    def _is_drained(slot: Slot) -> bool:
+        return slot.member is not None and slot.member.state == DRAINED
+
+    def _scheduler_agrees(self, slot: Slot) -> bool:
+        schedulers = (other for other in self._roster.slots.values() if other.planned.role == "scheduler")
+        return any(
+            other.ready and other.member is not None and slot.planned.id in other.member.beat.drained
+            for other in schedulers
+        )
+
+    def forget(self, slot: Slot) -> None:
+        """The process of one that was to go has ended."""
+        self._roster.remove(slot.planned.id)
+        self.pair()
+
+    # ---- inside
+
+    def pair(self) -> None:
+        """Living instances stay paired as they are: requests may lie in the buffers between them."""
+        if not self._config.cluster.prefetch:
+            return
+        slots = self._roster.slots
+        kept = [pair for pair in self.pairs if pair[0] in slots and pair[1] in slots]
+        self.pairs = list(dict.fromkeys([*kept, *pair_up(self.shape)]))
+
+    def _new(self, shape: Shape) -> list[tuple[str, str]]:
+        return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
+
+    def _free_device(self) -> str:
+        """The device that the fewest instances are on."""
+        if resolve_device(self._config, self._gpus) == "cpu":
+            return "cpu"
+        used = [slot.planned.device for slot in self._roster.slots.values() if slot.planned.on_gpu]
+        return min((f"cuda:{number}" for number in range(self._gpus)), key=used.count)
+
+
+def next_shape(shape: Shape, prefill: int, decode: int) -> Shape:
+    """`shape` with other numbers; 0: as it is. Raises ConfigError for numbers that no cluster can have."""
+    wanted = Shape(prefill or shape.prefill, decode or shape.decode)
+    if not (1 <= wanted.prefill <= 1024 and 1 <= wanted.decode <= 1024):
+        raise ConfigError(f"there must be between 1 and 1024 instances of a role; {wanted} were asked for")
+    return wanted

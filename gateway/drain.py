@@ -1,0 +1,47 @@
+"""The end of a gateway: no new requests, time for those that are open, an error for those that are left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from alignedserve.gateway.ledger import Ledger
+
+
+class Drain:
+    """`state` is "" until `begin`, then "draining", and "drained" once nothing is open. `on_change` hears of each."""
+
+    def __init__(self, ledger: Ledger, on_change: Callable[[], None]) -> None:
+        self.state = ""
+        self._ledger = ledger
+        self._on_change = on_change
+        self._cut_off: asyncio.TimerHandle | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def begin(self, grace_s: float) -> None:
+        """What is open has `grace_s` from now on. Called again it can only make the time shorter."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + grace_s
+        if self._cut_off is not None:
+            if until_s >= self._cut_off.when():
+                return
+            self._cut_off.cancel()
+        self._cut_off = loop.call_at(until_s, self._ledger.close_all)
+        if self._watch is None:
+            self._ledger.drain()
+            self._set("draining")
+            self._watch = loop.create_task(self._wait_empty())
+
+    async def _wait_empty(self) -> None:
+        await self._ledger.wait_empty()
+        self._set("drained")
+
+    def _set(self, state: str) -> None:
+        self.state = state
+        self._on_change()
+
+    def close(self) -> None:
+        if self._cut_off is not None:
+            self._cut_off.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
