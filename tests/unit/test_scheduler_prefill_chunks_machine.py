@@ -26,6 +26,8 @@ class Prompt:
     cancelled: bool = False
     done: bool = False  # computed, its blocks held until they are released
     started: bool = False
+    to_fetch: bool = False  # the KV of its first tokens is to come, or is coming
+    fetching: bool = False
 
 
 @dataclass
@@ -58,7 +60,7 @@ class ChunksMachine(RuleBasedStateMachine):
                 self.chunks.add(key, tokens, start)
         elif key not in self.model.prompts:
             self.chunks.add(key, tokens, start)
-            self.model.prompts[key] = Prompt(tokens, start, start)
+            self.model.prompts[key] = Prompt(tokens, start, start, to_fetch=start > 0)
 
     @rule(budget=st.integers(0, 20), most=st.integers(0, 4))
     def plan(self, budget: int, most: int) -> None:
@@ -68,12 +70,17 @@ class ChunksMachine(RuleBasedStateMachine):
         for chunk in chunks:
             prompt = self.model.prompts[chunk.key]
             assert not prompt.cancelled
+            assert not prompt.to_fetch
             assert chunk.start == prompt.planned
             assert chunk.count > 0
             prompt.planned += chunk.count
             prompt.started = True
             assert chunk.last == (prompt.planned == prompt.tokens) == (prompt.planned >= prompt.tokens)
         self.model.in_flight += chunks
+        for key in self.chunks.take_fetches():
+            prompt = self.model.prompts[key]
+            assert prompt.to_fetch
+            prompt.started = prompt.fetching = True
         wanted = [k for k, p in self.model.prompts.items() if not (p.cancelled or p.done) and p.planned < p.tokens]
         started = [key for key in wanted if self.model.prompts[key].started]
         assert wanted[: len(started)] == started  # first come, first served: nobody overtakes
@@ -91,6 +98,19 @@ class ChunksMachine(RuleBasedStateMachine):
         if prompt.cancelled and prompt.computed == prompt.planned:
             del self.model.prompts[chunk.key]
 
+    @rule(failed=st.booleans())
+    def fetched(self, *, failed: bool) -> None:
+        key = next((key for key, prompt in self.model.prompts.items() if prompt.fetching), None)
+        if key is None:
+            return
+        prompt = self.model.prompts[key]
+        assert self.chunks.fetched(key, failed=failed) == (not prompt.cancelled)
+        prompt.to_fetch = prompt.fetching = False
+        if prompt.cancelled:
+            del self.model.prompts[key]
+        elif failed:
+            prompt.planned = prompt.computed = 0
+
     @rule(key=KEYS)
     def done_out_of_turn(self, key: RequestKey) -> None:
         if not any(chunk.key == key for chunk in self.model.in_flight):
@@ -104,7 +124,7 @@ class ChunksMachine(RuleBasedStateMachine):
         assert self.chunks.cancel(key) == ends
         if not ends or prompt is None:
             return
-        if prompt.planned > prompt.computed:
+        if prompt.planned > prompt.computed or prompt.fetching:
             prompt.cancelled = True
         else:
             del self.model.prompts[key]
@@ -134,6 +154,7 @@ class ChunksMachine(RuleBasedStateMachine):
             if not self.model.prompts:
                 break
             self.plan(16, 4)
+            self.fetched(failed=False)
             while self.model.in_flight:
                 self.computed()
             for key in [key for key, prompt in self.model.prompts.items() if prompt.done]:
