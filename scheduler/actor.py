@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import grpc
@@ -39,6 +40,7 @@ from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.intake import IntakeNews
+from alignedserve.scheduler.left_behind import LeftBehind
 from alignedserve.scheduler.links import WorkerLinks, release_command
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
@@ -47,7 +49,7 @@ from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
-GATEWAY_GRACE_S = 0.3  # what is behind a dead gateway is to be free within a second
+GATEWAY_GRACE_S = 0.3  # a gateway whose stream broke is back within moments, where it is alive
 ABSENT_GATEWAY_S = 3.0
 RECENT_GROUPS = 1024
 RECENTLY_LOST = 65536
@@ -71,6 +73,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._capacity = 0
         self._drops_told = 0  # how many of the core's drops for want of room were logged
         self._audit = PoolAudit(self._knows)
+        self._left_behind = LeftBehind()
         self._adoption = Adoption()
         self._restored: dict[RequestKey, str] = {}  # whose a predecessor's requests are
         self._left: OrderedDict[RequestKey, None] = OrderedDict()  # lost lately: their next epoch may adopt their KV
@@ -151,24 +154,20 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
         outbox.put(sc.SchedulerMessage(intake=self._intake.message()))
         self._on_gateway_message(gateway_id, first)
-
-        def on_message(message: sc.GatewayMessage) -> None:
-            self._on_gateway_message(gateway_id, message)
-
         try:
-            async for message in serve_stream(request_iterator, outbox, on_message):
+            async for message in serve_stream(request_iterator, outbox, partial(self._on_gateway_message, gateway_id)):
                 yield message
         finally:
             if self._gateways.get(gateway_id) is outbox:
                 del self._gateways[gateway_id]
                 self._audit.suspect(time.monotonic())
-                # A stream may break without its gateway: one that is alive is back within moments.
                 asyncio.get_running_loop().call_later(GATEWAY_GRACE_S, self._give_up, gateway_id)
 
     def _give_up(self, gateway_id: str) -> None:
         if gateway_id not in self._gateways:
             self._cancel(self._adoption.of_gateway(gateway_id))
             self._feed(ev.GatewayLost(gateway_id))
+            self._release_unclaimed(self._left_behind.take(gateway_id))
 
     def _on_gateway_message(self, gateway_id: str, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")
@@ -476,6 +475,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             if isinstance(action, act.Reject):
                 self._tell(gateway_id, rejected=rejection(keys, action.error))
             else:
+                self._left_behind.note(gateway_id, keys)
                 self._tell(gateway_id, lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=action.reason))
 
     def _by_gateway(self, keys: Iterable[RequestKey]) -> Iterable[tuple[str, list[RequestKey]]]:

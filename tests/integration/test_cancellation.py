@@ -25,7 +25,7 @@ from alignedserve.testing.metrics import value
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 RELEASED_WITHIN_S = 1.0
-NEW_TOKENS = 1500
+NEW_TOKENS = 1000
 
 
 @dataclass
@@ -73,8 +73,8 @@ async def watched() -> AsyncIterator[Watched]:
             "cluster": {"device": "cpu", "threads": 1},
             "kv_pool": {"size_gib": 0.1},
             "prefill": {"token_budget": 64, "queue_tokens": 2048},
-            "decode": {"max_running": 2},
-            "scheduler": {"min_batch_requests": 2, "max_batch_blocks": 150},
+            "decode": {"cache_blocks": 150},  # evictions go to the candidate requests buffer
+            "scheduler": {"min_batch_requests": 2, "max_batch_blocks": 40, "join_window": 10.0},
             "supervisor": {"heartbeat_s": 0.1},
         }
     )
@@ -99,7 +99,7 @@ def prompts(count: int, tokens: int, seed: int = 1) -> list[list[int]]:
 STAGES: dict[str, tuple[Callable[[dict[str, int]], bool], int, int]] = {
     # what is seen of the stage, requests, tokens of each prompt
     "queue": (lambda counts: counts["queued"] > 2, 20, 1000),
-    "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 5, 4000),
+    "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 5, 1200),
     "pool": (lambda counts: counts["waiting_in_pool"] > 2, 40, 30),
     "batch buffer": (lambda counts: counts["batch_buffer_requests"] > 0, 40, 30),
     "requests buffer": (lambda counts: counts["requests_buffer_requests"] > 0, 40, 30),
