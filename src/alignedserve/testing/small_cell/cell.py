@@ -136,6 +136,7 @@ class SmallCell:
     def _tick(self) -> None:
         if self.core.needs_ticks:
             self._handle(events.Tick())
+        self._audit()
         for decode in self.decodes.values():
             decode.kick()
         if self.coming or any(not request.ended for request in self.requests.values()):
