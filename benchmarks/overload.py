@@ -15,6 +15,7 @@ import asyncio
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ def quantiles_ms(seconds: list[float]) -> dict[str, float]:
     return {name: round(parts[int(name[1:]) - 1] * 1e3, 2) for name in ("p50", "p90", "p99")}
 
 
+def resident_mib(pids: Iterable[int]) -> dict[int, float]:
+    return {pid: round(memory_mib(pid)[0], 1) for pid in pids if alive(pid)}
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -139,22 +144,28 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         lines = await find_capacity(bench, objectives, options)
         capacity = lines[-1]
         names = bench.processes()
-        begin = {pid: memory_mib(pid)[0] for pid in names}
-        over = await measured(bench, "overload", 10 * capacity["rate"], options.seconds, objectives)
-        after = bench.processes()
-        memory = [
-            {"process": name, "begin_mib": round(begin[pid], 1), "end_mib": round(memory_mib(pid)[0], 1)}
-            for pid, name in names.items()
-            if pid in after
-        ]
+        before = resident_mib(names)
+        overload = asyncio.create_task(measured(bench, "overload", 10 * capacity["rate"], options.seconds, objectives))
+        await asyncio.sleep(options.seconds / 4)  # by then each cache block has been touched once
+        early = resident_mib(names)
+        over = await overload
+        late = resident_mib(bench.processes())
     best = max(line["goodput"] for line in lines)
     return {
         "objectives_ms": {"ttft": round(objectives.ttft_s * 1e3, 2), "tpot": round(objectives.tpot_s * 1e3, 2)},
         "lines": [*lines, over],
         "goodput_share": round(over["goodput"] / capacity["goodput"], 3) if capacity["goodput"] else None,
         "goodput_share_of_best": round(over["goodput"] / best, 3) if best else None,
-        "died": [name for pid, name in names.items() if pid not in after],
-        "memory": sorted(memory, key=lambda entry: entry["begin_mib"] - entry["end_mib"]),
+        "died": [name for pid, name in names.items() if pid not in late],
+        "memory": [
+            {
+                "process": names[pid],
+                "before_mib": mib,
+                "quarter_mib": early.get(pid, 0.0),
+                "end_mib": late.get(pid, 0.0),
+            }
+            for pid, mib in sorted(before.items(), key=lambda entry: -entry[1])
+        ],
     }
 
 
@@ -186,7 +197,8 @@ def main() -> int:
     result = asyncio.run(benchmark(options))
     print(f"objectives {result['objectives_ms']} ms; died: {result['died'] or 'nobody'}")
     for entry in result["memory"]:
-        print(f"  {entry['process']:40} {entry['begin_mib']:8.1f} -> {entry['end_mib']:8.1f} MiB")
+        name, *mib = entry.values()
+        print(f"  {name:40.40} MiB before, after a quarter, at the end: {mib}")
     print(
         f"goodput at ten times the capacity: {result['goodput_share']} of that at capacity, "
         f"{result['goodput_share_of_best']} of the best seen at any rate"

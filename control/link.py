@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, UnavailableError
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -19,20 +19,34 @@ In = TypeVar("In")
 logger = logging.getLogger(__name__)
 
 
-class Outbox(Generic[Out]):
-    """Messages for one stream, in order. `put` never blocks; iterating ends after `close`."""
+MOST_UNREAD = 65536  # messages: a peer that lets so many pile up does not read at all
 
-    def __init__(self) -> None:
+
+class Outbox(Generic[Out]):
+    """Messages for one stream, in order. `put` never blocks; iterating ends after `close`.
+
+    With `most` messages unread nothing more is kept, and iterating raises UnavailableError: the stream breaks, and the
+    next one begins with what both sides bring each other up to date by.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
         self._queue: asyncio.Queue[Out | None] = asyncio.Queue()
+        self._most = MOST_UNREAD if most is None else most
+        self._overflown = False
 
     def put(self, message: Out) -> None:
-        self._queue.put_nowait(message)
+        if self._queue.qsize() < self._most:
+            self._queue.put_nowait(message)
+        else:
+            self._overflown = True
 
     def close(self) -> None:
         self._queue.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[Out]:
         while (message := await self._queue.get()) is not None:
+            if self._overflown:
+                raise UnavailableError(f"the peer has left {self._most} messages unread")
             yield message
 
 
@@ -133,6 +147,9 @@ async def _drain(call: Any, outbox: Outbox[Any]) -> None:
         await call.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return  # the reading side sees the same break and says so
+    except UnavailableError as error:
+        logger.warning("a stream is broken off: %s", error)
+        call.cancel()
 
 
 async def settle(value: Awaitable[None] | None) -> None:

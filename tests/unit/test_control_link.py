@@ -1,0 +1,77 @@
+"""Streams whose peer does not read: what is kept for it has a limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from alignedserve.control.link import DuplexLink, Outbox
+from alignedserve.errors import UnavailableError
+
+
+async def test_what_a_peer_leaves_unread_is_bounded_and_its_stream_then_breaks() -> None:
+    outbox: Outbox[int] = Outbox(most=3)
+    for number in range(10_000):
+        outbox.put(number)
+    with pytest.raises(UnavailableError, match="3 messages unread"):
+        async for _ in outbox:
+            pass
+
+
+async def test_up_to_the_limit_everything_comes_in_order() -> None:
+    outbox: Outbox[int] = Outbox(most=3)
+    for number in range(3):
+        outbox.put(number)
+    outbox.close()
+    assert [number async for number in outbox] == [0, 1, 2]
+
+
+class StuckCall:
+    """A stream that takes one message and then nothing, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        await self.go_on.wait()
+
+    async def done_writing(self) -> None:
+        return
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        await self.cancelled.wait()
+        return
+        yield
+
+
+async def test_a_link_to_a_peer_that_did_not_read_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.control.link.MOST_UNREAD", 4)
+    calls: list[StuckCall] = []
+    opened = asyncio.Queue[None]()
+
+    def open_call() -> StuckCall:
+        calls.append(StuckCall())
+        opened.put_nowait(None)
+        return calls[-1]
+
+    link: DuplexLink[int, int] = DuplexLink(open_call, lambda message: None, retry_s=0.001)
+    link.start()
+    async with asyncio.timeout(5.0):
+        await opened.get()
+        await asyncio.sleep(0)
+        assert link.up
+        for number in range(20):
+            link.send(number)
+            await asyncio.sleep(0)
+        calls[0].go_on.set()
+        await calls[0].cancelled.wait()
+        await opened.get()
+    assert len(calls) == 2
+    await link.close()
