@@ -232,6 +232,14 @@ def begun_stream(server: ServeProcess, max_tokens: int) -> Iterator[Iterator[str
         yield lines
 
 
+def wait_told(server: ServeProcess) -> None:
+    """Returns once the command has said that it serves: from then on it does nothing but wait for its end."""
+    deadline = time.monotonic() + 30.0
+    while "Ctrl-C ends it" not in server.output:
+        assert time.monotonic() < deadline, server.output
+        time.sleep(0.05)
+
+
 def probe(server: ServeProcess) -> httpx.Response:
     """A new request, while the cluster is ending: refused as soon as every gateway knows of it."""
     deadline = time.monotonic() + 10.0
@@ -246,7 +254,8 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
     before = set(os.listdir("/dev/shm"))
     with ServeProcess("--model", "tiny", "--set", "gateway.drain_s=120") as server:
         pids = [role["pid"] for role in server.roles()]
-        with begun_stream(server, 1500) as lines:
+        wait_told(server)
+        with begun_stream(server, 2500) as lines:
             server.process.send_signal(signal.SIGTERM)
             refused = probe(server)
             health = httpx.get(f"{server.url}/health", timeout=30.0)
@@ -272,6 +281,7 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
 def test_a_second_signal_ends_what_is_open_with_an_error() -> None:
     with ServeProcess("--model", "tiny") as server:
         pids = [role["pid"] for role in server.roles()]
+        wait_told(server)
         with begun_stream(server, 8000) as lines:
             begun = time.monotonic()
             server.process.send_signal(signal.SIGINT)
