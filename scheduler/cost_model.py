@@ -50,7 +50,7 @@ class CostModel(ABC):
     @property
     @abstractmethod
     def iteration_margin_s(self) -> float:
-        """What to add to a prediction of an iteration, that four of five have kept it lately."""
+        """What to add to a prediction of an iteration, that two of three have kept it lately."""
 
 
 class RunningQuantile:
@@ -59,7 +59,7 @@ class RunningQuantile:
     A step is as long as observations deviate from the quantile on average.
     """
 
-    def __init__(self, share: float = 0.8, gain: float = 0.1) -> None:
+    def __init__(self, share: float = 2 / 3, gain: float = 0.1) -> None:
         self.value = 0.0
         self._share = share
         self._gain = gain

@@ -25,7 +25,7 @@ GAIN = 0.1
 EXTRAPOLATION = 2  # a batch may be so many times as large as the largest measured before the fit is mistrusted
 FEW_REQUESTS = 8  # of which a batch may be in any case
 ROUNDS = 3  # of the search for how many decode, and how long
-MOST_MARGIN = 0.5  # of an objective: what is late for reasons other than load is not mended by refusing more
+MOST_MARGIN = 0.3  # of an objective: what is late for reasons other than load is not mended by refusing more
 LEAST_RETRY_S = 0.01
 
 
