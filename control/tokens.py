@@ -27,6 +27,7 @@ class TokenEmitter:
         self._token = token
         self._on_gateway_lost = on_gateway_lost
         self._streams: dict[str, tuple[TokenChannel, Outbox[gw.TokenBatch], asyncio.Task[None]]] = {}
+        self._told = ""  # the gateway whose loss was logged last: once, not for each event
 
     def emit(self, events: Iterable[tuple[str, gw.TokenEvent]]) -> None:
         """Queue `(gateway_address, event)` pairs."""
@@ -50,7 +51,9 @@ class TokenEmitter:
         try:
             await gw_grpc.TokenSinkStub(channel).Push(aiter(outbox))
         except Exception as error:  # whatever broke it, the gateway is not there for these requests any more
-            logger.warning("gateway %s cannot be reached: %s", address, error.__class__.__name__)
+            level = logging.DEBUG if address == self._told else logging.WARNING
+            logger.log(level, "gateway %s cannot be reached: %s", address, error.__class__.__name__)
+            self._told = address
         finally:
             self._streams.pop(address, None)
         self._on_gateway_lost(address)
