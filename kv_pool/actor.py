@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import grpc
 
@@ -29,6 +29,8 @@ from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
 
+Message = TypeVar("Message")
+
 
 class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     """Role `kv_pool`. Moves messages between streams and `KvPool`, which decides."""
@@ -44,6 +46,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
         self._living: set[tuple[str, int]] = set()  # processes in the supervisor's view
         self._announced_free = -1
+        self._recounting = asyncio.Lock()  # while it is held nothing in the pool may change
 
     # ---- the role's hooks
 
@@ -76,6 +79,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
         if self._pool is None:
             return
+        await self._recounted()
         fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
         for writer in self._pool.writers():
             if (writer.id, writer.incarnation) in fenced:
@@ -89,6 +93,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         only just started does not know every process yet, so an open stream counts as a sign of life too.
         """
         assert self._pool is not None
+        if self._recounting.locked():
+            return  # `_recount` does it then
         for writer in self._pool.writers():
             if writer not in self._writers and (writer.id, writer.incarnation) not in self._living:
                 self._deliver(self._pool.writer_dead(writer))
@@ -104,6 +110,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._announce()
 
     async def on_close(self) -> None:
+        await self._recounted()
         if self._store is not None:
             self._store.close()
 
@@ -121,7 +128,27 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def check_integrity(self) -> list[sv.BookCheck]:
         if self._pool is None:
             return []
-        return [check_books(self._pool.store_id, self.settings.id, self._pool.check_integrity, self._count)]
+        # Whoever asks may give up; the thread does not, and nothing may change under it.
+        return [await asyncio.shield(asyncio.ensure_future(self._recount(self._pool)))]
+
+    async def _recount(self, pool: KvPool) -> sv.BookCheck:
+        """In a thread: a million blocks take seconds, in which heartbeats go on and what changes the pool waits."""
+        async with self._recounting:
+            found = await asyncio.to_thread(
+                check_books, pool.store_id, self.settings.id, pool.check_integrity, self._count
+            )
+        self._bury()
+        return found
+
+    async def _recounted(self) -> None:
+        """Returns when no recount is under way; none begins before the caller waits for something else."""
+        async with self._recounting:
+            pass
+
+    async def _between_recounts(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        async for message in messages:
+            await self._recounted()
+            yield message
 
     def _count(self) -> StoreCount:
         assert self._pool is not None
@@ -136,6 +163,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         writer = _writer(await first_message(request_iterator, "hello", context))
         pool = await self._ready(context)
         outbox: Outbox[kp.PoolWriterReply] = Outbox()
+        await self._recounted()
         try:
             check_writer(writer)
             grants = pool.hello(writer)
@@ -150,7 +178,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._on_message(writer, message, outbox)
 
         try:
-            async for reply in serve_stream(request_iterator, outbox, on_message):
+            async for reply in serve_stream(self._between_recounts(request_iterator), outbox, on_message):
                 yield reply
         finally:
             if self._writers.get(writer) is outbox:
@@ -220,7 +248,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._schedulers.add(outbox)
         outbox.put(kp.PoolReport(description=self._description()))
         try:
-            async for report in serve_stream(request_iterator, outbox, lambda c: self._on_command(c, outbox)):
+            commands = self._between_recounts(request_iterator)
+            async for report in serve_stream(commands, outbox, lambda command: self._on_command(command, outbox)):
                 yield report
         finally:
             self._schedulers.discard(outbox)

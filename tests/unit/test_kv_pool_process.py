@@ -1,8 +1,12 @@
-"""A writer that is being ended: its blocks are nobody's until it is dead, and its words are not heard."""
+"""The pool's process. What a writer that is being ended leased is nobody's until it is dead, and nobody hears it.
+
+While the pool is recounted, heartbeats go on and nothing changes under whoever counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +20,7 @@ from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.actor import KvPoolServer
+from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -128,3 +133,62 @@ async def test_its_successor_gets_a_lease_of_its_own(pool: Pool) -> None:
     assert pool.server.heartbeat().holds.startswith("1 requests")
     await old.close()
     await new.close()
+
+
+async def test_while_the_pool_is_recounted_its_loop_goes_on_and_its_books_stand_still(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, blocks = await writer_with_lease(pool, OTHER)
+    await pool.view(peer(OTHER))
+    begun, end = threading.Event(), threading.Event()
+    check = KvPool.check_integrity
+
+    def slow_check(self: KvPool) -> None:
+        begun.set()
+        assert end.wait(20.0)
+        check(self)
+
+    monkeypatch.setattr(KvPool, "check_integrity", slow_check)
+    given_up = asyncio.create_task(pool.server.check_integrity())
+    try:
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        given_up.cancel()  # whoever asked does not wait any more; the thread goes on
+        committing = asyncio.create_task(writer.commit(RequestKey("r"), 20, blocks[:2]))
+        gone = asyncio.create_task(pool.view())
+        asked_again = asyncio.create_task(pool.server.check_integrity())
+        await asyncio.wait([committing, gone, asked_again], timeout=0.3)
+        assert not committing.done()
+        assert not gone.done()
+        assert pool.server.heartbeat().holds == f"0 requests; blocks: 0/{BLOCKS}, {LEASED} leased"
+    finally:
+        end.set()
+    await asyncio.wait_for(committing, 10.0)
+    await asyncio.wait_for(gone, 10.0)
+    (book,) = await asyncio.wait_for(asked_again, 10.0)
+    assert book.problem == ""
+    await writer.close()
+
+
+async def test_a_writer_that_ends_during_a_recount_is_buried_after_it(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _ = await writer_with_lease(pool, OTHER)
+    begun, end = threading.Event(), threading.Event()
+
+    def slow_check(self: KvPool) -> None:
+        begun.set()
+        assert end.wait(20.0)
+
+    monkeypatch.setattr(KvPool, "check_integrity", slow_check)
+    checking = asyncio.create_task(pool.server.check_integrity())
+    try:
+        assert await asyncio.to_thread(begun.wait, 10.0)
+        await writer.close()
+        await asyncio.sleep(0.2)  # its stream ends meanwhile
+        assert pool.server.heartbeat().holds.endswith(f"{LEASED} leased")
+    finally:
+        end.set()
+    await checking
+    async with asyncio.timeout(10.0):
+        while not pool.server.heartbeat().holds.endswith(" 0 leased"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
