@@ -38,6 +38,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         super().__init__(settings)
         self.segments = SegmentServer(settings.agent_socket, settings.token)
         self._handles: dict[tuple[str, int], ProcessHandle] = {}
+        self._pids: dict[tuple[str, int], int] = {}  # of the processes of this node, as last told
         self._memory_at_start = available_memory_bytes()
         self._guard = SupervisorGuard(settings.node_id, self.config.supervisor)
         self._guarding: asyncio.Task[None] | None = None
@@ -61,6 +62,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             for peer in view.peers
             if peer.node_id == self.settings.node_id and peer.pid != os.getpid()
         }
+        self._pids = {key: peer.pid for key, peer in here.items()}
         told = sv.ClusterView()
         told.CopyFrom(view)
         del told.peers[:]
@@ -111,12 +113,6 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
 
     # ---- gRPC
 
-    async def DropSegment(
-        self, request: na.SegmentName, context: grpc.aio.ServicerContext[na.SegmentName, pb.Empty]
-    ) -> pb.Empty:
-        self.segments.drop(request.name)
-        return pb.Empty()
-
     async def Describe(
         self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, na.NodeDescription]
     ) -> na.NodeDescription:
@@ -132,21 +128,20 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         self, request: na.EndProcessRequest, context: grpc.aio.ServicerContext[na.EndProcessRequest, pb.Empty]
     ) -> pb.Empty:
         key = (request.process.id, request.process.incarnation)
+        if self._pids.get(key) != request.pid:
+            message = f"pid {request.pid} is not that of a process of this cluster on this node: nothing is ended"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
         handle = self._handles.pop(key, None) or _open(request.process, request.pid)
         if handle is None:
             return pb.Empty()  # it has ended; whoever has its number now is none of ours
         try:
-            ended = request.grace_s > 0 and await self._stop(handle, signal.SIGTERM, request.grace_s)
-            if not ended and not await self._stop(handle, signal.SIGKILL, END_TIMEOUT_S):
+            handle.signal(signal.SIGKILL)
+            if not await handle.wait_ended(END_TIMEOUT_S):
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"process {request.pid} does not end")
         finally:
             handle.close()
         logger.info("%s (pid %d) has ended", request.process.id, request.pid)
         return pb.Empty()
-
-    async def _stop(self, handle: ProcessHandle, number: int, timeout_s: float) -> bool:
-        handle.signal(number)
-        return await handle.wait_ended(timeout_s)
 
 
 def _open(process: pb.ProcessKey, pid: int) -> ProcessHandle | None:

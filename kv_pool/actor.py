@@ -263,10 +263,6 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         elif kind == "drop":
             copies = [(key_from_proto(held.key), held.kv_tokens) for held in command.drop.holdings]
             self._deliver(self._pool.drop(copies))
-        elif kind == "writer_lost":
-            self._pool.writer_lost(_writer(command.writer_lost))
-        elif kind == "writer_dead":
-            self._deliver(self._pool.writer_dead(_writer(command.writer_dead)))
         elif kind == "adopt":
             wanted = [(key_from_proto(held.key), held.kv_tokens) for held in command.adopt.holdings]
             adopted, grants = self._pool.adopt(wanted)

@@ -164,8 +164,6 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 self.spawn(self._prefetch(command.prefetch))
         elif kind == "cancel":
             self._cancel(keys_from_proto(command.cancel))
-        elif kind == "recall":
-            self.spawn(self._give_back(keys_from_proto(command.recall)))
 
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
         offloader, compute = self._instance.offloader, self._instance.compute

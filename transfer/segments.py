@@ -223,8 +223,6 @@ class SegmentServer:
                 raise TransferError(f"adopt of segment {name} came without a descriptor", segment=name)
             self.adopt(name, offered)
             return {}, None
-        if operation == "drop":
-            return {"dropped": self.drop(name)}, None
         if operation == "list":
             return {"segments": [[s.name, s.size_bytes, s.resident_bytes] for s in self.segments()]}, None
         if operation == "info":
@@ -273,10 +271,6 @@ class SegmentClient:
                 logger.warning("the node agent did not take segment %s back: %s", segment.name, error)
                 refused.append(segment.name)
         return refused
-
-    def drop(self, name: str) -> bool:
-        reply, _ = self._call({"op": "drop", "name": name})
-        return bool(reply["dropped"])
 
     def segments(self) -> list[SegmentInfo]:
         reply, _ = self._call({"op": "list"})

@@ -60,20 +60,16 @@ class PoolWriterReply(_message.Message):
     def __init__(self, message_id: _Optional[int] = ..., granted: _Optional[_Union[BlockIds, _Mapping]] = ..., committed: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class PoolCommand(_message.Message):
-    __slots__ = ("release", "writer_lost", "writer_dead", "take_inventory", "drop", "adopt")
+    __slots__ = ("release", "take_inventory", "drop", "adopt")
     RELEASE_FIELD_NUMBER: _ClassVar[int]
-    WRITER_LOST_FIELD_NUMBER: _ClassVar[int]
-    WRITER_DEAD_FIELD_NUMBER: _ClassVar[int]
     TAKE_INVENTORY_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     release: _common_pb2.RequestKeys
-    writer_lost: _common_pb2.ProcessKey
-    writer_dead: _common_pb2.ProcessKey
     take_inventory: _common_pb2.Empty
     drop: Inventory
     adopt: Inventory
-    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., writer_lost: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., writer_dead: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ..., adopt: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
+    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ..., adopt: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("description", "inventory", "adopted")

@@ -25,21 +25,19 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#alignedserve/proto/node_agent.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\x1b\n\x0bSegmentName\x12\x0c\n\x04name\x18\x01 \x01(\t\"&\n\x07Segment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x9a\x01\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x03 \x01(\x04\x12\x1e\n\x16memory_available_bytes\x18\x04 \x01(\x04\x12*\n\x08segments\x18\x05 \x03(\x0b\x32\x18.alignedserve.v1.Segment\"_\n\x11\x45ndProcessRequest\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\x32\xe0\x01\n\tNodeAgent\x12\x43\n\x0b\x44ropSegment\x12\x1c.alignedserve.v1.SegmentName\x1a\x16.alignedserve.v1.Empty\x12\x44\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a .alignedserve.v1.NodeDescription\x12H\n\nEndProcess\x12\".alignedserve.v1.EndProcessRequest\x1a\x16.alignedserve.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#alignedserve/proto/node_agent.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"&\n\x07Segment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x9a\x01\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\x1a\n\x12memory_total_bytes\x18\x03 \x01(\x04\x12\x1e\n\x16memory_available_bytes\x18\x04 \x01(\x04\x12*\n\x08segments\x18\x05 \x03(\x0b\x32\x18.alignedserve.v1.Segment\"N\n\x11\x45ndProcessRequest\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0b\n\x03pid\x18\x02 \x01(\r2\x9b\x01\n\tNodeAgent\x12\x44\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a .alignedserve.v1.NodeDescription\x12H\n\nEndProcess\x12\".alignedserve.v1.EndProcessRequest\x1a\x16.alignedserve.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'alignedserve.proto.node_agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEGMENTNAME']._serialized_start=89
-  _globals['_SEGMENTNAME']._serialized_end=116
-  _globals['_SEGMENT']._serialized_start=118
-  _globals['_SEGMENT']._serialized_end=156
-  _globals['_NODEDESCRIPTION']._serialized_start=159
-  _globals['_NODEDESCRIPTION']._serialized_end=313
-  _globals['_ENDPROCESSREQUEST']._serialized_start=315
-  _globals['_ENDPROCESSREQUEST']._serialized_end=410
-  _globals['_NODEAGENT']._serialized_start=413
-  _globals['_NODEAGENT']._serialized_end=637
+  _globals['_SEGMENT']._serialized_start=89
+  _globals['_SEGMENT']._serialized_end=127
+  _globals['_NODEDESCRIPTION']._serialized_start=130
+  _globals['_NODEDESCRIPTION']._serialized_end=284
+  _globals['_ENDPROCESSREQUEST']._serialized_start=286
+  _globals['_ENDPROCESSREQUEST']._serialized_end=364
+  _globals['_NODEAGENT']._serialized_start=367
+  _globals['_NODEAGENT']._serialized_end=522
 # @@protoc_insertion_point(module_scope)

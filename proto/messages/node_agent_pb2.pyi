@@ -7,12 +7,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class SegmentName(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
-
 class Segment(_message.Message):
     __slots__ = ("name", "bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -36,11 +30,9 @@ class NodeDescription(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., socket: _Optional[str] = ..., memory_total_bytes: _Optional[int] = ..., memory_available_bytes: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ...) -> None: ...
 
 class EndProcessRequest(_message.Message):
-    __slots__ = ("process", "pid", "grace_s")
+    __slots__ = ("process", "pid")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    GRACE_S_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pid: int
-    grace_s: float
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ...) -> None: ...

@@ -35,11 +35,6 @@ class NodeAgentStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.DropSegment = channel.unary_unary(
-                '/alignedserve.v1.NodeAgent/DropSegment',
-                request_serializer=alignedserve_dot_proto_dot_node__agent__pb2.SegmentName.SerializeToString,
-                response_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
-                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/alignedserve.v1.NodeAgent/Describe',
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
@@ -55,12 +50,6 @@ class NodeAgentStub(object):
 class NodeAgentServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def DropSegment(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Describe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -68,7 +57,8 @@ class NodeAgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndProcess(self, request, context):
-        """Kills the process (SIGKILL works on a stopped one) and returns when it has ended.
+        """Kills a process of this cluster (SIGKILL works on a stopped one) and returns when it has ended. NOT_FOUND for a pid
+        that belongs to none which the agent was told of.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,11 +67,6 @@ class NodeAgentServicer(object):
 
 def add_NodeAgentServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'DropSegment': grpc.unary_unary_rpc_method_handler(
-                    servicer.DropSegment,
-                    request_deserializer=alignedserve_dot_proto_dot_node__agent__pb2.SegmentName.FromString,
-                    response_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
-            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
@@ -102,33 +87,6 @@ def add_NodeAgentServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class NodeAgent(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def DropSegment(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/alignedserve.v1.NodeAgent/DropSegment',
-            alignedserve_dot_proto_dot_node__agent__pb2.SegmentName.SerializeToString,
-            alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Describe(request,

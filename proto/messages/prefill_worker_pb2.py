@@ -26,7 +26,7 @@ from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__
 from alignedserve.proto import kv_pool_pb2 as alignedserve_dot_proto_dot_kv__pool__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'alignedserve/proto/prefill_worker.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\x1a alignedserve/proto/kv_pool.proto\"\xd9\x01\n\x0ePrefillCommand\x12\x30\n\x07prefill\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.PrefillGroupH\x00\x12-\n\x08prefetch\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.PrefetchH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12.\n\x06recall\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"f\n\x0cPrefillGroup\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestSpec\x12&\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Holding\"\x8a\x01\n\x08Prefetch\x12\x11\n\tdecode_id\x18\x01 \x01(\t\x12\'\n\x06\x62uffer\x18\x02 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x03 \x01(\x04\x12\x30\n\x08requests\x18\x04 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"\xd9\x02\n\rPrefillReport\x12:\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32#.alignedserve.v1.PrefillDescriptionH\x00\x12\x33\n\tprefilled\x18\x02 \x01(\x0b\x32\x1e.alignedserve.v1.StoredRequestH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32 .alignedserve.v1.RequestFailuresH\x00\x12\x32\n\nprefetched\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\x08returned\x18\x06 \x01(\x0b\x32!.alignedserve.v1.ReturnedRequestsH\x00\x42\x06\n\x04\x62ody\"\x88\x01\n\x0fRequestFailures\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\r\n\x05retry\x18\x03 \x01(\x08\x12\x10\n\x08\x64istrust\x18\x04 \x01(\x08\"D\n\x10ReturnedRequests\x12\x30\n\x08requests\x18\x01 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"\xd4\x02\n\x12PrefillDescription\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x16\n\x0epending_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_blocks\x18\x03 \x01(\x04\x12\x19\n\x11\x63\x61\x63he_free_blocks\x18\x04 \x01(\x04\x12\x1b\n\x13\x62\x61tch_buffer_blocks\x18\x05 \x01(\x04\x12 \n\x18\x62\x61tch_buffer_free_blocks\x18\x06 \x01(\x04\x12\x1e\n\x16requests_buffer_blocks\x18\x07 \x01(\x04\x12#\n\x1brequests_buffer_free_blocks\x18\x08 \x01(\x04\x12\x18\n\x10pool_wait_blocks\x18\t \x01(\x04\x12)\n\x08measured\x18\x14 \x01(\x0b\x32\x17.alignedserve.v1.Passes\"\xaa\x01\n\x0b\x42ufferEvent\x12/\n\x06stores\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.BufferStoresH\x00\x12\x32\n\tannounced\x18\x02 \x01(\x0b\x32\x1d.alignedserve.v1.AnnouncementH\x00\x12.\n\x06leased\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"\x99\x01\n\x0c\x42ufferStores\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12.\n\x08requests\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\"{\n\x0c\x41nnouncement\x12\'\n\x06\x62uffer\x18\x01 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"$\n\x0b\x42ufferLease\x12\x15\n\tblock_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xac\x02\n\rBufferCommand\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKeyH\x00\x12\x30\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x07\x65victed\x18\x03 \x01(\x0b\x32\x1f.alignedserve.v1.EvictedRequestH\x00\x12\x31\n\tgive_back\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x15\n\x0bwant_blocks\x18\x05 \x01(\rH\x00\x12\x35\n\rreturn_blocks\x18\x06 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"A\n\x0e\x45victedRequest\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.alignedserve.v1.StoredRequest*G\n\x06\x42uffer\x12\x16\n\x12\x42UFFER_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x42UFFER_BATCH\x10\x01\x12\x13\n\x0f\x42UFFER_REQUESTS\x10\x02\x32\xf5\x01\n\rPrefillWorker\x12N\n\x07\x43ontrol\x12\x1f.alignedserve.v1.PrefillCommand\x1a\x1e.alignedserve.v1.PrefillReport(\x01\x30\x01\x12K\n\x07\x42uffers\x12\x1e.alignedserve.v1.BufferCommand\x1a\x1c.alignedserve.v1.BufferEvent(\x01\x30\x01\x12G\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a#.alignedserve.v1.PrefillDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'alignedserve/proto/prefill_worker.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\x1a alignedserve/proto/kv_pool.proto\"\xa9\x01\n\x0ePrefillCommand\x12\x30\n\x07prefill\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.PrefillGroupH\x00\x12-\n\x08prefetch\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.PrefetchH\x00\x12.\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"f\n\x0cPrefillGroup\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestSpec\x12&\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Holding\"\x8a\x01\n\x08Prefetch\x12\x11\n\tdecode_id\x18\x01 \x01(\t\x12\'\n\x06\x62uffer\x18\x02 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x03 \x01(\x04\x12\x30\n\x08requests\x18\x04 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"\xd9\x02\n\rPrefillReport\x12:\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32#.alignedserve.v1.PrefillDescriptionH\x00\x12\x33\n\tprefilled\x18\x02 \x01(\x0b\x32\x1e.alignedserve.v1.StoredRequestH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32 .alignedserve.v1.RequestFailuresH\x00\x12\x32\n\nprefetched\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\x08returned\x18\x06 \x01(\x0b\x32!.alignedserve.v1.ReturnedRequestsH\x00\x42\x06\n\x04\x62ody\"\x88\x01\n\x0fRequestFailures\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\x12\r\n\x05retry\x18\x03 \x01(\x08\x12\x10\n\x08\x64istrust\x18\x04 \x01(\x08\"D\n\x10ReturnedRequests\x12\x30\n\x08requests\x18\x01 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"\xd4\x02\n\x12PrefillDescription\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x16\n\x0epending_tokens\x18\x02 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_blocks\x18\x03 \x01(\x04\x12\x19\n\x11\x63\x61\x63he_free_blocks\x18\x04 \x01(\x04\x12\x1b\n\x13\x62\x61tch_buffer_blocks\x18\x05 \x01(\x04\x12 \n\x18\x62\x61tch_buffer_free_blocks\x18\x06 \x01(\x04\x12\x1e\n\x16requests_buffer_blocks\x18\x07 \x01(\x04\x12#\n\x1brequests_buffer_free_blocks\x18\x08 \x01(\x04\x12\x18\n\x10pool_wait_blocks\x18\t \x01(\x04\x12)\n\x08measured\x18\x14 \x01(\x0b\x32\x17.alignedserve.v1.Passes\"\xaa\x01\n\x0b\x42ufferEvent\x12/\n\x06stores\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.BufferStoresH\x00\x12\x32\n\tannounced\x18\x02 \x01(\x0b\x32\x1d.alignedserve.v1.AnnouncementH\x00\x12.\n\x06leased\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"\x99\x01\n\x0c\x42ufferStores\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12.\n\x08requests\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\"{\n\x0c\x41nnouncement\x12\'\n\x06\x62uffer\x18\x01 \x01(\x0e\x32\x17.alignedserve.v1.Buffer\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12\x30\n\x08requests\x18\x03 \x03(\x0b\x32\x1e.alignedserve.v1.StoredRequest\"$\n\x0b\x42ufferLease\x12\x15\n\tblock_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xac\x02\n\rBufferCommand\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKeyH\x00\x12\x30\n\x08\x63onsumed\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x32\n\x07\x65victed\x18\x03 \x01(\x0b\x32\x1f.alignedserve.v1.EvictedRequestH\x00\x12\x31\n\tgive_back\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x15\n\x0bwant_blocks\x18\x05 \x01(\rH\x00\x12\x35\n\rreturn_blocks\x18\x06 \x01(\x0b\x32\x1c.alignedserve.v1.BufferLeaseH\x00\x42\x06\n\x04\x62ody\"A\n\x0e\x45victedRequest\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.alignedserve.v1.StoredRequest*G\n\x06\x42uffer\x12\x16\n\x12\x42UFFER_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x42UFFER_BATCH\x10\x01\x12\x13\n\x0f\x42UFFER_REQUESTS\x10\x02\x32\xf5\x01\n\rPrefillWorker\x12N\n\x07\x43ontrol\x12\x1f.alignedserve.v1.PrefillCommand\x1a\x1e.alignedserve.v1.PrefillReport(\x01\x30\x01\x12K\n\x07\x42uffers\x12\x1e.alignedserve.v1.BufferCommand\x1a\x1c.alignedserve.v1.BufferEvent(\x01\x30\x01\x12G\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a#.alignedserve.v1.PrefillDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,34 +35,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_BUFFERLEASE'].fields_by_name['block_ids']._loaded_options = None
   _globals['_BUFFERLEASE'].fields_by_name['block_ids']._serialized_options = b'\020\001'
-  _globals['_BUFFER']._serialized_start=2354
-  _globals['_BUFFER']._serialized_end=2425
+  _globals['_BUFFER']._serialized_start=2306
+  _globals['_BUFFER']._serialized_end=2377
   _globals['_PREFILLCOMMAND']._serialized_start=128
-  _globals['_PREFILLCOMMAND']._serialized_end=345
-  _globals['_PREFILLGROUP']._serialized_start=347
-  _globals['_PREFILLGROUP']._serialized_end=449
-  _globals['_PREFETCH']._serialized_start=452
-  _globals['_PREFETCH']._serialized_end=590
-  _globals['_PREFILLREPORT']._serialized_start=593
-  _globals['_PREFILLREPORT']._serialized_end=938
-  _globals['_REQUESTFAILURES']._serialized_start=941
-  _globals['_REQUESTFAILURES']._serialized_end=1077
-  _globals['_RETURNEDREQUESTS']._serialized_start=1079
-  _globals['_RETURNEDREQUESTS']._serialized_end=1147
-  _globals['_PREFILLDESCRIPTION']._serialized_start=1150
-  _globals['_PREFILLDESCRIPTION']._serialized_end=1490
-  _globals['_BUFFEREVENT']._serialized_start=1493
-  _globals['_BUFFEREVENT']._serialized_end=1663
-  _globals['_BUFFERSTORES']._serialized_start=1666
-  _globals['_BUFFERSTORES']._serialized_end=1819
-  _globals['_ANNOUNCEMENT']._serialized_start=1821
-  _globals['_ANNOUNCEMENT']._serialized_end=1944
-  _globals['_BUFFERLEASE']._serialized_start=1946
-  _globals['_BUFFERLEASE']._serialized_end=1982
-  _globals['_BUFFERCOMMAND']._serialized_start=1985
-  _globals['_BUFFERCOMMAND']._serialized_end=2285
-  _globals['_EVICTEDREQUEST']._serialized_start=2287
-  _globals['_EVICTEDREQUEST']._serialized_end=2352
-  _globals['_PREFILLWORKER']._serialized_start=2428
-  _globals['_PREFILLWORKER']._serialized_end=2673
+  _globals['_PREFILLCOMMAND']._serialized_end=297
+  _globals['_PREFILLGROUP']._serialized_start=299
+  _globals['_PREFILLGROUP']._serialized_end=401
+  _globals['_PREFETCH']._serialized_start=404
+  _globals['_PREFETCH']._serialized_end=542
+  _globals['_PREFILLREPORT']._serialized_start=545
+  _globals['_PREFILLREPORT']._serialized_end=890
+  _globals['_REQUESTFAILURES']._serialized_start=893
+  _globals['_REQUESTFAILURES']._serialized_end=1029
+  _globals['_RETURNEDREQUESTS']._serialized_start=1031
+  _globals['_RETURNEDREQUESTS']._serialized_end=1099
+  _globals['_PREFILLDESCRIPTION']._serialized_start=1102
+  _globals['_PREFILLDESCRIPTION']._serialized_end=1442
+  _globals['_BUFFEREVENT']._serialized_start=1445
+  _globals['_BUFFEREVENT']._serialized_end=1615
+  _globals['_BUFFERSTORES']._serialized_start=1618
+  _globals['_BUFFERSTORES']._serialized_end=1771
+  _globals['_ANNOUNCEMENT']._serialized_start=1773
+  _globals['_ANNOUNCEMENT']._serialized_end=1896
+  _globals['_BUFFERLEASE']._serialized_start=1898
+  _globals['_BUFFERLEASE']._serialized_end=1934
+  _globals['_BUFFERCOMMAND']._serialized_start=1937
+  _globals['_BUFFERCOMMAND']._serialized_end=2237
+  _globals['_EVICTEDREQUEST']._serialized_start=2239
+  _globals['_EVICTEDREQUEST']._serialized_end=2304
+  _globals['_PREFILLWORKER']._serialized_start=2380
+  _globals['_PREFILLWORKER']._serialized_end=2625
 # @@protoc_insertion_point(module_scope)

@@ -19,16 +19,14 @@ BUFFER_BATCH: Buffer
 BUFFER_REQUESTS: Buffer
 
 class PrefillCommand(_message.Message):
-    __slots__ = ("prefill", "prefetch", "cancel", "recall")
+    __slots__ = ("prefill", "prefetch", "cancel")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    RECALL_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillGroup
     prefetch: Prefetch
     cancel: _common_pb2.RequestKeys
-    recall: _common_pb2.RequestKeys
-    def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class PrefillGroup(_message.Message):
     __slots__ = ("requests", "base")

@@ -115,7 +115,7 @@ class GatewayConfig:
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:
     heartbeat_s: float = _key(1.0, "every role reports this often", low=0.05, high=60.0)
-    fence_after_s: float = _key(6.0, "a role that was not heard of for so long is ended and replaced", low=0.2)
+    fence_after_s: float = _key(5.0, "a role that was not heard of for so long is ended and replaced", low=0.2)
     stall_after_s: float = _key(
         4.0, "a worker that has work and comes no further with it for so long is ended and replaced", low=0.2
     )

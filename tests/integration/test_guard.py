@@ -69,7 +69,7 @@ OFFERED = {
     "supervisor-0": ("Supervisor",),
     "public": ("Inference",),
 }
-OBEYED = {"EndProcess", "DropSegment", "Scale", "Stop"}  # what these say is done, whoever has the token
+OBEYED = {"EndProcess", "Scale", "Stop"}  # what these say is done, whoever has the token
 
 
 NOBODY = common_pb2.ProcessKey(role="decode", id="nobody-0", incarnation=1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 from alignedserve.cluster.local import LocalCluster
@@ -17,9 +18,13 @@ from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import runtime_dir
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.control.role import RoleHost
+from alignedserve.control.rpc import open_channel
 from alignedserve.errors import AlignedServeError, ModelError
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import node_agent_pb2 as na
+from alignedserve.proto import node_agent_pb2_grpc as na_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 QUICK = SupervisorConfig(
     heartbeat_s=0.1, fence_after_s=1.0, stall_after_s=0.5, start_timeout_s=20.0, max_start_failures=2
@@ -129,6 +134,25 @@ async def test_an_older_incarnation_and_a_stranger_are_refused() -> None:
         await cluster.wait_ready(5)
 
 
+async def test_the_node_agent_ends_no_process_that_is_not_of_this_cluster() -> None:
+    stranger = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        async with make_cluster() as cluster:
+            await cluster.wait_ready(30)
+            channel = open_channel(cluster.address("node_agent-0"), cluster.token)
+            end = na_grpc.NodeAgentStub(channel).EndProcess
+            unknown = pb.ProcessKey(role="decode", id="decode-9", incarnation=time.time_ns())
+            for key in (unknown, cluster.peer("decode-0").process):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await end(na.EndProcessRequest(process=key, pid=stranger.pid), timeout=10)
+                assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+            assert is_alive(stranger.pid)
+            await channel.close()
+    finally:
+        stranger.kill()
+        await stranger.wait()
+
+
 async def test_a_gateway_may_join_and_leaves_the_view_when_it_is_gone() -> None:
     async with make_cluster() as cluster:
         await cluster.wait_ready(30)
@@ -207,11 +231,6 @@ async def test_a_supervisors_successor_goes_on_with_the_processes_it_finds() -> 
 
 
 async def test_only_calls_with_the_clusters_token_are_answered() -> None:
-    import grpc
-
-    from alignedserve.control.rpc import open_channel
-    from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
-
     async with make_cluster() as cluster:
         channel = open_channel(cluster.supervisor.address, "wrong")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
