@@ -57,7 +57,7 @@ def show(rounds: list[Round]) -> None:
 
 def require_exact(rounds: list[Round]) -> None:
     for one in rounds:
-        assert (one.wrong_tokens, one.errors, one.blocks_left) == (0, (), 0), one
+        assert (one.wrong_tokens, one.errors, one.blocks_left, one.segments_more) == (0, (), 0, 0), one
 
 
 @pytest.mark.timeout(300)
@@ -68,6 +68,7 @@ def test_whoever_is_killed_no_stream_loses_or_repeats_a_token() -> None:
 
     with ServeProcess("--model", "tiny", "--dtype", "float32", "--set", "gateway.replicas=2") as server:
         rounds = asyncio.run(run(server))
+        server.check_integrity()
     require_exact(rounds)
     by_role = {one.strike.role: one for one in rounds if one.strike is not None}
     # What a decode worker had is taken up again from the KV in the pool: only generated tokens are prefilled again.
@@ -91,6 +92,7 @@ def test_every_role_is_struck_and_then_any(shape: str) -> None:
     command = ("--model", "tiny", "--dtype", "float32", "--set", "gateway.replicas=2", *arguments)
     with ServeProcess(*command) as server:
         rounds = asyncio.run(run(server))
+        server.check_integrity()
     show(rounds)
     require_exact(rounds)
     killed = [one for one in rounds if one.strike is not None and one.strike.how == "SIGKILL"]

@@ -36,6 +36,7 @@ def server() -> Iterator[ServeProcess]:
     environment = {"ALIGNEDSERVE_GATEWAY__REPLICAS": "2", "ALIGNEDSERVE_KV_POOL__SIZE_GIB": "0.2"}
     with ServeProcess("--model", "tiny", environment=environment) as running:
         yield running
+        running.check_integrity()
 
 
 async def read(client: AsyncClient, options: dict[str, Any], begun: asyncio.Event | None = None) -> Answers:

@@ -44,6 +44,7 @@ def is_alive(pid: int) -> bool:
 def server() -> Iterator[ServeProcess]:
     with ServeProcess("--model", "tiny") as running:
         yield running
+        running.check_integrity()
 
 
 def status(server: ServeProcess) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Stream:
     """What one client got."""
 
     prompt: Sequence[int]
+    begun_s: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     error: str = ""
@@ -42,6 +43,10 @@ class Stream:
     def longest_gap_s(self) -> float:
         """Between two pieces of the answer."""
         return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+
+    def first_token_after_s(self, moment_s: float) -> float:
+        """From then on until its first token; 0 where it had one, or never got one."""
+        return max(0.0, self.times_s[0] - max(moment_s, self.begun_s)) if self.times_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,11 @@ class Round:
     wrong_tokens: int
     errors: tuple[str, ...]
     longest_gap_s: float
+    longest_first_s: float  # from the strike until the first token, of streams that had none
     repeated_tokens: int  # computed again in prefill
     reused_tokens: int  # not computed again, because the pool still had their KV
     blocks_left: int
+    segments_more: int  # that the node agent holds, than before anything was struck
 
     @property
     def counts(self) -> bool:
@@ -90,6 +97,7 @@ class Chaos:
         self._http = httpx.AsyncClient(base_url=url, timeout=5.0)
         self._client = AsyncClient(grpc_address)
         self._expected: list[list[int]] = []
+        self._segments = 0
 
     async def __aenter__(self) -> Chaos:
         return self
@@ -104,7 +112,8 @@ class Chaos:
         failed = [stream.error for stream in streams if stream.error]
         assert not failed, failed
         self._expected = [stream.tokens for stream in streams]
-        return await self._judge(None, streams, {}, {})
+        self._segments = await self._count_segments()
+        return await self._judge(None, streams, 0.0, {}, {})
 
     async def strike(self, role: str, number: int = signal.SIGKILL, *, at: float | None = None) -> Round:
         """Signal a process of the role when a share `at` (random by default) of all tokens has been delivered."""
@@ -128,7 +137,7 @@ class Chaos:
         restored_s = time.monotonic() - at_s
         how = signal.Signals(number).name
         strike = Strike(role, victim["id"], how, delivered, in_flight, restored_s)
-        return await self._judge(strike, streams, repeated, reused)
+        return await self._judge(strike, streams, at_s, repeated, reused)
 
     # ---- the streams
 
@@ -152,7 +161,12 @@ class Chaos:
         stream.ended = True
 
     async def _judge(
-        self, strike: Strike | None, streams: Sequence[Stream], repeated: dict[str, float], reused: dict[str, float]
+        self,
+        strike: Strike | None,
+        streams: Sequence[Stream],
+        struck_s: float,
+        repeated: dict[str, float],
+        reused: dict[str, float],
     ) -> Round:
         wrong = sum(
             1
@@ -171,9 +185,11 @@ class Chaos:
             wrong_tokens=wrong,
             errors=tuple(stream.error for stream in streams if stream.error),
             longest_gap_s=max(stream.longest_gap_s for stream in streams),
+            longest_first_s=max(stream.first_token_after_s(struck_s) for stream in streams),
             repeated_tokens=_grown(repeated, await self._counters(REPEATED)),
             reused_tokens=_grown(reused, await self._counters(REUSED)),
             blocks_left=left,
+            segments_more=await self._segments_more(),
         )
 
     # ---- the server
@@ -196,7 +212,8 @@ class Chaos:
     async def _living(self, role: str, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
         while True:
-            found = [r for r in await self._roles() if r["role"] == role and r["state"] == "ready"]
+            ready = [r for r in await self._roles() if r["role"] == role and r["state"] == "ready"]
+            found = [r for r in ready if psutil.pid_exists(r["pid"])]  # one struck a moment ago may still be listed
             if found or time.monotonic() > deadline:
                 return found
             await asyncio.sleep(0.1)
@@ -226,6 +243,19 @@ class Chaos:
                 return owned
             await asyncio.sleep(0.2)
 
+    async def _segments_more(self) -> int:
+        """Given some time: a successor of the node agent is handed them, and one of a role drops its predecessor's."""
+        deadline = time.monotonic() + SETTLED_S
+        while True:
+            more = await self._count_segments() - self._segments
+            if not more or time.monotonic() > deadline:
+                return more
+            await asyncio.sleep(0.2)
+
+    async def _count_segments(self) -> int:
+        agents = await self._living("node_agent")
+        return sum(int(agent["holds"].partition(" ")[0]) for agent in agents)
+
 
 def _grown(before: dict[str, float], after: dict[str, float]) -> int:
     """How much counters have grown; one that is smaller now belongs to a process that began anew."""
@@ -240,9 +270,11 @@ HEADER = (
     "wrong tokens",
     "errors",
     "longest gap",
+    "first token",
     "restored",
     "again",
     "blocks",
+    "segments",
 )
 
 
@@ -264,9 +296,11 @@ def table(rounds: Sequence[Round]) -> list[list[str]]:
                 str(sum(one.wrong_tokens for one in found)),
                 str(sum(len(one.errors) for one in found)),
                 f"{max(one.longest_gap_s for one in found):.2f} s",
+                f"{max(one.longest_first_s for one in found):.2f} s",
                 f"{restored:.1f} s",
                 f"{sum(one.repeated_tokens for one in found)} ({sum(one.reused_tokens for one in found)} reused)",
                 str(sum(one.blocks_left for one in found)),
+                str(sum(one.segments_more for one in found)),
             ]
         )
     return rows

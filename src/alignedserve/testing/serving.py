@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from alignedserve.cluster.haproxy import free_ports
+from alignedserve.errors import AccountingError
 
 
 def free_port() -> int:
@@ -122,6 +123,12 @@ class ServeProcess:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300.0) as response:
             return json.loads(response.read())
+
+    def check_integrity(self) -> None:
+        """Every process recounts its stores and books. Raises AccountingError where one does not add up."""
+        found = self.get("/alignedserve/integrity")
+        if not found["sound"]:
+            raise AccountingError(f"{self.url}: {[book for book in found['books'] if book['problem']]}")
 
     def pids(self, word: str) -> list[int]:
         """Processes that the command has started, directly or not, whose command line has the word."""
