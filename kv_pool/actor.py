@@ -23,6 +23,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.segments import SegmentClient
@@ -265,13 +266,24 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._deliver(self._pool.drop(copies))
         elif kind == "adopt":
             wanted = [(key_from_proto(held.key), held.kv_tokens) for held in command.adopt.holdings]
-            adopted, grants = self._pool.adopt(wanted)
-            self._deliver(grants)
-            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=[_holding(held) for held in adopted])))
+            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=[self._adopt(*one) for one in wanted])))
         elif kind == "take_inventory":
             holdings = [_holding(held, ids=False) for held in self._pool.inventory()]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
+
+    def _adopt(self, key: RequestKey, most_tokens: int) -> kp.Holding:
+        """One that cannot be made over is as good as none: it must not keep the others from their answers."""
+        assert self._pool is not None
+        try:
+            (adopted,), grants = self._pool.adopt([(key, most_tokens)])
+        except AlignedServeError as error:
+            logger.warning("nothing is adopted: %s", error, extra={"request_id": key.request_id})
+            return _holding(Holding(key, 0, ()))
+        self._deliver(grants)
+        message = _holding(adopted)
+        message.blocks = self._pool.own_blocks(key.request_id) if adopted.block_ids else 0
+        return message
 
     def _announce(self) -> None:
         """Tell the scheduler how many blocks are free, where that has changed."""

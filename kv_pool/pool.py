@@ -171,6 +171,8 @@ class KvPool:
         for key, most_tokens in wanted:
             holding = self._holdings.get(key.request_id)
             if holding is None or holding.key.epoch > key.epoch or self._released.get(key.request_id, -1) >= key.epoch:
+                # Older epochs are over: a late commit of theirs would not be of the tokens that were delivered.
+                self._released[key.request_id] = max(self._released.get(key.request_id, 0), key.epoch - 1)
                 found.append(Holding(key, 0, ()))
                 continue
             kv_tokens = min(holding.kv_tokens, most_tokens)
@@ -185,6 +187,11 @@ class KvPool:
                 self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
             found.append(adopted)
         return found, self._serve()
+
+    def own_blocks(self, request_id: str) -> int:
+        """Blocks that nobody but this request holds."""
+        holding = self._holdings.get(request_id)
+        return sum(self._blocks.holder_count(block) == 1 for block in holding.block_ids) if holding else 0
 
     def drop(self, copies: Iterable[tuple[RequestKey, int]]) -> list[Grant]:
         """Make room: free these requests' copies, where they still have as many tokens. A longer one came since."""

@@ -89,6 +89,10 @@ class PoolWriter:
         self._on_waiting()
         try:
             return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # served in the very moment in which it was given up
+                self.give(future.result())
+            raise
         finally:
             self._on_waiting()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -49,6 +50,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         super().__init__(settings)
         self._instance = PrefillInstance(settings, self.config, self.process, self._post, self._report_description)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
+        self._unreported: deque[pw.PrefillReport] = deque(maxlen=4096)  # while there was no scheduler
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
         self._orphans: dict[str, tuple[str, int]] = {}  # streams that ended, and whose they were
         self._streams = itertools.count()
@@ -132,6 +134,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         outbox: Outbox[pw.PrefillReport] = Outbox()
         self._scheduler = outbox
         outbox.put(pw.PrefillReport(description=self._description()))
+        while self._unreported:  # a decode instance may have told the successor that it still decides about these
+            outbox.put(self._unreported.popleft())
         try:
             async for report in serve_stream(request_iterator, outbox, self._on_command):
                 yield report
@@ -326,6 +330,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def _report(self, report: pw.PrefillReport) -> None:
         if self._scheduler is not None:
             self._scheduler.put(report)
+        elif report.WhichOneof("body") in ("returned", "failed"):
+            self._unreported.append(report)
 
     def _report_failure(
         self, keys: Iterable[RequestKey], error: AlignedServeError, *, retry: bool, distrust: bool = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,20 +38,27 @@ from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.files import Files
 from alignedserve.scheduler.intake import IntakeNews
 from alignedserve.scheduler.left_behind import LeftBehind
 from alignedserve.scheduler.links import WorkerLinks, release_command
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
-from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, rejection, request_meta
+from alignedserve.scheduler.wire import (
+    decode_reported,
+    held_requests,
+    prefetch_command,
+    prefill_reported,
+    rejection,
+    request_meta,
+)
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
 GATEWAY_GRACE_S = 0.3  # a gateway whose stream broke is back within moments, where it is alive
 ABSENT_GATEWAY_S = 3.0
-RECENT_GROUPS = 1024
-RECENTLY_LOST = 65536
+ADOPTION_ANSWER_S = 2.0
 
 
 class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
@@ -65,18 +71,14 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._core: SchedulerCore | None = None
         self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
         self._gateways: dict[str, Outbox[sc.SchedulerMessage]] = {}
-        self._specs: dict[RequestKey, pb.RequestSpec] = {}  # until prefilled; a group's prompt is in its first only
-        self._stored: dict[RequestKey, pb.StoredRequest] = {}
+        self._files = Files()
         self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
         self._drained: list[str] = []  # as last reported
-        self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
         self._capacity = 0
         self._drops_told = 0  # how many of the core's drops for want of room were logged
         self._audit = PoolAudit(self._knows)
         self._left_behind = LeftBehind()
         self._adoption = Adoption()
-        self._restored: dict[RequestKey, str] = {}  # whose a predecessor's requests are
-        self._left: OrderedDict[RequestKey, None] = OrderedDict()  # lost lately: their next epoch may adopt their KV
         self._succession: Succession[sc.GatewayMessage] = Succession()
         self._living_gateways: set[str] = set()  # as the supervisor knows them
         self._intake = IntakeNews(lambda message: self._tell_all(intake=message))
@@ -123,7 +125,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if self._core is None:
             return sv.Heartbeat()
         counts = self._counts()
-        self.progress = self._core.events_handled + self._ticks
+        self.progress = self._ticks
         self.busy = True  # it ticks, whatever there is
         self.step_s = self.config.scheduler.tick_s
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
@@ -180,18 +182,23 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif kind == "cancel":
             self._cancel(keys_from_proto(message.cancel))
         elif kind == "hello":
-            self._tell_lost(gateway_id, keys_from_proto(pb.RequestKeys(keys=message.hello.running)))
+            self._greet(gateway_id, keys_from_proto(pb.RequestKeys(keys=message.hello.running)))
         elif kind == "claim":
             self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
 
+    def _greet(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
+        """What a gateway does not name it submits again, or its cancel was lost with the stream before this one."""
+        assert self._core is not None
+        self._cancel(sorted(self._core.of_gateway(gateway_id) - set(running)))
+        self._tell_lost(gateway_id, running)
+
     def _tell_lost(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
         """Of the requests that a gateway believes to be running: those that nobody has."""
-        lost = [key_to_proto(key) for key in running if not self._knows(key)]
-        if lost:
+        if lost := [key_to_proto(key) for key in running if not self._knows(key)]:
             self._tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
 
     def _knows(self, key: RequestKey) -> bool:
-        return key in self._specs or (self._core is not None and self._core.is_open(key))
+        return key in self._files.specs or (self._core is not None and self._core.is_open(key))
 
     def _end_succession(self) -> None:
         """Act upon what gateways have said meanwhile, once everyone who is up has said what it holds."""
@@ -211,7 +218,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
         waiting = [key for key in keys if self._adoption.forget(key)]
         for key in waiting:
-            self._specs.pop(key, None)
+            self._files.specs.pop(key, None)
         strangers = [key for key in keys if not self._knows(key)]
         if strangers:  # a predecessor's requests: whoever has them is not known here
             wanted = keys_to_proto(strangers)
@@ -228,11 +235,16 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             if not spec.prompt_token_ids:
                 spec.prompt_token_ids.extend(specs[0].prompt_token_ids)
             if not self._core.is_open(key):
-                self._specs[key] = spec
+                self._files.specs[key] = spec
+            if (older := self._adoption.replaced_by(key)) is not None:
+                self._adoption.forget(older)
+                self._files.specs.pop(older, None)
         if self._adoption.wants(specs) and not self._core.is_open(keys[0]):
-            self._links.send_pool(kp.PoolCommand(adopt=self._adoption.ask(keys[0], specs[0])))
+            self._links.send_pool(kp.PoolCommand(adopt=self._adoption.ask(keys[0], specs[0], time.monotonic())))
             return
         self._feed(ev.Submitted(tuple(request_meta(key, spec) for key, spec in zip(keys, specs, strict=True))))
+        for key in (key for key in keys if not self._core.is_open(key)):  # older than what is open
+            self._files.specs.pop(key, None)
 
     def _on_adopted(self, pool_id: str, holding: kp.Holding) -> None:
         """The pool has said what it holds of a request that was submitted again."""
@@ -243,9 +255,15 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         enter = adopted_whole(spec, holding, pool_id)
         if enter is not None:
             enter_stage(enter.spec.timings, Stage.POOL, time.time_ns())
-            self._stored[key] = enter
+            self._files.stored[key] = enter
         meta = request_meta(key, spec)
-        base = replace(meta, base_tokens=holding.kv_tokens, base_blocks=len(holding.block_ids), whole=enter is not None)
+        base = replace(
+            meta,
+            base_tokens=holding.kv_tokens,
+            base_blocks=len(holding.block_ids),
+            own_blocks=holding.blocks,
+            whole=enter is not None,
+        )
         self._feed(ev.Submitted((base,)))
 
     def _tell(self, gateway_id: str, **body: Any) -> None:
@@ -298,15 +316,19 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._feed(ev.InstanceJoined(role, instance_id))
         if role == "kv_pool":
             self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
-            if len(self._adoption):
-                self._links.send_pool(kp.PoolCommand(adopt=self._adoption.ask_again()))
+            self._ask_again(0.0)
+
+    def _ask_again(self, after_s: float) -> None:
+        """What waits for the pool's answer for so long: it may have been asked of a process that has died."""
+        if (wanted := self._adoption.ask_again(time.monotonic(), after_s)).holdings:
+            self._links.send_pool(kp.PoolCommand(adopt=wanted))
 
     def _on_decode_inventory(self, decode_id: str, inventory: dw.DecodeInventory) -> None:
         self._meet("decode", decode_id)
         held = tuple(held_requests(inventory))
         restore = not self._succession.over
         if restore:
-            self._restored |= {request.meta.key: request.meta.gateway_id for request in held}
+            self._files.restored |= {request.meta.key: request.meta.gateway_id for request in held}
         self._feed(ev.InventoryTaken(decode_id, held, restore))
         self._succession.heard("decode", decode_id)
         self._end_succession()
@@ -329,22 +351,15 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         key = key_from_proto(stored.spec.key)
         if not self._expects(key):
             return
-        self._specs.pop(key, None)
-        shared = stored.spec.group_size > 1 and stored.spec.group_id in self._groups
-        if stored.spec.group_size > 1:
-            self._groups[stored.spec.group_id] = None
-            while len(self._groups) > RECENT_GROUPS:
-                self._groups.popitem(last=False)
-        self._stored[key] = stored
-        blocks = len(stored.pool_block_ids)
-        self._feed(ev.Prefilled(key, stored.kv_tokens, blocks, 0 if shared else blocks))
+        own_blocks = self._files.prefilled(key, stored, self._adoption.bases.pop(key, None))
+        self._feed(ev.Prefilled(key, stored.kv_tokens, len(stored.pool_block_ids), own_blocks))
 
     def _on_returned(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
         if not self._expects(key):
             return
         enter_stage(stored.spec.timings, Stage.POOL, time.time_ns())
-        self._stored[key] = stored
+        self._files.stored[key] = stored
         self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids)))
 
     def _expects(self, key: RequestKey) -> bool:
@@ -355,7 +370,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         return False
 
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
-        strangers = [key for key in keys if not self._knows(key) and key not in self._left]
+        strangers = [key for key in keys if not self._knows(key) and key not in self._files.lost]
         if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
             self._release_pool(act.ReleasePool(tuple(strangers)))
         self._feed(ev.Finished(tuple(keys)))
@@ -373,7 +388,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         """From time to time, and soon after any loss: see `PoolAudit`."""
         now_s = time.monotonic()
         if self._links.first("kv_pool") is None or not self._living_gateways <= self._gateways.keys():
-            self._audit.suspect(now_s)
+            self._audit.postpone(now_s)
         elif self._audit.start(now_s):
             self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
 
@@ -396,11 +411,19 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         while True:
             await asyncio.sleep(self.config.scheduler.tick_s)
             self._ticks += 1
-            if self._core is not None:
-                if self._core.needs_ticks:
-                    self._feed(ev.Tick())
-                self._end_succession()
-                self._look_at_pool()
+            try:
+                self._look_around()
+            except Exception as error:  # a scheduler that does not tick relieves nothing and nobody
+                logger.exception("the scheduler cannot go on")
+                self.fail(error)
+
+    def _look_around(self) -> None:
+        if self._core is not None:
+            if self._core.needs_ticks:
+                self._feed(ev.Tick())
+            self._end_succession()
+            self._look_at_pool()
+            self._ask_again(ADOPTION_ANSWER_S)
 
     # ---- actions
 
@@ -408,7 +431,12 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if self._core is None:
             return
         now_s = time.monotonic()
-        actions = self._core.handle(event, now_s)
+        try:
+            actions = self._core.handle(event, now_s)
+        except Exception as error:  # the books may be half changed: a successor rebuilds them from inventories
+            logger.exception("the scheduler cannot go on after %s", type(event).__name__)
+            self.fail(error)
+            return
         if self._core.dropped_for_room > self._drops_told:
             self._drops_told = self._core.dropped_for_room
             logger.warning("%s", self._core.alarm(now_s))
@@ -424,17 +452,19 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _carry_out(self, action: act.Action) -> None:
         match action:
             case act.StartPrefill():
-                group = pw.PrefillGroup(requests=[self._specs[key] for key in action.keys])
+                group = pw.PrefillGroup(requests=[self._files.specs[key] for key in action.keys])
                 if action.base_tokens:
                     group.base.CopyFrom(self._adoption.bases[action.keys[0]])
                 self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefill=group))
             case act.Prefetch():
-                self._prefetch(action)
+                command = prefetch_command(action, [self._files.stored[key] for key in action.keys])
+                role = "decode" if action.prefill_id is None else "prefill"
+                self._links.send(role, action.prefill_id or action.decode_id, command)
             case act.Recall() | act.MarkUrgent():
                 keys = keys_to_proto(action.keys)
                 recall = isinstance(action, act.Recall)
-                command = dw.DecodeCommand(recall=keys) if recall else dw.DecodeCommand(urgent=keys)
-                self._links.send("decode", action.decode_id, command)
+                order = dw.DecodeCommand(recall=keys) if recall else dw.DecodeCommand(urgent=keys)
+                self._links.send("decode", action.decode_id, order)
             case act.ReleasePool():
                 self._release_pool(action)
             case act.CancelAt():
@@ -443,50 +473,23 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             case act.Reject():
                 self._tell_gateways(action)
             case act.ReportLost():
-                self._left.update(dict.fromkeys(action.keys))
-                while len(self._left) > RECENTLY_LOST:
-                    self._left.popitem(last=False)
+                self._files.note_lost(action.keys)
                 self._tell_gateways(action)
             case act.Forget():
                 for key in action.keys:
-                    self._specs.pop(key, None)
-                    self._stored.pop(key, None)
-                    self._restored.pop(key, None)
+                    self._files.forget(key)
                     self._adoption.forget(key)
-
-    def _prefetch(self, action: act.Prefetch) -> None:
-        requests = [self._stored[key] for key in action.keys]
-        buffer = pw.Buffer.Name(int(action.buffer))
-        if action.prefill_id is None:
-            now_ns = time.time_ns()
-            for stored in requests:
-                enter_stage(stored.spec.timings, Stage.PREFETCH, now_ns)
-            candidates = pw.Announcement(buffer=buffer, batch_id=action.batch_id, requests=requests)
-            self._links.send("decode", action.decode_id, dw.DecodeCommand(candidates=candidates))
-            return
-        prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
-        self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefetch=prefetch))
 
     def _release_pool(self, action: act.ReleasePool) -> None:
         self._links.send_pool(release_command(action))
 
     def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
-        for gateway_id, keys in self._by_gateway(action.keys):
+        for gateway_id, keys in self._files.by_gateway(action.keys):
             if isinstance(action, act.Reject):
                 self._tell(gateway_id, rejected=rejection(keys, action.error))
             else:
                 self._left_behind.note(gateway_id, keys)
                 self._tell(gateway_id, lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=action.reason))
-
-    def _by_gateway(self, keys: Iterable[RequestKey]) -> Iterable[tuple[str, list[RequestKey]]]:
-        groups: dict[str, list[RequestKey]] = {}
-        for key in keys:
-            stored = self._stored.get(key)
-            spec = stored.spec if stored is not None else self._specs.get(key)
-            owner = spec.gateway_id if spec is not None else self._restored.get(key)
-            if owner is not None:
-                groups.setdefault(owner, []).append(key)
-        return groups.items()
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:
         return sc.SchedulerDescription(**self._counts())

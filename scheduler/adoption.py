@@ -20,25 +20,35 @@ class Adoption:
     def __init__(self) -> None:
         self._waiting: dict[RequestKey, pb.RequestSpec] = {}
         self._newest: dict[str, RequestKey] = {}
+        self._asked_s: dict[RequestKey, float] = {}
         self.bases: dict[RequestKey, kp.Holding] = {}
 
     def wants(self, specs: list[pb.RequestSpec]) -> bool:
         """Whether the pool may hold something for this submission: one request, in a later epoch."""
         return len(specs) == 1 and specs[0].key.epoch > 0
 
-    def ask(self, key: RequestKey, spec: pb.RequestSpec) -> kp.Inventory:
-        """Keep the submission; what to ask the pool."""
+    def replaced_by(self, key: RequestKey) -> RequestKey | None:
+        """An older epoch of the request that waits here: it will not go on."""
         older = self._newest.get(key.request_id)
+        return older if older is not None and older.epoch < key.epoch else None
+
+    def ask(self, key: RequestKey, spec: pb.RequestSpec, now_s: float) -> kp.Inventory:
+        """Keep the submission; what to ask the pool."""
+        older = self.replaced_by(key)
         if older is not None:
-            self._waiting.pop(older, None)
+            self._take(older)
         self._waiting[key] = spec
         self._newest[key.request_id] = key
-        return self.ask_again([key])
+        return self._ask([key], now_s)
 
-    def ask_again(self, keys: Iterable[RequestKey] | None = None) -> kp.Inventory:
-        """The same for all that wait: a pool process that was asked before may have died."""
+    def ask_again(self, now_s: float, after_s: float = 0.0) -> kp.Inventory:
+        """The same for those that have waited for so long: a pool process that was asked before may have died."""
+        return self._ask([key for key, since_s in self._asked_s.items() if now_s - since_s >= after_s], now_s)
+
+    def _ask(self, keys: Iterable[RequestKey], now_s: float) -> kp.Inventory:
         wanted = kp.Inventory()
-        for key in list(self._waiting) if keys is None else keys:
+        for key in keys:
+            self._asked_s[key] = now_s
             wanted.holdings.add(key=self._waiting[key].key, kv_tokens=_most_tokens(self._waiting[key]))
         return wanted
 
@@ -68,6 +78,7 @@ class Adoption:
 
     def _take(self, key: RequestKey) -> pb.RequestSpec | None:
         spec = self._waiting.pop(key, None)
+        self._asked_s.pop(key, None)
         if spec is not None and self._newest.get(key.request_id) == key:
             del self._newest[key.request_id]
         return spec

@@ -83,14 +83,14 @@ class Books:
             if meta.base_tokens:
                 record.kv_tokens, record.blocks = meta.base_tokens, meta.base_blocks
                 record.pool_tokens = meta.base_tokens
-                self.ledger.commit(meta.key, meta.base_blocks)
+                self.ledger.commit(meta.key, meta.own_blocks)
         first = group[0]
         if first.whole:
             self.enter_pool(self.record(first.key), first.base_tokens, first.base_blocks, now_s, now_s)
             return
         if first.base_tokens:
             self.ledger.mark_droppable(first.key)
-        self.queue.add([meta.key for meta in group], first.prefix_tokens)
+        self.queue.add([meta.key for meta in group], first.prefix_tokens, first.base_tokens, again=first.key.epoch > 0)
 
     def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
         """A predecessor's request, as the decode instance that decides about it describes it."""
@@ -217,6 +217,7 @@ class Books:
             for record in records:
                 if record.state is RequestState.QUEUED:  # it has to be prefilled from its first token on
                     record.kv_tokens = record.blocks = 0
+                    self.queue.lose_kept(record.key)
             self.actions.append(ReleasePool(tuple(keys), dropped=True, kv_tokens=lengths))
 
     def refuse(self, group: Sequence[RequestMeta], error: AlignedServeError) -> None:

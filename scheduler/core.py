@@ -110,6 +110,10 @@ class SchedulerCore:
         """Whether the request is open here, in this epoch."""
         return self._books.table.get(key) is not None
 
+    def of_gateway(self, gateway_id: str) -> set[RequestKey]:
+        """Its open requests."""
+        return set(self._books.table.of_gateway(gateway_id))
+
     def gateways(self) -> set[str]:
         """Gateways that own open requests."""
         return self._books.table.gateways()

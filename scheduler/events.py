@@ -23,7 +23,8 @@ class RequestMeta:
 
     `prefix_tokens` counts the prompt and what was generated in earlier epochs; `max_total_tokens` is the most it can
     grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: of so many of them the pool holds
-    the KV already, in `base_blocks` blocks that an earlier epoch committed; `whole`: it needs no more to decode.
+    the KV already, in `base_blocks` blocks that an earlier epoch committed (`own_blocks` of them nobody else's);
+    `whole`: it needs no more to decode.
     `age_s`: how long its gateway has had it.
     """
 
@@ -34,6 +35,7 @@ class RequestMeta:
     gateway_id: str
     base_tokens: int = 0
     base_blocks: int = 0
+    own_blocks: int = 0
     whole: bool = False
     age_s: float = 0.0
 

@@ -27,6 +27,13 @@ class PoolAudit:
 
     def suspect(self, now_s: float) -> None:
         """Something was lost: look soon, and anew where a look is under way."""
+        if self._started_s is None:
+            self._due_s = min(self._due_s, now_s + SETTLE_S)
+        else:
+            self.postpone(now_s)
+
+    def postpone(self, now_s: float) -> None:
+        """Whom to ask is not there now: not before a while from now."""
         self._started_s = None
         self._due_s = now_s + SETTLE_S
 

@@ -30,6 +30,9 @@ class PoolRelief:
     def relieve(self, now_s: float) -> None:
         """Look at the pool; call it with each report of the pool or of evictions that wait, and with each tick."""
         books = self._books
+        if not books.ledger.capacity:  # its process is away: evictions wait for that, and not for room
+            self._waiting = False
+            return
         reports = [view.report for view in books.instances.decode.values() if view.report is not None]
         wanted = sum(report.pool_wait_blocks for report in reports)
         give_backs = sum(view.pool_wait_blocks for view in books.instances.prefill.values())

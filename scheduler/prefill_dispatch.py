@@ -23,7 +23,7 @@ class PrefillDispatch:
                 books.reject(books.open(list(group.keys)), refusal, now_s)
                 continue
             loads = (view.load for view in books.instances.open_prefill())
-            load = choose_prefill(loads, group.tokens, books.config.prefill.queue_tokens)
+            load = choose_prefill(loads, group.tokens, books.config.prefill.queue_tokens, group.kept_tokens)
             if load is None or not self._make_room(group):
                 return
             self._begin(books.queue.pop(), load, now_s)
@@ -49,6 +49,6 @@ class PrefillDispatch:
         blocks[0] -= first.blocks
         for record, needed in zip(self._books.open(group.keys), blocks, strict=True):
             self._books.begin_prefill(record, load.prefill_id, needed, now_s)
-        first.prefill_tokens = group.tokens - first.kv_tokens
+        first.prefill_tokens = group.work_tokens
         load.begin(first.prefill_tokens)
         self._books.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

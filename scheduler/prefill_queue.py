@@ -1,4 +1,7 @@
-"""Groups that wait for a prefill instance, first come, first served (systems.md, AlignedServe)."""
+"""Groups that wait for a prefill instance, first come, first served (systems.md, AlignedServe).
+
+What was begun and lost goes before what is new: somebody waits in the middle of an answer.
+"""
 
 from __future__ import annotations
 
@@ -12,60 +15,85 @@ from alignedserve.request import RequestKey
 
 @dataclass(slots=True)
 class QueuedGroup:
-    """The `n` answers to one prompt of `tokens` tokens: prefilled once, together."""
+    """The `n` answers to one prompt of `tokens` tokens: prefilled once, together.
+
+    `kept_tokens`: of so many the pool holds the KV already.
+    """
 
     keys: list[RequestKey]
     tokens: int
+    kept_tokens: int = 0
+
+    @property
+    def work_tokens(self) -> int:
+        """To be computed."""
+        return self.tokens - self.kept_tokens
 
 
 class PrefillQueue:
     """FCFS. Every operation is O(1), but for `cancel` in a group of n, which is O(n)."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()  # by a number: a key may leave its group and return
+        # By a number, since a key may leave its group and return; those that were lost have negative ones.
+        self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()
+        self._lost: OrderedDict[int, QueuedGroup] = OrderedDict()
         self._group_of: dict[RequestKey, int] = {}
-        self._numbers = itertools.count()
-        self.tokens = 0  # prompt tokens of all groups
+        self._numbers = itertools.count(1)
+        self.tokens = 0  # to be computed, of all groups
 
     def __len__(self) -> int:
         """Requests, not groups."""
         return len(self._group_of)
 
-    def add(self, keys: list[RequestKey], tokens: int) -> None:
+    def add(self, keys: list[RequestKey], tokens: int, kept_tokens: int = 0, *, again: bool = False) -> None:
+        """`again`: it was begun before, and lost."""
         if any(key in self._group_of for key in keys):
             raise AccountingError(f"{keys[0]} or one of its group is queued already")
-        number = next(self._numbers)
-        self._groups[number] = QueuedGroup(list(keys), tokens)
+        number = -next(self._numbers) if again else next(self._numbers)
+        group = QueuedGroup(list(keys), tokens, kept_tokens)
+        self._line(number)[number] = group
         self._group_of.update(dict.fromkeys(keys, number))
-        self.tokens += tokens
+        self.tokens += group.work_tokens
 
     def head(self) -> QueuedGroup | None:
         """The group that is next; it stays in line."""
-        return next(iter(self._groups.values()), None)
+        return next(iter((self._lost or self._groups).values()), None)
 
     def pop(self) -> QueuedGroup:
         """The group that is next leaves. Raises AccountingError where there is none."""
-        if not self._groups:
+        line = self._lost or self._groups
+        if not line:
             raise AccountingError("nothing is queued")
-        _, group = self._groups.popitem(last=False)
+        _, group = line.popitem(last=False)
         for key in group.keys:
             del self._group_of[key]
-        self.tokens -= group.tokens
+        self.tokens -= group.work_tokens
         return group
+
+    def lose_kept(self, key: RequestKey) -> None:
+        """The pool has dropped what it had of a queued request: all of it is to be computed."""
+        number = self._group_of[key]
+        group = self._line(number)[number]
+        self.tokens += group.kept_tokens
+        group.kept_tokens = 0
 
     def cancel(self, key: RequestKey) -> bool:
         """One request leaves its group, and a group without requests the queue. False where it is not queued."""
         number = self._group_of.pop(key, None)
         if number is None:
             return False
-        group = self._groups[number]
+        group = self._line(number)[number]
         group.keys.remove(key)
         if not group.keys:
-            del self._groups[number]
-            self.tokens -= group.tokens
+            del self._line(number)[number]
+            self.tokens -= group.work_tokens
         return True
 
+    def _line(self, number: int) -> OrderedDict[int, QueuedGroup]:
+        return self._lost if number < 0 else self._groups
+
     def check_integrity(self) -> None:
-        members = {key: number for number, group in self._groups.items() for key in group.keys}
-        if members != self._group_of or self.tokens != sum(group.tokens for group in self._groups.values()):
+        groups = {**self._groups, **self._lost}
+        members = {key: number for number, group in groups.items() for key in group.keys}
+        if members != self._group_of or self.tokens != sum(group.work_tokens for group in groups.values()):
             raise AccountingError("the prefill queue does not match a recount")

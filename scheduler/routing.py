@@ -28,15 +28,18 @@ class PrefillLoad:
         return self.cost.predict_prefill_s(self.pending_tokens + tokens)
 
 
-def choose_prefill(loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int) -> PrefillLoad | None:
-    """The instance for a prompt of `tokens`, or None where every one has enough to do.
+def choose_prefill(
+    loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0
+) -> PrefillLoad | None:
+    """The instance for a prompt of `tokens`, `kept_tokens` of them not to be computed; None where all are busy.
 
     Handed out are at most `queue_tokens` ahead of computing, but to an idle instance always: what waits here can still
     go elsewhere. Ties go to the least pending, then to the first.
     """
+    work = tokens - kept_tokens
     able = [
         load
         for load in loads
-        if load.cache_tokens >= tokens and (not load.pending_tokens or load.pending_tokens + tokens <= queue_tokens)
+        if load.cache_tokens >= tokens and (not load.pending_tokens or load.pending_tokens + work <= queue_tokens)
     ]
-    return min(able, key=lambda load: (load.predicted_ttft_s(tokens), load.pending_tokens), default=None)
+    return min(able, key=lambda load: (load.predicted_ttft_s(work), load.pending_tokens), default=None)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto
+from alignedserve.control.convert import enter_stage, failure_to_proto, key_from_proto, key_to_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import scheduler_pb2 as sc
-from alignedserve.request import RequestKey
+from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.actions import Prefetch
 from alignedserve.scheduler.cost_model import Passes
 from alignedserve.scheduler.events import BufferKind, DecodeReported, HeldRequest, PrefillReported, RequestMeta
 
@@ -38,6 +39,19 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
         prefill_id, _, buffer = held.store_id.partition("/")
         kind = BufferKind.REQUESTS if buffer.startswith("requests") else BufferKind.BATCH
         yield HeldRequest(meta, held.running, held.kv_tokens, held.blocks, prefill_id if buffer else "", kind)
+
+
+def prefetch_command(action: Prefetch, requests: Sequence[pb.StoredRequest]) -> pw.PrefillCommand | dw.DecodeCommand:
+    """To the prefill instance whose buffers they go through; to the decode instance where there are none."""
+    buffer = pw.Buffer.Name(int(action.buffer))
+    if action.prefill_id is not None:
+        prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
+        return pw.PrefillCommand(prefetch=prefetch)
+    now_ns = time.time_ns()
+    for stored in requests:
+        enter_stage(stored.spec.timings, Stage.PREFETCH, now_ns)
+    candidates = pw.Announcement(buffer=buffer, batch_id=action.batch_id, requests=requests)
+    return dw.DecodeCommand(candidates=candidates)
 
 
 def prefill_reported(prefill_id: str, message: pw.PrefillDescription) -> PrefillReported:

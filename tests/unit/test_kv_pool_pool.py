@@ -443,50 +443,6 @@ def test_a_killed_pool_process_leaves_exactly_what_it_had_answered(tmp_path: Pat
     server.close()
 
 
-def test_a_new_epoch_adopts_what_an_older_one_committed(pool: KvPool) -> None:
-    newer = RequestKey("a", 1)
-    blocks = leased(pool, PREFILL, 6)
-    pool.commit(PREFILL, A, 11, blocks[:3])
-    (adopted,), _ = pool.adopt([(newer, 100)])
-    assert (adopted.key, adopted.kv_tokens, list(adopted.block_ids)) == (newer, 11, blocks[:3])
-    pool.release([A])  # the older epoch's word does not free it any more, nor does it change it
-    with pytest.raises(StaleError):
-        pool.commit(PREFILL, A, 12, blocks[:4])
-    assert pool.adopt([(newer, 100)])[0] == [adopted]  # asked again
-    pool.commit(PREFILL, newer, 20, [*blocks[:2], *blocks[3:6]], kept_blocks=2)
-    assert pool.counts().owned == 5
-    pool.release([newer])
-    assert pool.counts().owned == 0
-
-
-def test_kv_of_tokens_that_were_never_delivered_is_not_adopted(pool: KvPool) -> None:
-    blocks = leased(pool, PREFILL, 3)
-    pool.commit(PREFILL, A, 12, blocks)
-    pool.want(OTHER, 18)
-    (adopted,), grants = pool.adopt([(RequestKey("a", 1), 7)])
-    assert (adopted.kv_tokens, list(adopted.block_ids)) == (7, blocks[:2])
-    assert grants == [Grant(OTHER, (blocks[2],))]
-
-
-def test_there_is_nothing_to_adopt_of_a_request_that_ended_or_was_never_here(pool: KvPool) -> None:
-    blocks = leased(pool, PREFILL, 3)
-    pool.commit(PREFILL, RequestKey("a", 2), 12, blocks)
-    nothing = [(RequestKey("a", 1), 9), (RequestKey("b", 1), 9)]
-    assert [found.block_ids for found in pool.adopt(nothing)[0]] == [(), ()]
-    pool.release([RequestKey("a", 3)])
-    assert pool.adopt([(RequestKey("a", 3), 9)])[0][0].kv_tokens == 0
-
-
-def test_an_adoption_survives_the_pools_process(memory: memoryview) -> None:
-    pool = open_pool(memory)
-    pool.commit(PREFILL, A, 11, leased(pool, PREFILL, 3))
-    pool.adopt([(RequestKey("a", 1), 7)])
-    successor = open_pool(memory)
-    successor.check_integrity()
-    assert [(held.key, held.kv_tokens) for held in successor.inventory()] == [(RequestKey("a", 1), 7)]
-    assert successor.counts().owned == 2
-
-
 def test_a_writer_that_nobody_can_be_changes_nothing(pool: KvPool) -> None:
     for nobody in (WriterKey("decode", "a" * 70_000, 1), WriterKey("", "x", 1)):
         for declare in (pool.writer_lost, pool.writer_dead):

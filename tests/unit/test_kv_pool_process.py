@@ -192,3 +192,15 @@ async def test_a_writer_that_ends_during_a_recount_is_buried_after_it(
     async with asyncio.timeout(10.0):
         while not pool.server.heartbeat().holds.endswith(" 0 leased"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_blocks_that_come_in_the_moment_in_which_their_wait_is_given_up_stay_at_hand(pool: Pool) -> None:
+    writer, taken = await writer_with_lease(pool, OTHER)
+    waiting = asyncio.create_task(writer.take(LEASED))
+    await asyncio.sleep(0)
+    writer.give(taken)  # serves the one that waits
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert writer.free_blocks >= LEASED
+    await writer.close()

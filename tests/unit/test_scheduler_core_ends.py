@@ -138,7 +138,9 @@ def test_what_a_worker_lost_is_submitted_again_and_the_pool_keeps_its_kv_for_tha
 
 def again(name, epoch, prefix, base=0, *, whole=False):
     blocks = -(-base // 4)
-    return ev.Submitted((ev.RequestMeta(key(name, epoch), prefix, prefix + 10, "g", "gw", base, blocks, whole),))
+    return ev.Submitted(
+        (ev.RequestMeta(key(name, epoch), prefix, prefix + 10, "g", "gw", base, blocks, blocks, whole),)
+    )
 
 
 def test_what_the_pool_still_holds_is_not_prefilled_again():
@@ -150,6 +152,30 @@ def test_what_the_pool_still_holds_is_not_prefilled_again():
     assert start == StartPrefill("p0", (key("a", 1),), base_tokens=10)
     cell.do(ev.Prefilled(key("a", 1), 14, 4, 4))
     assert cell.states() == {"waiting_in_pool": 1}
+
+
+def finish_prefill(cell):
+    """The one that is being prefilled ends with that."""
+    (view,) = cell.core._books.instances.prefill.values()
+    return cell.do(ev.Finished(tuple(list(view.prefilling)[:1])))
+
+
+def test_what_was_lost_is_prefilled_before_what_is_new():
+    cell = Cell(queue_tokens=10)
+    cell.submit("busy")
+    cell.submit("new")
+    cell.do(again("a", 1, 14, 10))
+    cell.do(again("b", 1, 14, 12))
+    order = [start.keys[0].request_id for _ in range(3) for start in only(finish_prefill(cell), StartPrefill)]
+    assert order == ["a", "b", "new"]
+
+
+def test_blocks_that_adopted_answers_share_count_once_at_most():
+    cell = Cell(pool=100)
+    for name in "abcd":
+        meta = ev.RequestMeta(key(name, 1), 201, 211, "", "gw", 200, 50, own_blocks=1)
+        cell.do(ev.Submitted((meta,)))
+    assert cell.core._books.ledger.committed == 4
 
 
 def test_a_request_whose_kv_is_whole_waits_for_a_decode_instance_at_once():

@@ -108,7 +108,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.epochs[number] += 1
         base = max(0, tokens - missing)
         whole = base > 0 and missing == 1
-        meta = ev.RequestMeta(self.key(number), tokens, tokens + more, "", "g", base, blocks_of(base), whole)
+        meta = ev.RequestMeta(
+            self.key(number), tokens, tokens + more, "", "g", base, blocks_of(base), blocks_of(base), whole
+        )
         self.do(ev.Submitted((meta,)))
 
     @rule(numbers=MANY, shift=SHIFTS)

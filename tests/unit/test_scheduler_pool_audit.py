@@ -71,3 +71,18 @@ def test_a_loss_in_the_middle_begins_anew(audit: PoolAudit) -> None:
 def test_an_answer_that_never_comes_is_asked_for_again(audit: PoolAudit) -> None:
     assert audit.start(SETTLE_S)
     assert audit.start(2 * SETTLE_S + 2 * EVERY_S)
+
+
+def test_one_loss_after_the_other_does_not_put_it_off_for_ever(audit: PoolAudit) -> None:
+    audit.start(SETTLE_S)
+    audit.inventory([], [])
+    for tenths in range(40, 60):
+        audit.suspect(tenths / 10)
+    assert audit.start(4.0 + SETTLE_S)
+
+
+def test_it_waits_while_somebody_who_would_be_asked_is_away(audit: PoolAudit) -> None:
+    audit.postpone(3.0)
+    audit.postpone(4.0)
+    assert not audit.start(3.9 + SETTLE_S)
+    assert audit.start(4.0 + SETTLE_S)

@@ -65,3 +65,13 @@ def test_what_a_process_is_alarmed_about_degrades_the_cluster_for_as_long_as_it_
         assert core.status("c").degraded == expected
         health = judge(core.view(), config.cluster, joined=True, scheduler_up=True, model_known=True)
         assert (health.missing, list(health.degraded)) == ((), expected)
+
+
+def test_evictions_that_wait_for_the_pools_process_cost_no_kv() -> None:
+    cell = crowded_cell()
+    cell.do(ev.InstanceLost("kv_pool", "pool"))
+    assert not wait_for_blocks(cell, 5 * PATIENCE_TICKS)
+    assert sum(cell.states().values()) == 2
+    cell.do(ev.InstanceJoined("kv_pool", "pool"))
+    cell.do(ev.PoolReported("pool", 20, 0))
+    assert wait_for_blocks(cell, PATIENCE_TICKS + 2)  # now it is room that they wait for

@@ -29,7 +29,9 @@ def submitted(*names: str, tokens: int = 10, epoch: int = 0, group: str = "group
 
 def submitted_again(name: str, tokens: int, most: int, base_tokens: int, epoch: int = 1) -> ev.Submitted:
     """The pool holds the first `base_tokens` of it, from an older epoch."""
-    return ev.Submitted((ev.RequestMeta(key(name, epoch), tokens, most, "", "gw", base_tokens, -(-base_tokens // 4)),))
+    return ev.Submitted(
+        (ev.RequestMeta(key(name, epoch), tokens, most, "", "gw", base_tokens, *[-(-base_tokens // 4)] * 2),)
+    )
 
 
 CORE_RACES: dict[str, list[ev.Event]] = {

@@ -58,9 +58,11 @@ def test_the_pool_is_asked_for_what_can_be_of_use_only() -> None:
     assert not adoption.wants([spec(epoch=0)])
     assert not adoption.wants([spec(), spec()])  # a group has no token yet
     assert adoption.wants([spec()])
-    (asked,) = adoption.ask(KEY, spec()).holdings
+    (asked,) = adoption.ask(KEY, spec(), 1.0).holdings
     assert asked.kv_tokens == 8  # the newest token's KV is computed by the next pass
-    assert adoption.ask_again().holdings == [asked]
+    assert adoption.ask_again(2.0).holdings == [asked]
+    assert not adoption.ask_again(3.0, after_s=2.0).holdings
+    assert adoption.ask_again(4.0, after_s=2.0).holdings == [asked]
     assert adoption.answered(holding(8)) == (KEY, spec())
     assert adoption.bases[KEY].kv_tokens == 8
     assert adoption.answered(holding(8)) is None
@@ -70,8 +72,9 @@ def test_the_pool_is_asked_for_what_can_be_of_use_only() -> None:
 
 def test_a_newer_epoch_takes_the_place_of_one_that_waits() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec())
-    adoption.ask(RequestKey("a", 2), spec(epoch=2))
+    adoption.ask(KEY, spec(), 1.0)
+    assert adoption.replaced_by(RequestKey("a", 2)) == KEY
+    adoption.ask(RequestKey("a", 2), spec(epoch=2), 1.0)
     assert adoption.answered(holding(8)) is None
     assert len(adoption) == 1
     assert adoption.of_gateway("gw") == [RequestKey("a", 2)]

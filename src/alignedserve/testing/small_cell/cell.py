@@ -218,7 +218,9 @@ class SmallCell:
     def submit_again(self, pool: Part, request: Request, base_tokens: int, base_blocks: int) -> None:
         """The pool has said what it holds of a request that was lost."""
         whole = request.tokens > 0 and base_tokens == request.kv_tokens
-        meta = replace(request.meta, base_tokens=base_tokens, base_blocks=base_blocks, whole=whole)
+        meta = replace(
+            request.meta, base_tokens=base_tokens, base_blocks=base_blocks, own_blocks=base_blocks, whole=whole
+        )
         self.counts["whole"] += whole
         self._deliver(pool, self._core_process, self._submit_again, request, meta)
 

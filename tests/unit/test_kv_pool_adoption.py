@@ -1,0 +1,96 @@
+"""A request's next epoch takes over what an older one committed, in one step that no late word undoes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from alignedserve.errors import StaleError
+from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.pool import Grant, KvPool
+from alignedserve.kv_pool.records import WriterKey
+from alignedserve.kv_pool.table import AllocationTable, table_bytes
+from alignedserve.request import RequestKey
+
+GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
+CAPACITY = 20
+PREFILL, OTHER = WriterKey("prefill", "prefill-0", 5), WriterKey("prefill", "prefill-1", 5)
+A, B = RequestKey("a"), RequestKey("b")
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    return memoryview(bytearray(table_bytes(CAPACITY)))
+
+
+@pytest.fixture
+def pool(memory: memoryview) -> Iterator[KvPool]:
+    pool = open_pool(memory)
+    yield pool
+    pool.check_integrity()
+    open_pool(memory).check_integrity()
+
+
+def open_pool(memory: memoryview) -> KvPool:
+    return KvPool("kv_pool-0", AllocationTable(memory, GEOMETRY, CAPACITY), GEOMETRY.block_size)
+
+
+def leased(pool: KvPool, writer: WriterKey, count: int) -> list[int]:
+    (grant,) = pool.want(writer, count)
+    return list(grant.block_ids)
+
+
+def test_a_new_epoch_adopts_what_an_older_one_committed(pool: KvPool) -> None:
+    newer = RequestKey("a", 1)
+    blocks = leased(pool, PREFILL, 6)
+    pool.commit(PREFILL, A, 11, blocks[:3])
+    (adopted,), _ = pool.adopt([(newer, 100)])
+    assert (adopted.key, adopted.kv_tokens, list(adopted.block_ids)) == (newer, 11, blocks[:3])
+    pool.release([A])  # the older epoch's word does not free it any more, nor does it change it
+    with pytest.raises(StaleError):
+        pool.commit(PREFILL, A, 12, blocks[:4])
+    assert pool.adopt([(newer, 100)])[0] == [adopted]  # asked again
+    pool.commit(PREFILL, newer, 20, [*blocks[:2], *blocks[3:6]], kept_blocks=2)
+    assert pool.counts().owned == 5
+    pool.release([newer])
+    assert pool.counts().owned == 0
+
+
+def test_kv_of_tokens_that_were_never_delivered_is_not_adopted(pool: KvPool) -> None:
+    blocks = leased(pool, PREFILL, 3)
+    pool.commit(PREFILL, A, 12, blocks)
+    pool.want(OTHER, 18)
+    (adopted,), grants = pool.adopt([(RequestKey("a", 1), 7)])
+    assert (adopted.kv_tokens, list(adopted.block_ids)) == (7, blocks[:2])
+    assert grants == [Grant(OTHER, (blocks[2],))]
+
+
+def test_there_is_nothing_to_adopt_of_a_request_that_ended_or_was_never_here(pool: KvPool) -> None:
+    blocks = leased(pool, PREFILL, 3)
+    pool.commit(PREFILL, RequestKey("a", 2), 12, blocks)
+    nothing = [(RequestKey("a", 1), 9), (RequestKey("b", 1), 9)]
+    assert [found.block_ids for found in pool.adopt(nothing)[0]] == [(), ()]
+    pool.release([RequestKey("a", 3)])
+    assert pool.adopt([(RequestKey("a", 3), 9)])[0][0].kv_tokens == 0
+
+
+def test_an_adoption_survives_the_pools_process(memory: memoryview) -> None:
+    pool = open_pool(memory)
+    pool.commit(PREFILL, A, 11, leased(pool, PREFILL, 3))
+    pool.adopt([(RequestKey("a", 1), 7)])
+    successor = open_pool(memory)
+    successor.check_integrity()
+    assert [(held.key, held.kv_tokens) for held in successor.inventory()] == [(RequestKey("a", 1), 7)]
+    assert successor.counts().owned == 2
+
+
+def test_once_a_newer_epoch_has_looked_an_older_one_is_too_late(pool: KvPool) -> None:
+    blocks = leased(pool, PREFILL, 3)
+    assert pool.adopt([(RequestKey("a", 1), 9)])[0][0].block_ids == ()
+    with pytest.raises(StaleError):
+        pool.commit(PREFILL, A, 11, blocks)
+    pool.commit(PREFILL, RequestKey("a", 1), 11, blocks)
+    assert pool.own_blocks("a") == 3
+    pool.commit(PREFILL, B, 11, blocks, share_with=RequestKey("a", 1))
+    assert (pool.own_blocks("a"), pool.own_blocks("nobody")) == (0, 0)
