@@ -92,6 +92,7 @@ class SupervisorCore:
         self.failure: pb.Failure | None = None
         self.supervisor: sv.Peer | None = None
         """Itself, for agents that may end it when it hangs."""
+        self.incarnation = 0
         self.own_pid = 0
         self._ticked_at: float | None = None
 
@@ -118,7 +119,7 @@ class SupervisorCore:
         if old is not None and key.incarnation < old.key.incarnation:
             return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
         same = old is not None and old.key.incarnation == key.incarnation
-        if self.ending or (same and slot.phase is Phase.ENDING):
+        if self.closing or (same and slot.phase is Phase.ENDING):
             return _refusal(f"{key.id} is being ended")
         if not same:
             slot.member = Member(hello, Vigil(now), unix_s)
@@ -216,7 +217,7 @@ class SupervisorCore:
             self.roster.forgive(slept_s, now)  # nobody else is to blame for what was not heard meanwhile
         if self.roster.drop_lost_guests(now):
             self._touch()
-        if self.ending:
+        if self.closing:
             return []
         leaving = self._let_go(now)
         due = [self._due(slot, now) for slot in self.roster.slots.values()]
@@ -239,7 +240,7 @@ class SupervisorCore:
         return self.tick(now)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Nothing is to be started any more; gateways take nothing new, and have `grace_s` for what they have.
+        """Gateways take nothing new, and have `grace_s` for what they have; then nothing is started any more.
 
         Called again it can only make the time shorter.
         """
@@ -247,6 +248,11 @@ class SupervisorCore:
             self.ending = True
             self.grace_s = grace_s
             self._touch()
+
+    @property
+    def closing(self) -> bool:
+        """Nothing is replaced or let in any more. Before that, while gateways drain, their requests need everybody."""
+        return self.ending and (self.grace_s <= 0.0 or not self.was_ready or self.roster.guests_drained())
 
     # ---- what others see
 
@@ -261,6 +267,7 @@ class SupervisorCore:
             pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in self.scaling.pairs],
             store_plan=self.planner.store_plan,
             ending=self.ending,
+            told_by=self.incarnation,
             supervisor=self.supervisor,
             grace_s=self.grace_s,
             prefill=self.scaling.shape.prefill,
@@ -377,7 +384,7 @@ class SupervisorCore:
 
     def _launch(self, slot: Slot, now: float) -> Launch | None:
         role = slot.planned.role
-        if role == SPARE and not self.roster.all_ready():
+        if role == SPARE and (self.ending or not self.roster.all_ready()):
             return None  # it would take the processor from those that start
         spare = self.roster.ready_spare() if role in SPARED_ROLES else None
         slot.enter(Phase.STARTING, now)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import grpc
 from alignedserve.cluster.processes import ProcessHandle, open_process
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.cluster.supervisor_guard import LOOK_S, SupervisorGuard
+from alignedserve.control.census import Census
+from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
 from alignedserve.proto import common_pb2 as pb
@@ -26,6 +29,9 @@ from alignedserve.transfer.segments import SegmentServer
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 8.0
+HANDOVER_S = 3.0  # in which processes that outlived this agent's predecessor hand over what they have mapped
+HOLDERS = frozenset({"prefill", "decode"})
+OWNED_SEGMENT = re.compile(r"(.+)/[^/]+-(\d+)")  # by one incarnation alone, as a candidate buffer: nobody takes it over
 VIEW_INFO = "view"  # what roles were told last, but for their peers; base64 of a ClusterView
 
 
@@ -38,6 +44,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         super().__init__(settings)
         self.segments = SegmentServer(settings.agent_socket, settings.token)
         self._handles: dict[tuple[str, int], ProcessHandle] = {}
+        self._census = Census()
         self._pids: dict[tuple[str, int], int] = {}  # of the processes of this node, as last told
         self._memory_at_start = available_memory_bytes()
         self._guard = SupervisorGuard(settings.node_id, self.config.supervisor)
@@ -50,6 +57,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         return [(na_grpc.add_NodeAgentServicer_to_server, self)]
 
     async def on_start(self) -> None:
+        self.segments.expect(HANDOVER_S)  # until the first view says who is there
         await asyncio.to_thread(self.segments.start)
         self._guarding = asyncio.get_running_loop().create_task(self._guard_supervisor())
         self.set_state("ready")
@@ -57,6 +65,10 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         """Hold on to who lives here, let go of who does not."""
         self._guard.on_view(view)
+        self._census.on_view(view)
+        if not any(self._may_hold(peer) for peer in view.peers):
+            self.segments.expect(0.0)
+        self._drop_orphans()
         here = {
             (peer.process.id, peer.process.incarnation): peer
             for peer in view.peers
@@ -73,9 +85,23 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             if key not in self._handles and (handle := _open(peer.process, peer.pid)) is not None:
                 self._handles[key] = handle
 
+    def _may_hold(self, peer: sv.Peer) -> bool:
+        """Whether the process may have mapped what this agent's predecessor made."""
+        here = peer.node_id == self.settings.node_id and peer.process.role in HOLDERS
+        return here and not peer.fenced and peer.state in (*SERVING_STATES, "lost")
+
+    def _drop_orphans(self) -> None:
+        """Give up segments whose only owner is dead. Who still has one mapped keeps the memory until it lets go."""
+        for segment in self.segments.segments():
+            owner = OWNED_SEGMENT.fullmatch(segment.name)
+            if owner and self._census.has_ended(owner[1], int(owner[2])):
+                logger.info("segment %s goes: its owner has ended", segment.name)
+                self.segments.drop(segment.name)
+
     async def _guard_supervisor(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
+            self._drop_orphans()  # what was handed over since the last view, too
             await self._guard.look(self.host.ordered_at if self.host is not None else None)
 
     async def on_close(self) -> None:

@@ -102,6 +102,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
         self.core.own_pid = os.getpid()
+        self.core.incarnation = self._process.incarnation
         if self._replaceable:
             self.core.supervisor = self._as_peer()
         for running in found:

@@ -76,6 +76,8 @@ class DuplexLink(Generic[Out, In]):
         self._retry_s = retry_s
         self._outbox: Outbox[Out] | None = None
         self._task: asyncio.Task[None] | None = None
+        self.refusal = ""
+        """Why the peer will have nothing to do with this process, as it said last; trying again does not help."""
 
     @property
     def up(self) -> bool:
@@ -110,12 +112,15 @@ class DuplexLink(Generic[Out, In]):
                 outbox.put(message)
             self._outbox = outbox
             async for message in call:
+                self.refusal = ""
                 try:
                     await settle(self._on_message(message))
                 except Exception:  # one message that cannot be handled must not end the link
                     logger.exception("a message could not be handled")
         except grpc.aio.AioRpcError as error:
             code = error.code()
+            if code is grpc.StatusCode.FAILED_PRECONDITION:
+                self.refusal = error.details() or code.name
             quiet = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s %s", code.name, error.details())
         except Exception:  # whatever it was, the link must come back

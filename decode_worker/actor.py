@@ -62,7 +62,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self.set_state("drained" if drained else "draining")
 
     def trouble(self) -> AlignedServeError | None:
-        return self._instance.copier.stuck()
+        return self._instance.trouble()
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance

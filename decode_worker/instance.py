@@ -15,6 +15,7 @@ from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.engine import host
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
@@ -176,6 +177,10 @@ class DecodeInstance:
     def refresh_lease(self) -> None:
         if self.handover is not None and self.compute is not None:
             self.compute.set_lease(self.handover.leased_blocks())
+
+    def trouble(self) -> AlignedServeError | None:
+        """Why this process must be replaced."""
+        return self.copier.stuck() or self._pool.trouble()
 
     async def close(self) -> None:
         if self.compute is not None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import grpc
 
+from alignedserve.control.census import Census
 from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_from_proto
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
@@ -45,7 +46,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._store: HostBlockStore | None = None
         self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
-        self._living: set[tuple[str, int]] = set()  # processes in the supervisor's view
+        self._census = Census()
         self._announced_free = -1
         self._recounting = asyncio.Lock()  # while it is held nothing in the pool may change
 
@@ -77,7 +78,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.store_plan and view.model_info and not self._plan.done():
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
-        self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
+        self._census.on_view(view)
         if self._pool is None:
             return
         await self._recounted()
@@ -90,14 +91,13 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     def _bury(self) -> None:
         """Free what writers leased that are known to have ended.
 
-        The supervisor drops a process from the view once its node's agent has seen it end; but a supervisor that has
-        only just started does not know every process yet, so an open stream counts as a sign of life too.
+        An open stream counts as a sign of life: one that is buried by mistake is of no use any more.
         """
         assert self._pool is not None
         if self._recounting.locked():
             return  # `_recount` does it then
         for writer in self._pool.writers():
-            if writer not in self._writers and (writer.id, writer.incarnation) not in self._living:
+            if writer not in self._writers and self._census.has_ended(writer.id, writer.incarnation):
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
 

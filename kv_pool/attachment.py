@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from alignedserve.errors import TransferError, UnavailableError
+from alignedserve.errors import AlignedServeError, StaleError, TransferError, UnavailableError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
@@ -38,7 +38,10 @@ class PoolAttachment:
         self._agent = 0
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Follow the pool of this view. Raises GeometryMismatchError for another model's pool."""
+        """Follow the pool of this view.
+
+        Raises GeometryMismatchError for another model's pool, TransferError for one in other memory than is mapped.
+        """
         self.view = view
         if view.store_plan and not self.plan.done():
             self.plan.set_result(StorePlan.from_json(view.store_plan))
@@ -58,8 +61,10 @@ class PoolAttachment:
         peer = next(ready, None)
         if self._geometry is None or peer is None or peer.process == self._serving or not peer.stores:
             return
-        self._serving = peer.process
         handle = StoreHandle.from_proto(peer.stores[0])
+        if self._store is not None and self._store.handle().memory != handle.memory:
+            raise TransferError(f"{handle.store_id} lies in other memory than is mapped here: it was made anew")
+        self._serving = peer.process
         if self._store is None:
             self._store = await asyncio.to_thread(attach_store, handle, self.segments, geometry=self._geometry)
         logger.info("attached %s: %d blocks", handle.store_id, handle.capacity_blocks)
@@ -81,6 +86,11 @@ class PoolAttachment:
             if refused:
                 raise TransferError(f"the node agent has other memory under these names: {', '.join(refused)}")
         self._agent = agent
+
+    def trouble(self) -> AlignedServeError | None:
+        """Why this process is of no use to the pool any more: it was declared dead, so its leases are void."""
+        refused = next((writer.refusal for writer in self._writers if writer.refusal), "")
+        return StaleError(f"the KV pool refuses this process: {refused}") if refused else None
 
     async def close(self) -> None:
         for writer in self._writers:

@@ -67,6 +67,11 @@ class PoolWriter:
         """Blocks that somebody here waits for, because the pool has none free."""
         return sum(count for count, future in self._waiters if not future.done())
 
+    @property
+    def refusal(self) -> str:
+        """Why the pool's process serves this writer no more; empty while it does."""
+        return self._link.refusal if self._link is not None else ""
+
     async def connect(self, address: str) -> None:
         """Attach to the pool process at `address`; leaves the one before it."""
         await self._disconnect()

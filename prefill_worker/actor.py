@@ -82,7 +82,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             self.set_state("drained" if self._instance.holds_nothing() else "draining")
 
     def trouble(self) -> AlignedServeError | None:
-        return self._instance.copier.stuck()
+        return self._instance.trouble()
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance

@@ -9,6 +9,7 @@ from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine import host
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.errors import AlignedServeError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
@@ -137,6 +138,10 @@ class PrefillInstance:
         if self.compute is None or self.offloader is None:
             return True
         return self.compute.idle and self.offloader.idle and all(b.holds_nothing() for b in self.buffers.values())
+
+    def trouble(self) -> AlignedServeError | None:
+        """Why this process must be replaced."""
+        return self.copier.stuck() or self._pool.trouble()
 
     async def close(self) -> None:
         if self.compute is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -148,7 +149,8 @@ class HostBlockStore(BlockStore):
             segment=store_id,
             offset_bytes=aligned(front_bytes),
         )
-        return cls.over(client.create(store_id, segment_bytes(handle)), handle)
+        segment = client.create(store_id, segment_bytes(handle))
+        return cls.over(segment, replace(handle, memory=segment.identity))
 
     @property
     def store_id(self) -> str:
@@ -214,7 +216,11 @@ def attach_store(handle: StoreHandle, client: SegmentClient, *, geometry: KvGeom
             f"store {handle.store_id} ({handle.kind}, {handle.device}) is not in shared host memory: it has no segment",
             store_id=handle.store_id,
         )
-    return HostBlockStore.over(client.attach(handle.segment), handle)
+    segment = client.attach(handle.segment)
+    if handle.memory and segment.identity != handle.memory:
+        segment.close()
+        raise TransferError(f"store {handle.store_id}: its segment was made anew meanwhile", store_id=handle.store_id)
+    return HostBlockStore.over(segment, handle)
 
 
 def aligned(count: int) -> int:

@@ -30,6 +30,7 @@ class StoreHandle:
     offset_bytes: int = 0
     device: str = "cpu"
     device_handle: bytes = b""
+    memory: str = ""
 
     @property
     def block_bytes(self) -> int:
@@ -52,6 +53,7 @@ class StoreHandle:
             head_end=self.slice.head_end,
             device=self.device,
             device_handle=self.device_handle,
+            memory=self.memory,
         )
 
     @classmethod
@@ -68,6 +70,7 @@ class StoreHandle:
             offset_bytes=message.offset_bytes,
             device=message.device,
             device_handle=message.device_handle,
+            memory=message.memory,
         )
 
 

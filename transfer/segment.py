@@ -60,6 +60,12 @@ class Segment:
         return os.fstat(self.descriptor).st_blocks * 512
 
     @property
+    def identity(self) -> str:
+        """Which memory it is: the same in every process of the node, another for a segment made anew under the name."""
+        status = os.fstat(self.descriptor)
+        return f"{status.st_dev}:{status.st_ino}"
+
+    @property
     def closed(self) -> bool:
         return self.descriptor < 0
 

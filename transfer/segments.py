@@ -59,6 +59,8 @@ class SegmentServer:
         self._available_bytes = available_bytes
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._expecting_until = 0.0
         self._listener: socket.socket | None = None
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
@@ -84,14 +86,25 @@ class SegmentServer:
                 os.close(descriptor)
             self._descriptors.clear()
 
+    def expect(self, seconds: float) -> None:
+        """For so long from now a predecessor's segments may be handed over: `create` waits before it makes one anew.
+
+        0: nothing is expected (as at the start).
+        """
+        with self._changed:
+            self._expecting_until = time.monotonic() + seconds
+            self._changed.notify_all()
+
     def create(self, name: str, size_bytes: int) -> SegmentInfo:
-        """Make a segment; one of the same name and size is kept as it is.
+        """Make a segment; one of the same name and size is kept as it is. May wait (`expect`).
 
         Raises TransferError where the name is taken by another size, ResourceError where the memory is not there.
         """
         if not name or len(name) > 200 or size_bytes <= 0:
             raise TransferError(f"a segment needs a name and a size; got {name!r}, {size_bytes} bytes")
-        with self._lock:
+        with self._changed:
+            while name not in self._descriptors and (left := self._expecting_until - time.monotonic()) > 0.0:
+                self._changed.wait(left)
             existing = self._descriptors.get(name)
             if existing is not None:
                 held = os.fstat(existing).st_size
@@ -113,10 +126,11 @@ class SegmentServer:
         """
         require_sealed(descriptor, name)
         offered = os.fstat(descriptor)
-        with self._lock:
+        with self._changed:
             existing = self._descriptors.get(name)
             if existing is None:
                 self._descriptors[name] = existing = os.dup(descriptor)
+                self._changed.notify_all()
             held = os.fstat(existing)
             if (held.st_dev, held.st_ino) != (offered.st_dev, offered.st_ino):
                 raise TransferError(f"segment {name} exists here with other memory than the one offered", segment=name)

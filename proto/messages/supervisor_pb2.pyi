@@ -139,7 +139,7 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "supervisor")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "told_by", "supervisor")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,7 @@ class ClusterView(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TOLD_BY_FIELD_NUMBER: _ClassVar[int]
     SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
@@ -161,8 +162,9 @@ class ClusterView(_message.Message):
     prefill: int
     decode: int
     draining: _containers.RepeatedScalarFieldContainer[str]
+    told_by: int
     supervisor: Peer
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., told_by: _Optional[int] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics", "prefill", "decode", "scale_failure")

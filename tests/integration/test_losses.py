@@ -20,6 +20,7 @@ from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.scheduler.pool_audit import SETTLE_S
 from alignedserve.testing.metrics import value
+from alignedserve.transfer.segments import SegmentClient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -91,6 +92,22 @@ async def served() -> AsyncIterator[Served]:
         await gateway.close()
 
 
+async def test_the_buffers_of_killed_prefill_instances_do_not_stay_with_the_node_agent(served: Served) -> None:
+    segments = SegmentClient(served.cluster.agent_socket, served.cluster.token)
+    before = len(segments.segments())
+    for _ in range(2):
+        incarnation = served.cluster.peer("prefill-0").process.incarnation
+        served.cluster.kill("prefill-0")
+        await served.cluster.wait_restarted("prefill-0", incarnation)
+    incarnation = served.cluster.peer("prefill-0").process.incarnation
+    names = sorted(segment.name for segment in segments.segments())
+    assert [name for name in names if name.startswith("prefill-0")] == [
+        f"prefill-0/batch-{incarnation}",
+        f"prefill-0/requests-{incarnation}",
+    ]
+    assert len(names) == before
+
+
 @pytest.mark.parametrize(
     "victims",
     [
@@ -100,6 +117,7 @@ async def served() -> AsyncIterator[Served]:
         ("scheduler-0", "kv_pool-0"),
         ("scheduler-0", "decode-0"),
         ("kv_pool-0", "decode-0"),
+        ("kv_pool-0", "node_agent-0"),
     ],
     ids="+".join,
 )

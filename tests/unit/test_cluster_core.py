@@ -284,6 +284,33 @@ def test_nothing_is_started_while_everything_is_being_ended() -> None:
     assert core.tick(100.0) == []
 
 
+def test_while_gateways_drain_the_dead_are_replaced_and_whoever_reconnects_is_let_in() -> None:
+    core = make_core()
+    bring_up(core)
+    gateway = sv.RoleHello(process=pb.ProcessKey(role="gateway", id="gateway-x", incarnation=9), pid=77)
+    core.joined(gateway, 0.0)
+    core.heard(gateway.process, sv.Heartbeat(state="ready"), 0.0)
+    core.end(30.0)
+    core.broke(hello("prefill-0").process, 1.0)
+    assert core.joined(hello("prefill-0"), 1.1) is None
+    assert names(core.ended("decode-0", core.roster.slots["decode-0"].generation, "killed", 1.2)) == [
+        ("launch", "decode-0")
+    ]
+    assert core.joined(hello("decode-0", 2), 2.0) is None
+    core.heard(gateway.process, sv.Heartbeat(state="drained"), 2.5)
+    assert core.ended("decode-0", core.roster.slots["decode-0"].generation, "killed", 3.0) == []
+    assert core.joined(hello("decode-0", 3), 3.0) is not None
+
+
+def test_when_the_grace_is_cut_short_nothing_is_started_any_more() -> None:
+    core = make_core()
+    bring_up(core)
+    core.joined(sv.RoleHello(process=pb.ProcessKey(role="gateway", id="gateway-x", incarnation=9)), 0.0)
+    core.end(30.0)
+    core.end()
+    assert core.ended("decode-0", 1, "killed", 1.0) == []
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "pairs"),
     [

@@ -6,6 +6,7 @@ While the pool is recounted, heartbeats go on and nothing changes under whoever 
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.actor import KvPoolServer
+from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
@@ -27,7 +29,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.sizing import StorePlan
 from alignedserve.testing.fake_roles import MODEL
-from alignedserve.transfer.segments import SegmentServer
+from alignedserve.transfer.segments import SegmentClient, SegmentServer
 
 TOKEN = "token"
 BLOCKS, LEASED = 40, 8
@@ -173,6 +175,8 @@ async def test_a_writer_that_ends_during_a_recount_is_buried_after_it(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, _ = await writer_with_lease(pool, OTHER)
+    await pool.view(peer(OTHER))
+    await pool.view()  # its stream is open still
     begun, end = threading.Event(), threading.Event()
 
     def slow_check(self: KvPool) -> None:
@@ -204,3 +208,52 @@ async def test_blocks_that_come_in_the_moment_in_which_their_wait_is_given_up_st
         await waiting
     assert writer.free_blocks >= LEASED
     await writer.close()
+
+
+async def test_a_writer_that_a_new_supervisor_does_not_know_yet_is_not_buried_with_its_stream(
+    pool: Pool,
+) -> None:
+    writer, block_ids = await writer_with_lease(pool, STOPPED)
+    known = view(peer(STOPPED))
+    known.told_by, known.prefill, known.decode = 1, 1, 1
+    await pool.server.on_view(known)
+    starting = view()
+    starting.told_by, starting.prefill, starting.decode = 2, 1, 1
+    await pool.server.on_view(starting)
+    await writer.connect(pool.address)  # a new stream
+    await asyncio.wait_for(writer.commit(RequestKey("kept"), 20, block_ids[:2]), 10.0)
+    assert writer.refusal == ""
+    await writer.close()
+
+
+async def test_a_writer_that_was_declared_dead_is_told_so_and_must_be_replaced(pool: Pool) -> None:
+    writer, _ = await writer_with_lease(pool, STOPPED)
+    await pool.view(peer(STOPPED))
+    await writer.close()
+    await pool.view()
+    attachment = PoolAttachment(SegmentClient(pool.server.settings.agent_socket, TOKEN))
+    served = view(sv.Peer(process=pb.ProcessKey(role="kv_pool", id="kv_pool-0"), address=pool.address, state="ready"))
+    served.peers[0].stores.extend(pool.server.heartbeat().stores)
+    await attachment.on_view(served)
+    await attachment.attach(MODEL.geometry(PLAN.block_size), [writer])
+    async with asyncio.timeout(10.0):
+        while attachment.trouble() is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert "declared lost" in str(attachment.trouble())
+    await attachment.close()
+
+
+async def test_a_pool_in_other_memory_than_is_mapped_is_not_used(pool: Pool) -> None:
+    attachment = PoolAttachment(SegmentClient(pool.server.settings.agent_socket, TOKEN))
+    served = view(sv.Peer(process=pb.ProcessKey(role="kv_pool", id="kv_pool-0"), address=pool.address, state="ready"))
+    served.peers[0].stores.extend(pool.server.heartbeat().stores)
+    await attachment.on_view(served)
+    await attachment.attach(MODEL.geometry(PLAN.block_size), [])
+    successor, stranger = copy.deepcopy(served), copy.deepcopy(served)
+    successor.peers[0].process.incarnation = 2
+    await attachment.on_view(successor)
+    stranger.peers[0].process.incarnation = 3
+    stranger.peers[0].stores[0].memory = "0:0"
+    with pytest.raises(TransferError, match="made anew"):
+        await attachment.on_view(stranger)
+    await attachment.close()

@@ -142,6 +142,22 @@ def test_a_name_is_free_again_after_drop_while_attached_memory_stays(
     assert client.adopt_all() == ["a"]
 
 
+def test_a_restarted_server_makes_nothing_anew_that_may_still_be_handed_over(
+    server: SegmentServer, client: SegmentClient
+) -> None:
+    segment = client.create("kv_pool-0", MIB)
+    server.drop("kv_pool-0")  # as a successor, which has nothing
+    server.expect(30.0)
+    made: list[Segment] = []
+    asking = threading.Thread(target=lambda: made.append(client.create("kv_pool-0", MIB)))
+    asking.start()
+    client.adopt(segment)
+    asking.join(10)
+    assert made[0].identity == segment.identity
+    server.expect(0.0)
+    assert client.create("other", MIB).identity != segment.identity
+
+
 def test_more_than_the_available_memory_is_refused_with_the_figures(folder: Path) -> None:
     server = SegmentServer(folder / "s", "secret", available_bytes=lambda: 10 * MIB)
     server.start()

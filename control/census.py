@@ -1,0 +1,44 @@
+"""Who of the cluster is known to have ended, from what supervisors say."""
+
+from __future__ import annotations
+
+from alignedserve.proto import supervisor_pb2 as sv
+
+Name = tuple[str, int]  # id and incarnation
+
+
+class Census:
+    """Follows the cluster's view.
+
+    A supervisor drops a process from its view once it is known to be dead. But one that has only just started does not
+    know everybody yet: that it does not name a process says something only after it has named it, a successor of it, or
+    every instance that there is to be.
+    """
+
+    def __init__(self) -> None:
+        self._supervisor = 0
+        self._living: set[Name] = set()
+        self._newest: dict[str, int] = {}
+        self._named: set[Name] = set()
+        self._complete = False  # every instance that there is to be is named
+        self._youngest = 0
+
+    def on_view(self, view: sv.ClusterView) -> None:
+        if view.told_by != self._supervisor:
+            self._supervisor = view.told_by
+            self._named.clear()
+        self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
+        self._newest = {peer.process.id: peer.process.incarnation for peer in view.peers}
+        self._named |= self._living
+        self._youngest = max(self._newest.values(), default=0)
+        planned = {f"prefill-{number}" for number in range(view.prefill)}
+        planned |= {f"decode-{number}" for number in range(view.decode)}
+        self._complete = planned.union(view.draining) <= self._newest.keys()
+
+    def has_ended(self, role_id: str, incarnation: int) -> bool:
+        name = (role_id, incarnation)
+        if name in self._living:
+            return False
+        if name in self._named or self._newest.get(role_id, 0) > incarnation:
+            return True
+        return self._complete and incarnation < self._youngest  # a younger one may be in the next view
