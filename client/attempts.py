@@ -33,6 +33,7 @@ class Attempts:
         self._patience_s = patience_s
         self._deadline_s = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         self._seed: int | None = None  # in use since the first chunk
+        self._max_tokens: int | None = None  # as well
         self._delivered: dict[int, pb.Delivered] = {}
         self._failing_since_s: float | None = None
         self._failures = 0
@@ -44,6 +45,7 @@ class Attempts:
             chunk.ClearField("prompt_token_ids")
         elif chunk.HasField("seed"):
             self._seed = chunk.seed
+            self._max_tokens = chunk.max_tokens if chunk.HasField("max_tokens") else None
         delivered = self._delivered.setdefault(chunk.choice.index, pb.Delivered())
         delivered.token_ids.extend(chunk.choice.token_ids)
         delivered.finish_reason = chunk.choice.finish_reason
@@ -83,6 +85,8 @@ class Attempts:
         message.request_id = self.request_id or ""
         if self._seed is not None:
             message.seed = self._seed
+        if self._max_tokens is not None:
+            message.max_tokens = self._max_tokens
         message.resume.extend(self._delivered.get(index, pb.Delivered()) for index in range(message.n or 1))
         if self._deadline_s is None:
             return replace(self._first, message=message)

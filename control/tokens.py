@@ -50,7 +50,11 @@ class TokenEmitter:
     async def _push(self, address: str, channel: TokenChannel, outbox: Outbox[gw.TokenBatch]) -> None:
         try:
             await gw_grpc.TokenSinkStub(channel).Push(aiter(outbox))
-        except Exception as error:  # whatever broke it, the gateway is not there for these requests any more
+        except (Exception, asyncio.CancelledError) as error:  # gRPC cancels a call whose outbox runs over
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            # Whatever broke it, the gateway is not there for these requests any more.
             level = logging.DEBUG if address == self._told else logging.WARNING
             logger.log(level, "gateway %s cannot be reached: %s", address, error.__class__.__name__)
             self._told = address

@@ -96,6 +96,9 @@ class SchedulerLink:
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return self.up and self._send(cancel=keys_to_proto(keys))
 
+    def ask(self, keys: Sequence[RequestKey]) -> bool:
+        return self.up and self._send(open=keys_to_proto(keys))
+
     def _send(self, **body: Any) -> bool:
         return self._link is not None and self._link.send(sc.GatewayMessage(**body))
 
@@ -135,7 +138,8 @@ class SchedulerLink:
         elif kind == "whose":
             self._send(claim=keys_to_proto(self._ledger.open_among(keys_from_proto(message.whose))))
         elif kind == "capacity":
-            self._model.capacity_tokens = message.capacity.max_request_tokens or None
+            if message.capacity.max_request_tokens:  # 0: a scheduler that has just started does not know it yet
+                self._model.capacity_tokens = message.capacity.max_request_tokens
         elif kind == "intake":
             intake = message.intake
             self._intake.tell(intake.requests, intake.again_s, limited=intake.limited)
@@ -147,12 +151,6 @@ class TokenSink(gw_grpc.TokenSinkServicer):
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._incarnations: dict[tuple[str, str], int] = {}
-        self._leaving: set[tuple[str, int]] = set()
-
-    def on_view(self, view: sv.ClusterView) -> None:
-        """Workers that drain end in order: what they had goes on elsewhere, and may wait there for its turn."""
-        keys = (peer.process for peer in view.peers if peer.process.id in view.draining)
-        self._leaving.update((key.id, key.incarnation) for key in keys)
 
     async def Push(
         self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[gw.TokenBatch, pb.Empty]
@@ -168,7 +166,7 @@ class TokenSink(gw_grpc.TokenSinkServicer):
                     continue  # its successor is already here
                 self._ledger.on_tokens(batch)
         finally:
-            if sender is not None and (sender.id, sender.incarnation) not in self._leaving:
+            if sender is not None:
                 self._ledger.on_worker_gone(sender.role, sender.id)
         return pb.Empty()
 
@@ -219,8 +217,7 @@ class Backend:
         heartbeat_s: float = 1.0,
         orphan_after_s: float = 60.0,
     ) -> None:
-        sink = TokenSink(self._ledger)
-        self._server.add(gw_grpc.add_TokenSinkServicer_to_server, sink)
+        self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
         self._server.add(gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self._ledger))
         role = GatewayRole(self.process.id, self._ledger, heartbeat)
         self._server.add(sv_grpc.add_RoleServicer_to_server, role)
@@ -231,7 +228,6 @@ class Backend:
         async def take_view(view: sv.ClusterView) -> None:
             self.joined = True
             self.view = view
-            sink.on_view(view)
             on_view(view)
             await self._follow_scheduler(view)
             await self._peers.follow(view)

@@ -56,7 +56,7 @@ class Answer:
     finish: FinishReason | None = None
     setbacks: int = 0  # losses since the last token
     prompt_scored: bool = False
-    silent_until_s: float | None = None  # watched: submitted again when nothing is heard of it until then
+    heard_s: float = 0.0  # when it was sent, or something was heard of it last (time.monotonic)
     last_token_s: float = 0.0
     early: list[EarlyEvent] = field(default_factory=list)  # of this epoch
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -73,7 +73,6 @@ class Answer:
 
     def next_epoch(self) -> None:
         self.epoch += 1
-        self.silent_until_s = None
         self.early.clear()
         self.state = AnswerState.UNSENT
 
@@ -169,7 +168,8 @@ class Call:
             sampling=prompt.sampling.with_seed(derive_seed(prompt.sampling.seed, number)),
             request_id=f"{plan.internal_id}-{index}",
             group_id=f"{plan.internal_id}-g{index - number}",
-            epoch=1 if plan.resume else 0,  # what is no longer new is not refused for load
+            # What has tokens already is not refused for load.
+            epoch=1 if any(delivered.token_ids for delivered in plan.resume) else 0,
         )
 
     def _go_on(self, answer: Answer, delivered: Delivered) -> None:

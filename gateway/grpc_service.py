@@ -96,6 +96,7 @@ class InferenceService:
                     if prompt is not None:
                         chunk.prompt_token_ids.extend(prompt)
                         chunk.seed = call.plan.prompts[0].sampling.seed
+                        chunk.max_tokens = call.plan.prompts[0].sampling.max_tokens
                         prompt = None
                     if all(other.finish is not None for other in parts.views):
                         chunk.usage.CopyFrom(_usage(parts))
@@ -114,7 +115,8 @@ class InferenceService:
         return inf.ModelList(models=[inf.ModelCard(id=self._model.name, max_positions=positions)])
 
     async def _open(self, request: inf.GenerateRequest) -> Call:
-        with self._intake.admit(len(self._ledger), again=bool(request.resume)):
+        again = any(entry.token_ids for entry in request.resume)
+        with self._intake.admit(len(self._ledger), again=again):
             return self._ledger.open(await self._plan(request))
 
     async def _plan(self, request: inf.GenerateRequest) -> CallPlan:

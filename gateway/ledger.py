@@ -11,8 +11,8 @@ The rules, all of them safe because messages carry an epoch and tokens a positio
 - When the link to the scheduler comes back, `hello` names the requests that have delivered tokens: they may well run
   on, and the scheduler answers with a `Loss` of those that nobody has. All others are submitted again in a new epoch:
   whether the scheduler ever had them cannot be told.
-- Those whose decode worker's stream broke are watched from then on: silent for WATCH_S, they are submitted again. One
-  epoch too many costs a prefill, never a token.
+- What was sent and has been silent for QUIET_S is named to the scheduler every ASK_EVERY_S, and QUIET_S after a stream
+  (the link's or a worker's) broke: it answers with a `Loss` of those that nobody has. Waiting for its turn is no loss.
 - While there is no scheduler, requests wait for it SCHEDULER_WAIT_S at most.
 """
 
@@ -45,7 +45,8 @@ from alignedserve.request import FinishReason, RequestKey
 logger = logging.getLogger(__name__)
 
 MAX_SETBACKS = 5
-WATCH_S = 3.0
+QUIET_S = 1.0  # a last event may still be on its way, though the scheduler knows of the end
+ASK_EVERY_S = 2.0
 GAP_S = 1.0
 SCHEDULER_WAIT_S = 30.0
 _FIRST_BACKOFF_S = 0.1
@@ -61,6 +62,7 @@ class Ledger:
         self._open: dict[str, Answer] = {}
         self._calls: dict[str, Call] = {}
         self._draining = False
+        self._asked_s = 0.0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -157,9 +159,10 @@ class Ledger:
                 self._fail(answer.call, AlignedServeError(f"{sender_id} sent what cannot be read"))
 
     def on_worker_gone(self, role: str, worker_id: str) -> None:
-        """A worker's stream broke. The scheduler will most likely say what is lost; if not, silence does."""
-        if role == "decode":
-            self._watch(answer for answer in self._open.values() if answer.decode_id == worker_id)
+        """A worker's stream broke. The scheduler says what is lost; but not of what it believes to have ended."""
+        if self._open:
+            logger.debug("the stream of %s %s broke", role, worker_id)
+            asyncio.get_running_loop().call_later(QUIET_S, self._ask)
 
     # ---- from the scheduler
 
@@ -176,8 +179,9 @@ class Ledger:
         self._lose(self._current(keys), reason)
 
     def open_among(self, keys: Iterable[RequestKey]) -> list[RequestKey]:
-        """Those that are open, in this epoch."""
-        return [answer.key for answer in self._current(keys)]
+        """Those that are open, in this epoch or in a newer one that is not submitted yet: it may adopt their KV."""
+        found = ((key, self._open.get(key.request_id)) for key in keys)
+        return [key for key, answer in found if answer is not None and _claims(answer, key.epoch)]
 
     def on_link_up(self) -> list[RequestKey]:
         """The link is (again) up, nothing sent yet. Returns the open requests that may be running on.
@@ -188,16 +192,12 @@ class Ledger:
 
     def resubmit(self) -> None:
         self._submitter.resend(list(self._open.values()))
+        asyncio.get_running_loop().call_later(QUIET_S, self._ask)  # what began to run after `on_link_up` was not named
 
     def tick(self) -> None:
         """To be called about once a second: what waits too long."""
-        now_s = time.monotonic()
-        silent = [
-            answer
-            for answer in self._open.values()
-            if answer.silent_until_s is not None and answer.silent_until_s <= now_s
-        ]
-        self._lose(silent, f"nothing was heard of it for {WATCH_S:g} s")
+        if time.monotonic() - self._asked_s >= ASK_EVERY_S:
+            self._ask()
         if self._submitter.down_for_s > SCHEDULER_WAIT_S:
             for answer in list(self._open.values()):
                 if answer.state is not AnswerState.RUNNING:
@@ -231,8 +231,7 @@ class Ledger:
             raise InvalidRequestError(f"request_id {plan.id!r} is in use", param="request_id")
 
     def _on_event(self, answer: Answer, event: gw.TokenEvent, role: str, sender_id: str, now_s: float) -> None:
-        if answer.silent_until_s is not None:
-            answer.silent_until_s = now_s + WATCH_S
+        answer.heard_s = now_s
         if event.position > len(answer.tokens):
             if not answer.early:
                 asyncio.get_running_loop().call_later(GAP_S, self._check_gap, answer, answer.epoch)
@@ -298,10 +297,15 @@ class Ledger:
         for delay_s, some in delayed.items():
             asyncio.get_running_loop().call_later(delay_s, self._submitter.submit, some)
 
-    def _watch(self, answers: Iterable[Answer]) -> None:
-        until_s = time.monotonic() + WATCH_S
-        for answer in answers:
-            answer.silent_until_s = until_s
+    def _ask(self) -> None:
+        """Is there anybody who has them? Of those that were sent, and were not heard of lately."""
+        self._asked_s = time.monotonic()
+        quiet_since_s = self._asked_s - QUIET_S
+        self._submitter.ask(
+            answer
+            for answer in self._open.values()
+            if answer.state is not AnswerState.UNSENT and answer.heard_s <= quiet_since_s
+        )
 
     def _deadline(self, call: Call) -> None:
         if call.open:
@@ -325,3 +329,7 @@ class Ledger:
             for answer in answers:
                 self._drop(answer)
             self._submitter.cancel(answers)
+
+
+def _claims(answer: Answer, epoch: int) -> bool:
+    return answer.epoch == epoch or (answer.epoch > epoch and answer.state is AnswerState.UNSENT)

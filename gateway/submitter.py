@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class SchedulerPort(Protocol):
     def submit(self, requests: Sequence[RequestSpec]) -> bool: ...
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool: ...
+
+    def ask(self, keys: Sequence[RequestKey]) -> bool: ...
 
 
 class Submitter:
@@ -58,6 +61,12 @@ class Submitter:
         if keys and (self._port is None or not self._port.cancel(keys)):
             self._unsent_cancels = (self._unsent_cancels + keys)[-_KEPT_CANCELS:]
 
+    def ask(self, answers: Iterable[Answer]) -> None:
+        """Have the scheduler say which of these nobody has; without a link nothing is asked."""
+        keys = [answer.key for answer in answers]
+        if keys and self._port is not None:
+            self._port.ask(keys)
+
     def resend(self, answers: Iterable[Answer]) -> None:
         """The link is up (again): cancels first, then every answer without a token in its epoch, in a new one."""
         keys, self._unsent_cancels = self._unsent_cancels, []
@@ -81,3 +90,4 @@ class Submitter:
             for answer in group:
                 answer.state = AnswerState.SUBMITTED
                 answer.sent_epoch = answer.epoch
+                answer.heard_s = time.monotonic()

@@ -183,6 +183,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._cancel(keys_from_proto(message.cancel))
         elif kind == "hello":
             self._greet(gateway_id, keys_from_proto(pb.RequestKeys(keys=message.hello.running)))
+        elif kind == "open":
+            self._tell_lost(gateway_id, keys_from_proto(message.open))
         elif kind == "claim":
             self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
 
@@ -192,9 +194,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._cancel(sorted(self._core.of_gateway(gateway_id) - set(running)))
         self._tell_lost(gateway_id, running)
 
-    def _tell_lost(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
-        """Of the requests that a gateway believes to be running: those that nobody has."""
-        if lost := [key_to_proto(key) for key in running if not self._knows(key)]:
+    def _tell_lost(self, gateway_id: str, believed_open: Sequence[RequestKey]) -> None:
+        if lost := [key_to_proto(key) for key in believed_open if not self._knows(key)]:
             self._tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
 
     def _knows(self, key: RequestKey) -> bool:

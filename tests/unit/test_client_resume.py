@@ -300,3 +300,42 @@ async def test_closing_ends_a_stream_that_waits_for_its_server(cluster: FakeClus
             stream.close()
             with pytest.raises(CancelledError):
                 await waiting
+
+
+async def test_a_stream_that_goes_on_keeps_its_limit(cluster: FakeCluster, gateway: RunningGateway) -> None:
+    script = cluster.script = Pauses()
+    cluster.publish_capacity(100)
+    await cluster.wait_for(lambda: gateway.server.model.capacity_tokens == 100)
+    async with Forwarder([gateway.grpc_address]) as forwarder, AsyncClient(forwarder.address) as client:
+        stream = client.chat_stream([{"role": "user", "content": "hi"}])
+        await anext(stream)
+        await cluster.wait_for(lambda: script.waiting)
+        cluster.publish_capacity(200)
+        await cluster.wait_for(lambda: gateway.server.model.capacity_tokens == 200)
+        forwarder.cut()
+        script.gate.set()
+        await collect(stream)
+    first, *_, last = cluster.submitted
+    assert last is not first
+    assert last.sampling.max_tokens == first.sampling.max_tokens < 100
+
+
+async def test_only_what_has_tokens_goes_on_in_a_full_cluster(
+    cluster: FakeCluster, gateway: RunningGateway, stub: Any
+) -> None:
+    script = cluster.script = Pauses()
+    script.gate.set()
+    cluster.publish_intake(0, again_s=30.0)
+    cluster.publish_capacity(400)
+    await cluster.wait_for(lambda: gateway.server.model.capacity_tokens == 400)
+    request = inf.GenerateRequest(prompt="a", seed=1, max_tokens=64)
+    request.resume.add()
+    with pytest.raises(grpc.aio.AioRpcError, match="full"):
+        await stub.Generate(request)
+    assert not cluster.submitted
+    request.resume[0].token_ids.extend(TOKENS[:2])
+    assert list((await stub.Generate(request)).choices[0].token_ids) == TOKENS[2:]
+    assert cluster.submitted[0].key.epoch == 1
+    gateway.server.intake._max_calls = 0
+    with pytest.raises(grpc.aio.AioRpcError, match="as many as it may"):
+        await stub.Generate(request)

@@ -13,9 +13,6 @@ import pytest
 from alignedserve.admin import ADMIN_HEADER, admin_key
 from alignedserve.client import AsyncClient
 from alignedserve.errors import ResourceError, UnavailableError
-from alignedserve.gateway.backend import TokenSink
-from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import FinishReason, RequestSpec
 from alignedserve.testing.fake_cluster import TOKEN, FakeCluster, silent_script
@@ -164,25 +161,3 @@ async def test_orders_reach_the_supervisor_and_its_refusal_comes_back(
     assert "9 GiB" in refused.json()["error"]["message"]
     stopping = await http.post("/alignedserve/stop", content=b"", headers=KEY)
     assert (stopping.status_code, stopping.json()["grace_s"]) == (200, 25.0)
-
-
-async def test_the_end_of_a_worker_that_was_to_go_is_no_loss() -> None:
-    gone: list[str] = []
-
-    class Listening:
-        def on_tokens(self, batch: gw.TokenBatch) -> None:
-            return
-
-        def on_worker_gone(self, role: str, worker_id: str) -> None:
-            gone.append(worker_id)
-
-    async def batches(process: pb.ProcessKey) -> AsyncIterator[gw.TokenBatch]:
-        yield gw.TokenBatch(sender=process)
-
-    sink = TokenSink(Listening())  # type: ignore[arg-type]
-    going, staying = (pb.ProcessKey(role="decode", id=f"decode-{number}", incarnation=5) for number in (1, 0))
-    sink.on_view(sv.ClusterView(peers=[sv.Peer(process=going), sv.Peer(process=staying)], draining=["decode-1"]))
-    sink.on_view(sv.ClusterView(peers=[sv.Peer(process=staying)]))
-    for process in (going, staying, pb.ProcessKey(role="decode", id="decode-1", incarnation=6)):
-        await sink.Push(batches(process), None)  # type: ignore[arg-type]
-    assert gone == ["decode-0", "decode-1"]

@@ -14,7 +14,7 @@ from alignedserve.errors import CancelledError, UnavailableError
 from alignedserve.gateway import ledger as ledger_module
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
-from alignedserve.request import FinishReason, RequestSpec
+from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.testing.fake_cluster import FakeCluster, counting_script, silent_script
 from alignedserve.testing.gateway import RunningGateway, running_gateway
 
@@ -183,7 +183,8 @@ async def test_a_loss_after_the_last_token_ends_the_answer(
 ) -> None:
     async def all_but_the_end(cluster: FakeCluster, spec: RequestSpec) -> None:
         cluster.emit(spec, delivered)
-        await asyncio.sleep(0.02)
+        (answer,) = gateway.server.ledger._open.values()
+        await cluster.wait_for(lambda: answer.tokens == delivered)
         cluster.lose(spec.key)
 
     cluster.script = all_but_the_end
@@ -208,6 +209,17 @@ async def test_the_cluster_says_how_long_a_request_may_be(cluster: FakeCluster, 
     answer = await ask(gateway, max_tokens=20)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert "cluster can hold" in answer.json()["error"]["message"]
+
+
+async def test_a_scheduler_that_does_not_know_its_capacity_yet_changes_nothing(
+    cluster: FakeCluster, gateway: RunningGateway
+) -> None:
+    cluster.publish_capacity(20)
+    await cluster.wait_for(lambda: gateway.server.model.capacity_tokens == 20)
+    cluster.capacity_tokens = 0
+    cluster.break_links()
+    await cluster.wait_for(lambda: len(cluster.hellos) == 2 and gateway.server.backend.scheduler_up)
+    assert gateway.server.model.capacity_tokens == 20
 
 
 # ---- the link to the scheduler
@@ -245,22 +257,76 @@ async def test_a_broken_link_leaves_running_requests_alone(cluster: FakeCluster,
     assert len(cluster.submitted) == 1
 
 
-async def test_a_running_request_that_falls_silent_is_submitted_again(
-    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("delivered", [0, 3])
+@pytest.mark.parametrize("noticed", ["tick", "link", "prefill", "decode"])
+async def test_what_nobody_has_is_submitted_again(
+    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, delivered: int, noticed: str
 ) -> None:
-    monkeypatch.setattr(ledger_module, "WATCH_S", 0.1)
+    """The scheduler has heard of its end, and the worker died before it could tell the gateway."""
+    monkeypatch.setattr(ledger_module, "QUIET_S", 0.1)
+    monkeypatch.setattr(ledger_module, "ASK_EVERY_S", 0.1 if noticed == "tick" else 1e9)
 
     async def dies(cluster: FakeCluster, spec: RequestSpec) -> None:
         if spec.key.epoch:
             await counting_script(cluster, spec)
-        else:
-            cluster.emit(spec, COUNTED[:3])
-            await asyncio.sleep(0.05)
+            return
+        if noticed in ("prefill", "decode"):  # its stream is there, and breaks
+            cluster.emit(spec, COUNTED[:1], role=noticed)
+        if delivered:
+            cluster.emit(spec, COUNTED[1:delivered] if spec.output_token_ids else COUNTED[:delivered])
+        await asyncio.sleep(0.05)
+        cluster.forget(spec.key)
+        if noticed == "link":  # what has begun to run since `hello` was not named there
+            gateway.server.ledger.resubmit()
+        elif noticed != "tick":
             await cluster.break_workers()
 
     cluster.script = dies
     assert await tokens(gateway) == [COUNTED]
-    assert cluster.submitted[1].output_token_ids[:3] == COUNTED[:3]
+    again = cluster.submitted[1]
+    assert again.output_token_ids[:delivered] == COUNTED[:delivered]
+
+
+async def test_what_waits_for_its_turn_is_asked_about_and_left_alone(
+    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(ledger_module, "ASK_EVERY_S", 0.05)
+    go_on = asyncio.Event()
+
+    async def waits(cluster: FakeCluster, spec: RequestSpec) -> None:
+        cluster.emit(spec, COUNTED[:1], role="prefill")
+        await go_on.wait()
+        await counting_script(cluster, spec)
+
+    cluster.script = waits
+    waiting = asyncio.create_task(tokens(gateway))
+    await cluster.wait_for(lambda: len(cluster.asked) >= 2)
+    assert cluster.asked[-1] == [cluster.submitted[0].key]
+    go_on.set()
+    assert await waiting == [COUNTED]
+    assert len(cluster.submitted) == 1
+
+
+async def test_what_waits_to_be_submitted_again_is_claimed(
+    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "_FIRST_BACKOFF_S", 0.5)
+
+    async def lose(cluster: FakeCluster, spec: RequestSpec) -> None:
+        if spec.key.epoch < 2:
+            cluster.lose(spec.key)
+        if spec.key.epoch == 1:  # the second time in a row: the next epoch waits
+            cluster.ask_whose(spec.key, RequestKey(spec.key.request_id, 3), RequestKey("of nobody", 1))
+        if spec.key.epoch == 2:
+            cluster.ask_whose(RequestKey(spec.key.request_id, 1), spec.key)
+            await cluster.wait_for(lambda: len(cluster.claims) == 2)
+            await counting_script(cluster, spec)
+
+    cluster.script = lose
+    assert await tokens(gateway) == [COUNTED]
+    keys = [spec.key for spec in cluster.submitted]
+    assert cluster.claims == [[keys[1]], [keys[2]]]
 
 
 async def test_a_request_made_while_there_is_no_scheduler_waits_for_it(cluster: FakeCluster) -> None:

@@ -113,7 +113,8 @@ class _Supervisor(sv_grpc.SupervisorServicer):
 class FakeCluster:
     """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
 
-    `submitted`, `cancelled`, `claims` and `hellos` record what came from gateways, in order.
+    `submitted`, `cancelled`, `claims`, `asked` and `hellos` record what came from gateways, in order. Of what a gateway
+    asks for and is not in `held` (submitted, and neither ended nor lost nor forgotten) it hears that nobody has it.
     """
 
     def __init__(self, script: Script | None = None, info: ModelInfo | None = None, capacity_tokens: int = 0) -> None:
@@ -131,6 +132,8 @@ class FakeCluster:
         self.submissions: list[list[RequestSpec]] = []
         self.cancelled: list[RequestKey] = []
         self.claims: list[list[RequestKey]] = []
+        self.asked: list[list[RequestKey]] = []
+        self.held: set[RequestKey] = set()
         self.hellos: list[sc.GatewayHello] = []
         self.reports: list[sv.RoleReport] = []
         self.outboxes: list[Outbox[sc.SchedulerMessage]] = []
@@ -192,14 +195,22 @@ class FakeCluster:
         if error is not None:
             event.finish_reason = FinishReason.ERROR
             event.failure.CopyFrom(failure_to_proto(error))
+        if event.finish_reason:
+            self.held.discard(spec.key)
         if position is None:
             spec.output_token_ids.extend(tokens)
         self._emitters[role].emit([(spec.gateway_address, event)])
 
+    def forget(self, *keys: RequestKey) -> None:
+        """Nobody has them any more, and nobody says so."""
+        self.held.difference_update(keys)
+
     def lose(self, *keys: RequestKey, reason: str = "the decode instance died") -> None:
+        self.forget(*keys)
         self._tell(lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=reason))
 
     def reject(self, error: AlignedServeError, *keys: RequestKey) -> None:
+        self.forget(*keys)
         messages = [key_to_proto(key) for key in keys]
         self._tell(rejected=sc.Rejection(keys=messages, failure=failure_to_proto(error)))
 
@@ -278,7 +289,12 @@ class FakeCluster:
         elif kind == "submit":
             self._on_submission([spec_from_proto(spec) for spec in message.submit.requests])
         elif kind == "cancel":
-            self.cancelled += keys_from_proto(message.cancel)
+            self.cancelled += (cancelled := keys_from_proto(message.cancel))
+            self.forget(*cancelled)
+        elif kind == "open":
+            self.asked.append(keys_from_proto(message.open))
+            if lost := [key for key in self.asked[-1] if key not in self.held]:
+                self.lose(*lost, reason="this scheduler does not know it")
         elif kind == "claim":
             self.claims.append(keys_from_proto(message.claim))
         self._news.set()
@@ -288,6 +304,7 @@ class FakeCluster:
         for spec in specs:
             spec.prompt_token_ids = specs[0].prompt_token_ids
             self.submitted.append(spec)
+            self.held.add(spec.key)
             task = asyncio.get_running_loop().create_task(self._play(spec))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -42,6 +42,9 @@ class RecordingPort:
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return True
 
+    def ask(self, keys: Sequence[RequestKey]) -> bool:
+        return True
+
 
 class Front:
     """The HTTP application with nothing behind it."""
