@@ -44,7 +44,6 @@ def is_alive(pid: int) -> bool:
 def server() -> Iterator[ServeProcess]:
     with ServeProcess("--model", "tiny") as running:
         yield running
-        running.check_integrity()
 
 
 def status(server: ServeProcess) -> dict[str, Any]:
@@ -166,6 +165,8 @@ def test_a_client_that_leaves_frees_everything(server: ServeProcess) -> None:
 
 
 def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
+    server.check_integrity()  # after all that the tests before have done to it
+
     """The last test of this server."""
     pids = [role["pid"] for role in server.roles()]
     command = [sys.executable, "-m", "alignedserve.cluster.cli", "stop", "--url", server.url]
