@@ -165,9 +165,8 @@ def test_a_client_that_leaves_frees_everything(server: ServeProcess) -> None:
 
 
 def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
-    server.check_integrity()  # after all that the tests before have done to it
-
     """The last test of this server."""
+    server.check_integrity()  # after all that the others have done to it
     pids = [role["pid"] for role in server.roles()]
     command = [sys.executable, "-m", "alignedserve.cluster.cli", "stop", "--url", server.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
