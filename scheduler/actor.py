@@ -257,15 +257,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if enter is not None:
             enter_stage(enter.spec.timings, Stage.POOL, time.time_ns())
             self._files.stored[key] = enter
-        meta = request_meta(key, spec)
-        base = replace(
-            meta,
-            base_tokens=holding.kv_tokens,
-            base_blocks=len(holding.block_ids),
-            own_blocks=holding.blocks,
-            whole=enter is not None,
-        )
-        self._feed(ev.Submitted((base,)))
+        meta = replace(request_meta(key, spec), base_tokens=holding.kv_tokens, whole=enter is not None)
+        meta = replace(meta, base_blocks=len(holding.block_ids), own_blocks=holding.blocks)
+        self._feed(ev.Submitted((meta,)))
+        assert self._core is not None
+        if not self._core.is_open(key):  # a newer epoch came meanwhile, or it was refused
+            self._files.forget(key)
+            self._adoption.forget(key)
 
     def _tell(self, gateway_id: str, **body: Any) -> None:
         outbox = self._gateways.get(gateway_id)
