@@ -11,11 +11,11 @@ the same state, leases among them: a writer may be filling its leased blocks whi
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError, StaleError, TransferError
+from alignedserve.kv_pool.epochs import OverEpochs
 from alignedserve.kv_pool.records import (
     Dead,
     Held,
@@ -33,7 +33,6 @@ from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 
-MAX_REMEMBERED_EPOCHS = 1 << 16
 RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its buffers
 _SUCCESSION = WriterKey("kv_pool", "succession", 0)
 
@@ -79,7 +78,7 @@ class KvPool:
         self._wants: dict[WriterKey, int] = {}  # in the order in which they were served first
         self._regranted: dict[WriterKey, int] = {}
         self._ended: dict[tuple[str, str], int] = {}  # newest incarnation that is known to be dead
-        self._released: OrderedDict[str, int] = OrderedDict()  # newest epoch released, by request
+        self._over = OverEpochs()
         self._succeed(table.found)
 
     # ---- writers
@@ -151,15 +150,12 @@ class KvPool:
     def release(self, keys: Iterable[RequestKey]) -> list[Grant]:
         """These requests hold nothing more here, nor do their older epochs. What a newer epoch holds stays."""
         for key in keys:
-            known = self._released.pop(key.request_id, 0)
-            self._released[key.request_id] = max(known, key.epoch)
+            self._over.end(key.request_id, key.epoch)
             holding = self._holdings.get(key.request_id)
             if holding is not None and holding.key.epoch <= key.epoch:
                 del self._holdings[key.request_id]
                 self._blocks.release_all(key.request_id)
                 self._write_down(Released(key.request_id))
-        while len(self._released) > MAX_REMEMBERED_EPOCHS:
-            self._released.popitem(last=False)
         return self._serve()
 
     def adopt(self, wanted: Iterable[tuple[RequestKey, int]]) -> tuple[list[Holding], list[Grant]]:
@@ -170,9 +166,9 @@ class KvPool:
         found = []
         for key, most_tokens in wanted:
             holding = self._holdings.get(key.request_id)
-            if holding is None or holding.key.epoch > key.epoch or self._released.get(key.request_id, -1) >= key.epoch:
+            if holding is None or holding.key.epoch > key.epoch or self._over.newest(key.request_id) >= key.epoch:
                 # Older epochs are over: a late commit of theirs would not be of the tokens that were delivered.
-                self._released[key.request_id] = max(self._released.get(key.request_id, 0), key.epoch - 1)
+                self._over.end(key.request_id, key.epoch - 1)
                 found.append(Holding(key, 0, ()))
                 continue
             kv_tokens = min(holding.kv_tokens, most_tokens)
@@ -283,7 +279,7 @@ class KvPool:
             raise StaleError(f"{self.store_id}: {writer} was declared lost: its leases are void")
 
     def _require_current(self, key: RequestKey, before: Holding | None) -> None:
-        newest = max(self._released.get(key.request_id, -1) + 1, before.key.epoch if before else 0)
+        newest = max(self._over.newest(key.request_id) + 1, before.key.epoch if before else 0)
         if key.epoch < newest:
             raise StaleError(f"{self.store_id}: epoch {key.epoch} of {key.request_id} is over")
 
