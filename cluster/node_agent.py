@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 8.0
 HANDOVER_S = 3.0  # in which processes that outlived this agent's predecessor hand over what they have mapped
-HOLDERS = frozenset({"prefill", "decode"})
+HOLDERS = frozenset({"prefill", "decode", "kv_pool"})
 OWNED_SEGMENT = re.compile(r"(.+)/[^/]+-(\d+)")  # by one incarnation alone, as a candidate buffer: nobody takes it over
 VIEW_INFO = "view"  # what roles were told last, but for their peers; base64 of a ClusterView
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -123,26 +122,34 @@ class DuplexLink(Generic[Out, In]):
                 self.refusal = error.details() or code.name
             quiet = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s %s", code.name, error.details())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            logger.warning("a peer did not read what was sent to it: its stream is opened anew")  # gRPC's own cancel
         except Exception:  # whatever it was, the link must come back
             logger.exception("a stream ended with an error of our own")
         finally:
             self._outbox = None
             writer.cancel()
             call.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
-            if self._on_down is not None:
-                try:
-                    await settle(self._on_down())
-                except Exception:  # as above
-                    logger.exception("the end of a stream could not be handled")
+            try:
+                await asyncio.wait([writer])  # to await it would take its cancellation for one of ours, or ours for its
+            finally:
+                await self._tell_down()
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
             self._task = None
+
+    async def _tell_down(self) -> None:
+        if self._on_down is not None:
+            try:
+                await settle(self._on_down())
+            except Exception:  # whatever it was, the link must come back
+                logger.exception("the end of a stream could not be handled")
 
 
 async def _drain(call: Any, outbox: Outbox[Any]) -> None:

@@ -152,8 +152,10 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         for link, requests in self._by_source(outcome.give_back):
             if link is not None:
                 link.give_back(_keys(requests))
-            else:
+            elif requests[0].store_id == requests[0].pool_id:
                 self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=requests)))
+            else:  # in a buffer that has gone with its prefill instance
+                self._report_lost(_keys(requests), "the prefill instance whose buffer held the KV was lost")
         for order in outcome.evictions:
             self.spawn(self._evict(order))
         if outcome.status_changed:
@@ -182,7 +184,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
     def _by_source(
         self, requests: Iterable[pb.StoredRequest]
     ) -> Iterable[tuple[BufferLink | None, list[pb.StoredRequest]]]:
-        """Grouped by the link to the buffers that hold them; None: they lie in the pool."""
+        """Grouped by the link to the buffers that hold them; None: the pool, or buffers that are gone."""
         handover = self._instance.handover
         assert handover is not None
         groups: dict[str, list[pb.StoredRequest]] = defaultdict(list)

@@ -10,6 +10,7 @@ from alignedserve.control.convert import keys_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.errors import GeometryMismatchError, TransferError, UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
@@ -22,6 +23,8 @@ from alignedserve.transfer.handles import CUDA, StoreHandle
 from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
+
+ATTACH_RETRY_S = 0.5
 
 
 class BufferLink:
@@ -149,7 +152,7 @@ class BufferLink:
     async def _on_event(self, event: pw.BufferEvent) -> None:
         kind = event.WhichOneof("body")
         if kind == "stores":
-            await self._attach(event.stores)
+            await self._attach_soon(event.stores)
         elif kind == "announced":
             announced = event.announced
             self._loop.offer(BufferKind(announced.buffer), announced.batch_id, announced.requests)
@@ -157,6 +160,18 @@ class BufferLink:
             self._leased.extend(event.leased.block_ids)
             self._give_up_surplus()
             self._on_lease()
+
+    async def _attach_soon(self, stores: pw.BufferStores) -> None:
+        """Until it succeeds: the node agent may be away, or not have been handed its predecessor's memory yet."""
+        while True:
+            try:
+                await self._attach(stores)
+                return
+            except GeometryMismatchError:
+                raise
+            except (TransferError, UnavailableError) as error:
+                logger.warning("the buffers of %s cannot be attached yet: %s", self.prefill_id, error)
+                await asyncio.sleep(ATTACH_RETRY_S)
 
     async def _attach(self, stores: pw.BufferStores) -> None:
         if self._stores:

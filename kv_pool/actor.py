@@ -16,6 +16,7 @@ from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
+from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.pool import Grant, KvPool
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
@@ -47,6 +48,8 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
         self._census = Census()
+        self._segments = SegmentClient(settings.agent_socket, settings.token)
+        self._handover = AgentHandover(self._segments)
         self._announced_free = -1
         self._recounting = asyncio.Lock()  # while it is held nothing in the pool may change
 
@@ -59,11 +62,10 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self.set_state("loading")
         model, plan = await self._plan
         geometry = model.geometry(plan.block_size)
-        segments = SegmentClient(self.settings.agent_socket, self.settings.token)
         front = table_bytes(plan.pool)
         self._store = await asyncio.to_thread(
             HostBlockStore.create,
-            segments,
+            self._segments,
             self.settings.id,
             geometry,
             plan.pool,
@@ -79,6 +81,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if view.store_plan and view.model_info and not self._plan.done():
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
         self._census.on_view(view)
+        await self._handover.on_view(view)
         if self._pool is None:
             return
         await self._recounted()

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from alignedserve.errors import AlignedServeError, StaleError, TransferError, UnavailableError
+from alignedserve.errors import AlignedServeError, StaleError, TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -35,7 +36,7 @@ class PoolAttachment:
         self._writers: Sequence[PoolWriter] = ()
         self._serving: pb.ProcessKey | None = None
         self._attached = asyncio.Event()
-        self._agent = 0
+        self._handover = AgentHandover(segments)
 
     async def on_view(self, view: sv.ClusterView) -> None:
         """Follow the pool of this view.
@@ -45,7 +46,7 @@ class PoolAttachment:
         self.view = view
         if view.store_plan and not self.plan.done():
             self.plan.set_result(StorePlan.from_json(view.store_plan))
-        await self._follow_agent()
+        await self._handover.on_view(view)
         await self._follow_pool()
 
     async def attach(self, geometry: KvGeometry, writers: Sequence[PoolWriter]) -> HostBlockStore:
@@ -71,21 +72,6 @@ class PoolAttachment:
         for writer in self._writers:
             await writer.connect(peer.address)
         self._attached.set()
-
-    async def _follow_agent(self) -> None:
-        """Hand a restarted node agent the descriptors of the memory that its predecessor made."""
-        ready = (peer for peer in self.view.peers if peer.process.role == "node_agent" and peer.state == "ready")
-        agent = next((peer.process.incarnation for peer in ready), 0)
-        if not agent or agent == self._agent:
-            return
-        if self._agent:
-            try:
-                refused = await asyncio.to_thread(self.segments.adopt_all)
-            except UnavailableError:
-                return  # it has gone again: its successor is in a later view
-            if refused:
-                raise TransferError(f"the node agent has other memory under these names: {', '.join(refused)}")
-        self._agent = agent
 
     def trouble(self) -> AlignedServeError | None:
         """Why this process is of no use to the pool any more: it was declared dead, so its leases are void."""

@@ -171,6 +171,16 @@ class KvPool:
                 self._over.end(key.request_id, key.epoch - 1)
                 found.append(Holding(key, 0, ()))
                 continue
+            if holding.key == key:  # asked again; it may have gone on since
+                found.append(holding)
+                continue
+            if not most_tokens:
+                self._blocks.release_all(key.request_id)
+                del self._holdings[key.request_id]
+                self._write_down(Released(key.request_id))
+                self._over.end(key.request_id, key.epoch - 1)
+                found.append(Holding(key, 0, ()))
+                continue
             kv_tokens = min(holding.kv_tokens, most_tokens)
             kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
             adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)])

@@ -2,8 +2,8 @@
 
 The memory outlives the process, so a successor reads here who holds what. A record is appended as bytes, and becomes
 visible by one aligned 8-byte write of its length and checksum in front of them: a process that is killed has either
-written a record or not. When its region is full, the live state is written to the other region, and one 8-byte write
-makes that the active one.
+written a record or not. When the journal is twice what the live state takes (or its region is full), that state is
+written to the other region, and one 8-byte write makes that the active one: few pages are ever touched.
 
     page 0    magic, capacity, block bytes, region bytes, geometry fingerprint; at byte 64 the active region's number
     region 1  [length and checksum | record, padded to 8 bytes] ... 0
@@ -25,6 +25,7 @@ from alignedserve.kv_pool.records import PoolState, Record, decode, encode
 MAGIC = b"ASKVTAB2"
 HEADER_BYTES = 4096
 BYTES_PER_BLOCK = 192  # of a region: a block's id and checksum in 16 holdings, or a holding of its own
+LEAST_SLACK_BYTES = 1 << 18  # a journal is rewritten when it has grown by so much, and by as much as it said at first
 SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
 _HEADER = struct.Struct("<8sQQQ32s")
 _ACTIVE_WORD = 64 // 8
@@ -68,22 +69,23 @@ class AllocationTable:
                 f"the pool's memory holds {capacity} blocks of {block_bytes} bytes (geometry {name}, {magic!r}), not "
                 f"{capacity_blocks} of {geometry.block_bytes} ({geometry.fingerprint}: {geometry.describe()})"
             )
-        self._begin = self._end = self._at = 0
+        self._begin = self._end = self._at = self._rewrite_at = 0
         self._enter(self._words[_ACTIVE_WORD])
         self.found = self._read()
+        self._allow_slack()
 
     def state(self) -> PoolState:
         """What the table says now, read anew. Raises TransferError where it is damaged."""
         return self._read()
 
     def append(self, record: Record, *, shrinks: bool = False) -> bool:
-        """Write down `record`; False where the region has no room for it (see `rewrite`).
+        """Write down `record`; False where it is time for a `rewrite`, or the region has no room for it.
 
         `shrinks`: the state is no larger with it, so it may use the spare end of the region.
         """
         data = encode(record)
         following = self._at + 8 + _padded(len(data))
-        if following + 8 > self._end - (0 if shrinks else SPARE_BYTES):
+        if following > self._rewrite_at or not self._has_room(following, shrinks):
             return False
         self._put(data)
         return True
@@ -96,10 +98,20 @@ class AllocationTable:
         self._words[self._begin // 8] = 0
         self._at = self._begin
         for record in records:
-            if not self.append(record, shrinks=True):
+            data = encode(record)
+            if not self._has_room(self._at + 8 + _padded(len(data)), shrinks=True):
                 self._begin, self._end, self._at = before
+                self._rewrite_at = self._end  # there is nothing to be gained: what is left is used up
                 raise TransferError("the allocation table of the KV pool is full")
+            self._put(data)
         self._words[_ACTIVE_WORD] = 3 - active
+        self._allow_slack()
+
+    def _has_room(self, following: int, shrinks: bool) -> bool:
+        return following + 8 <= self._end - (0 if shrinks else SPARE_BYTES)
+
+    def _allow_slack(self) -> None:
+        self._rewrite_at = self._at + max(LEAST_SLACK_BYTES, self._at - self._begin)
 
     def _format(self, header: bytes) -> None:
         for region in (1, 2):

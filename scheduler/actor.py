@@ -41,15 +41,14 @@ from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.files import Files
 from alignedserve.scheduler.intake import IntakeNews
 from alignedserve.scheduler.left_behind import LeftBehind
-from alignedserve.scheduler.links import WorkerLinks, release_command
+from alignedserve.scheduler.links import WorkerLinks
+from alignedserve.scheduler.outgoing import Outgoing
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
 from alignedserve.scheduler.wire import (
     decode_reported,
     held_requests,
-    prefetch_command,
     prefill_reported,
-    rejection,
     request_meta,
 )
 from alignedserve.sizing import StorePlan
@@ -70,7 +69,6 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         super().__init__(settings)
         self._core: SchedulerCore | None = None
         self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
-        self._gateways: dict[str, Outbox[sc.SchedulerMessage]] = {}
         self._files = Files()
         self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
         self._drained: list[str] = []  # as last reported
@@ -79,9 +77,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._audit = PoolAudit(self._knows)
         self._left_behind = LeftBehind()
         self._adoption = Adoption()
+        self._outgoing = Outgoing(self._files, self._adoption, self._links, self._left_behind)
         self._succession: Succession[sc.GatewayMessage] = Succession()
         self._living_gateways: set[str] = set()  # as the supervisor knows them
-        self._intake = IntakeNews(lambda message: self._tell_all(intake=message))
+        self._intake = IntakeNews(lambda message: self._outgoing.tell_all(intake=message))
         self._ticker: asyncio.Task[None] | None = None
         self._ticks = 0
 
@@ -152,7 +151,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         first = sc.GatewayMessage(hello=hello)
         gateway_id = hello.process.id
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
-        self._gateways[gateway_id] = outbox
+        self._outgoing.gateways[gateway_id] = outbox
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
         outbox.put(sc.SchedulerMessage(intake=self._intake.message()))
         self._on_gateway_message(gateway_id, first)
@@ -160,13 +159,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             async for message in serve_stream(request_iterator, outbox, partial(self._on_gateway_message, gateway_id)):
                 yield message
         finally:
-            if self._gateways.get(gateway_id) is outbox:
-                del self._gateways[gateway_id]
+            if self._outgoing.gateways.get(gateway_id) is outbox:
+                del self._outgoing.gateways[gateway_id]
                 self._audit.suspect(time.monotonic())
                 asyncio.get_running_loop().call_later(GATEWAY_GRACE_S, self._give_up, gateway_id)
 
     def _give_up(self, gateway_id: str) -> None:
-        if gateway_id not in self._gateways:
+        if gateway_id not in self._outgoing.gateways:
             self._cancel(self._adoption.of_gateway(gateway_id))
             self._feed(ev.GatewayLost(gateway_id))
             self._release_unclaimed(self._left_behind.take(gateway_id))
@@ -191,12 +190,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _greet(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
         """What a gateway does not name it submits again, or its cancel was lost with the stream before this one."""
         assert self._core is not None
-        self._cancel(sorted(self._core.of_gateway(gateway_id) - set(running)))
+        known = self._core.of_gateway(gateway_id).union(self._adoption.of_gateway(gateway_id))
+        self._cancel(sorted(known.difference(running)))
         self._tell_lost(gateway_id, running)
 
     def _tell_lost(self, gateway_id: str, believed_open: Sequence[RequestKey]) -> None:
         if lost := [key_to_proto(key) for key in believed_open if not self._knows(key)]:
-            self._tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
+            self._outgoing.tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
 
     def _knows(self, key: RequestKey) -> bool:
         return key in self._files.specs or (self._core is not None and self._core.is_open(key))
@@ -225,7 +225,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             wanted = keys_to_proto(strangers)
             self._links.send_all("prefill", pw.PrefillCommand(cancel=wanted))
             self._links.send_all("decode", dw.DecodeCommand(cancel=wanted))
-            self._release_pool(act.ReleasePool(tuple(strangers)))
+            self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
         self._feed(ev.CancelRequested(tuple(keys)))
 
     def _submit(self, specs: list[pb.RequestSpec]) -> None:
@@ -264,15 +264,6 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if not self._core.is_open(key):  # a newer epoch came meanwhile, or it was refused
             self._files.forget(key)
             self._adoption.forget(key)
-
-    def _tell(self, gateway_id: str, **body: Any) -> None:
-        outbox = self._gateways.get(gateway_id)
-        if outbox is not None:
-            outbox.put(sc.SchedulerMessage(**body))
-
-    def _tell_all(self, **body: Any) -> None:
-        for outbox in self._gateways.values():
-            outbox.put(sc.SchedulerMessage(**body))
 
     # ---- reports
 
@@ -344,7 +335,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         capacity = self._core.max_request_tokens()
         if capacity and capacity != self._capacity:
             self._capacity = capacity
-            self._tell_all(capacity=sc.Capacity(max_request_tokens=capacity))
+            self._outgoing.tell_all(capacity=sc.Capacity(max_request_tokens=capacity))
 
     def _on_prefilled(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
@@ -371,7 +362,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
         strangers = [key for key in keys if not self._knows(key) and key not in self._files.lost]
         if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
-            self._release_pool(act.ReleasePool(tuple(strangers)))
+            self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
+        if any(key in self._files.lost for key in keys):  # nobody will adopt what was kept for its next epoch
+            self._audit.suspect(time.monotonic())
         self._feed(ev.Finished(tuple(keys)))
 
     def _on_failed(self, failed: pw.RequestFailures) -> None:
@@ -386,21 +379,21 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _look_at_pool(self) -> None:
         """From time to time, and soon after any loss: see `PoolAudit`."""
         now_s = time.monotonic()
-        if self._links.first("kv_pool") is None or not self._living_gateways <= self._gateways.keys():
+        if self._links.first("kv_pool") is None or not self._living_gateways <= self._outgoing.gateways.keys():
             self._audit.postpone(now_s)
         elif self._audit.start(now_s):
             self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
 
     def _find_unclaimed(self, held: Iterable[RequestKey]) -> None:
-        unknown = self._audit.inventory(held, self._gateways)
+        unknown = self._audit.inventory(held, self._outgoing.gateways)
         if unknown:
-            self._tell_all(whose=keys_to_proto(unknown))
+            self._outgoing.tell_all(whose=keys_to_proto(unknown))
             self._release_unclaimed(self._audit.verdict())
 
     def _release_unclaimed(self, keys: Sequence[RequestKey]) -> None:
         if keys:
             logger.info("%d requests in the pool were nobody's", len(keys))
-            self._release_pool(act.ReleasePool(tuple(keys)))
+            self._outgoing.carry_out(act.ReleasePool(tuple(keys)))
 
     def _on_lost(self, role: str, instance_id: str) -> None:
         self._audit.suspect(time.monotonic())
@@ -427,11 +420,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     # ---- actions
 
     def _feed(self, event: ev.Event) -> None:
-        if self._core is None:
+        if self._core is None or self.state == "failed":
             return
         now_s = time.monotonic()
         try:
             actions = self._core.handle(event, now_s)
+            for action in actions:
+                self._outgoing.carry_out(action)
         except Exception as error:  # the books may be half changed: a successor rebuilds them from inventories
             logger.exception("the scheduler cannot go on after %s", type(event).__name__)
             self.fail(error)
@@ -439,56 +434,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if self._core.dropped_for_room > self._drops_told:
             self._drops_told = self._core.dropped_for_room
             logger.warning("%s", self._core.alarm(now_s))
-        for action in actions:
-            try:
-                self._carry_out(action)
-            except Exception:  # one action that fails must not keep the others from being carried out
-                logger.exception("cannot carry out %s", type(action).__name__)
         self._intake.look(self._core)
         if self._core.drained() != self._drained:
             self.report()
-
-    def _carry_out(self, action: act.Action) -> None:
-        match action:
-            case act.StartPrefill():
-                group = pw.PrefillGroup(requests=[self._files.specs[key] for key in action.keys])
-                if action.base_tokens:
-                    group.base.CopyFrom(self._adoption.bases[action.keys[0]])
-                self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefill=group))
-            case act.Prefetch():
-                command = prefetch_command(action, [self._files.stored[key] for key in action.keys])
-                role = "decode" if action.prefill_id is None else "prefill"
-                self._links.send(role, action.prefill_id or action.decode_id, command)
-            case act.Recall() | act.MarkUrgent():
-                keys = keys_to_proto(action.keys)
-                recall = isinstance(action, act.Recall)
-                order = dw.DecodeCommand(recall=keys) if recall else dw.DecodeCommand(urgent=keys)
-                self._links.send("decode", action.decode_id, order)
-            case act.ReleasePool():
-                self._release_pool(action)
-            case act.CancelAt():
-                kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
-                self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))
-            case act.Reject():
-                self._tell_gateways(action)
-            case act.ReportLost():
-                self._files.note_lost(action.keys)
-                self._tell_gateways(action)
-            case act.Forget():
-                for key in action.keys:
-                    self._files.forget(key)
-                    self._adoption.forget(key)
-
-    def _release_pool(self, action: act.ReleasePool) -> None:
-        self._links.send_pool(release_command(action))
-
-    def _tell_gateways(self, action: act.Reject | act.ReportLost) -> None:
-        for gateway_id, keys in self._files.by_gateway(action.keys):
-            if isinstance(action, act.Reject):
-                self._tell(gateway_id, rejected=rejection(keys, action.error))
-            else:
-                self._left_behind.note(gateway_id, keys)
-                self._tell(gateway_id, lost=sc.Loss(keys=[key_to_proto(key) for key in keys], reason=action.reason))
 
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:
         return sc.SchedulerDescription(**self._counts())

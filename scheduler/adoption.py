@@ -58,6 +58,8 @@ class Adoption:
         spec = self._take(key)
         if spec is None:
             return None
+        if holding.kv_tokens > _most_tokens(spec):  # of tokens that were never delivered: it is replaced
+            holding.Clear()
         if holding.kv_tokens:
             self.bases[key] = holding
         return key, spec

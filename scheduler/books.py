@@ -5,7 +5,7 @@ Actions are collected here in the order in which they are to be carried out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
@@ -215,10 +215,20 @@ class Books:
             records = [self.record(key) for key in keys]
             lengths = tuple(record.pool_tokens for record in records)
             for record in records:
-                if record.state is RequestState.QUEUED:  # it has to be prefilled from its first token on
-                    record.kv_tokens = record.blocks = 0
-                    self.queue.lose_kept(record.key)
+                if record.state is RequestState.QUEUED:
+                    self._lose_kept(record)
             self.actions.append(ReleasePool(tuple(keys), dropped=True, kv_tokens=lengths))
+
+    def lose_kept(self, held: Container[RequestKey]) -> None:
+        """Queued requests whose kept KV is not among what the pool holds are prefilled from their first token on."""
+        for record in self.table.records():
+            if record.state is RequestState.QUEUED and record.kv_tokens and record.key not in held:
+                self.ledger.release(record.key)
+                self._lose_kept(record)
+
+    def _lose_kept(self, record: Record) -> None:
+        record.kv_tokens = record.blocks = 0
+        self.queue.lose_kept(record.key)
 
     def refuse(self, group: Sequence[RequestMeta], error: AlignedServeError) -> None:
         """Requests that were never opened."""

@@ -338,6 +338,7 @@ class SchedulerCore:
         books = self._books
         gone = [record for record in books.in_pool.values() if record.key not in event.copies]
         books.report_lost(gone, "the KV pool does not hold it any more", now_s)
+        books.lose_kept(event.copies)
         restored = [record for record in books.open(event.copies) if books.ledger.committed_of(record.key) is None]
         for record in restored:  # this core took them over without knowing what the pool has of them
             if record.state in (RequestState.PREFETCHED, RequestState.DECODING):

@@ -87,7 +87,8 @@ class SegmentServer:
             self._descriptors.clear()
 
     def expect(self, seconds: float) -> None:
-        """For so long from now a predecessor's segments may be handed over: `create` waits before it makes one anew.
+        """For so long from now a predecessor's segments may be handed over: `create` waits before it makes one anew,
+        and `attach` before it says that there is none.
 
         0: nothing is expected (as at the start).
         """
@@ -103,8 +104,7 @@ class SegmentServer:
         if not name or len(name) > 200 or size_bytes <= 0:
             raise TransferError(f"a segment needs a name and a size; got {name!r}, {size_bytes} bytes")
         with self._changed:
-            while name not in self._descriptors and (left := self._expecting_until - time.monotonic()) > 0.0:
-                self._changed.wait(left)
+            self._wait_for(name)
             existing = self._descriptors.get(name)
             if existing is not None:
                 held = os.fstat(existing).st_size
@@ -153,11 +153,17 @@ class SegmentServer:
         return Segment(name, self._duplicate(name))
 
     def _duplicate(self, name: str) -> int:
-        with self._lock:
+        with self._changed:
+            self._wait_for(name)
             if name not in self._descriptors:
                 known = ", ".join(sorted(self._descriptors)) or "none"
                 raise TransferError(f"no segment is called {name} (there are: {known})", segment=name)
             return os.dup(self._descriptors[name])
+
+    def _wait_for(self, name: str) -> None:
+        """As long as it may still be handed over. With the lock held."""
+        while name not in self._descriptors and (left := self._expecting_until - time.monotonic()) > 0.0:
+            self._changed.wait(left)
 
     def _require_memory(self, name: str, size_bytes: int) -> None:
         # What other segments may still touch is promised to them, though the kernel counts it as available.

@@ -47,7 +47,7 @@ class StuckCall:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         await self.cancelled.wait()
-        return
+        raise asyncio.CancelledError  # as gRPC does in whoever reads from a cancelled call
         yield
 
 
@@ -75,3 +75,28 @@ async def test_a_link_to_a_peer_that_did_not_read_is_opened_again(monkeypatch: p
         await opened.get()
     assert len(calls) == 2
     await link.close()
+
+
+class BrokenCall(StuckCall):
+    """A stream that breaks after so many steps of the loop."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for _ in range(self.steps):
+            await asyncio.sleep(0)
+        raise RuntimeError("broken")
+        yield
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_link_is_closed_at_whatever_moment_its_stream_breaks(steps: int) -> None:
+    for wait in range(12):
+        link = DuplexLink[Any, Any](lambda: BrokenCall(steps), lambda message: None)
+        link.start()
+        for _ in range(wait):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(link.close(), 5.0)
+        assert not link.up

@@ -57,6 +57,27 @@ def test_a_new_epoch_adopts_what_an_older_one_committed(pool: KvPool) -> None:
     assert pool.counts().owned == 0
 
 
+def test_asking_again_does_not_cut_a_request_that_has_gone_on(pool: KvPool) -> None:
+    newer = RequestKey("a", 1)
+    blocks = leased(pool, PREFILL, 6)
+    pool.commit(PREFILL, A, 8, blocks[:2])
+    pool.adopt([(newer, 9)])
+    pool.commit(PREFILL, newer, 20, blocks[:5], kept_blocks=2)
+    (again,), _ = pool.adopt([(newer, 9)])
+    assert (again.kv_tokens, list(again.block_ids)) == (20, blocks[:5])
+    assert pool.counts().owned == 5
+
+
+def test_nothing_is_held_for_a_request_that_can_use_nothing(pool: KvPool) -> None:
+    newer = RequestKey("a", 1)
+    pool.commit(PREFILL, A, 1, leased(pool, PREFILL, 1))
+    (adopted,), _ = pool.adopt([(newer, 0)])
+    assert (adopted.kv_tokens, adopted.block_ids) == (0, ())
+    assert pool.counts().requests == pool.counts().owned == 0
+    with pytest.raises(StaleError):
+        pool.commit(PREFILL, A, 1, leased(pool, PREFILL, 1))
+
+
 def test_kv_of_tokens_that_were_never_delivered_is_not_adopted(pool: KvPool) -> None:
     blocks = leased(pool, PREFILL, 3)
     pool.commit(PREFILL, A, 12, blocks)

@@ -20,7 +20,7 @@ from alignedserve.kv_pool.records import (
     decode,
     encode,
 )
-from alignedserve.kv_pool.table import HEADER_BYTES, SPARE_BYTES, AllocationTable, table_bytes
+from alignedserve.kv_pool.table import HEADER_BYTES, LEAST_SLACK_BYTES, SPARE_BYTES, AllocationTable, table_bytes
 from alignedserve.request import RequestKey
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
@@ -110,6 +110,21 @@ def test_a_full_region_is_rewritten_in_the_other_with_the_live_state_alone() -> 
         expected.apply(record)
     assert rewritten > 5
     assert table.state() == open_table(area, REGION).state() == expected
+
+
+def test_the_journal_of_a_small_state_touches_few_pages() -> None:
+    capacity = 10_000
+    area = memoryview(bytearray(table_bytes(capacity)))
+    table, state = AllocationTable(area, GEOMETRY, capacity), PoolState()
+    for turn in range(20_000):
+        record = Held(Holding(RequestKey(f"r{turn % 3}", turn), 5, (turn % 8, (turn + 1) % 8)))
+        if not table.append(record):
+            table.rewrite(state.records())
+            assert table.append(record)
+        state.apply(record)
+    touched = sum(any(area[at : at + 4096]) for at in range(0, len(area), 4096)) * 4096
+    assert touched <= HEADER_BYTES + 2 * (LEAST_SLACK_BYTES + 8192)
+    assert AllocationTable(area, GEOMETRY, capacity).found == state
 
 
 def test_a_process_killed_while_it_rewrites_leaves_the_old_region_valid() -> None:

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"proto", "control", "transfer", "gateway", "scheduler"},
 }
 # These are the scheduler's process, not its decisions: they may use the control plane.
-ACTOR_MODULES = ("files", "actor", "adoption", "intake", "links", "wire")
+ACTOR_MODULES = ("files", "actor", "adoption", "intake", "links", "outgoing", "wire")
 ACTOR_EXTRAS = {f"scheduler/{name}.py": {"control", "proto"} for name in ACTOR_MODULES}
 TORCH_ROOMS = (
     "engine/",

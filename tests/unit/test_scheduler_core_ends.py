@@ -204,6 +204,21 @@ def test_kv_that_waits_for_a_prefill_makes_room_where_the_pool_is_full():
     assert drop.kv_tokens == (38,)
 
 
+def test_kv_that_went_with_the_memory_of_the_pool_is_prefilled_again():
+    cell = Cell(pool=100)
+    cell.do(ev.InstanceLost("prefill", "p0"))
+    cell.do(again("a", 1, 41, 38))
+    cell.do(again("b", 1, 41, 38))
+    pool = next(iter(cell.core._books.ledger.pool_ids))
+    cell.do(ev.InstanceLost("kv_pool", pool))
+    cell.do(ev.PoolReported(pool, 100, 90))
+    cell.do(ev.PoolInventoryTaken({key("b", 1): (38, 10)}))  # its successor has this one only
+    cell.core.check_integrity()
+    cell.do(ev.InstanceJoined("prefill", "p0"))
+    started = only(cell.do(ev.PrefillReported("p0", 0, 100, 10, 10, 10, 10)), StartPrefill)
+    assert {start.keys[0]: start.base_tokens for start in started} == {key("a", 1): 0, key("b", 1): 38}
+
+
 def test_with_a_prefill_instance_go_its_prompts_and_its_candidates():
     cell = Cell(prefills=2)
     cell.make_busy()

@@ -158,6 +158,23 @@ def test_a_restarted_server_makes_nothing_anew_that_may_still_be_handed_over(
     assert client.create("other", MIB).identity != segment.identity
 
 
+def test_whoever_asks_for_what_may_still_be_handed_over_waits_for_it(
+    server: SegmentServer, client: SegmentClient
+) -> None:
+    segment = client.create("prefill-0/batch-1", MIB)
+    server.drop("prefill-0/batch-1")
+    server.expect(30.0)
+    found: list[Segment] = []
+    asking = threading.Thread(target=lambda: found.append(client.attach("prefill-0/batch-1")))
+    asking.start()
+    client.adopt(segment)
+    asking.join(10)
+    assert found[0].identity == segment.identity
+    server.expect(0.0)
+    with pytest.raises(TransferError, match="no segment is called other"):
+        client.attach("other")
+
+
 def test_more_than_the_available_memory_is_refused_with_the_figures(folder: Path) -> None:
     server = SegmentServer(folder / "s", "secret", available_bytes=lambda: 10 * MIB)
     server.start()
