@@ -103,6 +103,8 @@ class CoreModel:
                 self._restored(decode_id, requests, restore, turn)
             case ev.PoolInventoryTaken(copies):
                 turn.must_end |= {key for key, e in self.open.items() if e.state == "waiting" and key not in copies}
+                for entry in (e for key, e in self.open.items() if e.state == "queued" and key not in copies):
+                    entry.kv_tokens = entry.pool_tokens = 0
                 for key in self.open.keys() & copies.keys():
                     if not self.open[key].pool_tokens and self.open[key].state in ("prefetched", "decoding"):
                         self.open[key].pool_tokens = copies[key][0]
