@@ -21,6 +21,7 @@ COMPONENTS = {
     "prefill_worker": "prefill_worker",
     "proto": "proto/messages",
     "scheduler": "scheduler",
+    "simulator": "simulator",
     "transfer": "transfer",
 }
 

@@ -24,6 +24,7 @@ COMPONENTS = (
     "kv_pool",
     "prefill_worker",
     "scheduler",
+    "simulator",
     "transfer",
 )
 # What each may import beside itself and the shared ground: imports run one way.
@@ -31,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "shared": set(),
     "proto": set(),
     "scheduler": set(),
+    "simulator": {"scheduler"},
     "control": {"proto"},
     "client": {"proto"},
     "transfer": {"proto", "scheduler"},

@@ -1,0 +1,1 @@
+"""Replays a trace through the real scheduler, allocator and iteration scheduler in virtual time."""

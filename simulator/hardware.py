@@ -1,0 +1,27 @@
+"""The simulated machine: what holds KV, and what moves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Of one cell. Tokens, bytes, bytes a second, seconds. Rates are of each direction of one instance's link.
+
+    `kv_tokens`: cache of a decode (or colocated) instance; a prefill instance's own cache and its two candidate
+    buffers are shares of the same memory. `message_s`: one control message. `host_overhead_s`: what an engine
+    adds to every pass.
+    """
+
+    kv_tokens: int
+    kv_bytes_per_token: int
+    pool_tokens: int
+    block_size: int = 16
+    batch_buffer_share: float = 0.4
+    requests_buffer_share: float = 0.1
+    pool_bandwidth: float = 25e9
+    peer_bandwidth: float = 150e9
+    copy_latency_s: float = 20e-6
+    message_s: float = 200e-6
+    host_overhead_s: float = 0.0

@@ -1,0 +1,63 @@
+"""What a simulated run leaves behind, from which every summary, table and plot is made."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from alignedserve.simulator.workload import Arrival
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """One request. Seconds of the virtual clock.
+
+    `token_s`: when each output token came, in order; empty for a refused one. `pool_wait_s`: from the end of prefill
+    (or an eviction) to the next decode iteration, summed; 0 in colocated systems. `stages_s`: further stages, by name.
+    """
+
+    arrival: Arrival
+    token_s: array[float] = field(default_factory=lambda: array("d"))
+    refused: str = ""
+    pool_wait_s: float = 0.0
+    preemptions: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StepColumns:
+    """Every pass of every instance, a column each: equal lengths. Seconds, tokens.
+
+    `balanced_s`: the same bytes at equal lengths (`StepCost.balanced_step_s`); `seconds - balanced_s` is the bubble.
+    `gap_s`: scheduling and moves charged before the pass. `switching`: 1 in a batch switch.
+    """
+
+    instance: array[int] = field(default_factory=lambda: array("H"))
+    start_s: array[float] = field(default_factory=lambda: array("d"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    balanced_s: array[float] = field(default_factory=lambda: array("d"))
+    gap_s: array[float] = field(default_factory=lambda: array("d"))
+    decodes: array[int] = field(default_factory=lambda: array("I"))
+    prefill_tokens: array[int] = field(default_factory=lambda: array("I"))
+    shortest: array[int] = field(default_factory=lambda: array("I"))
+    longest: array[int] = field(default_factory=lambda: array("I"))
+    total: array[int] = field(default_factory=lambda: array("Q"))
+    switching: array[int] = field(default_factory=lambda: array("B"))
+
+
+@dataclass(slots=True)
+class RunResult:
+    """One policy, one workload, one seed. `instances`: names, by the number in `StepColumns.instance`.
+
+    `pool_blocks`: (seconds, blocks owned) whenever it changed by more than a hundredth of the capacity.
+    """
+
+    policy: str
+    requests: list[RequestResult]
+    steps: StepColumns
+    instances: tuple[str, ...]
+    end_s: float
+    pool_blocks: list[tuple[float, int]] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    configuration: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,26 @@
+"""What is replayed: requests with arrival and lengths. Only the simulator knows output lengths, no policy does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """`arrival_s` on the virtual clock, from 0. `output_tokens`: what the request will generate, at least 1."""
+
+    request_id: str
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Arrivals in order of time. `description`: source, its SHA-256, and everything that was done to it. JSON."""
+
+    arrivals: tuple[Arrival, ...]
+    description: Mapping[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What a reader of the results must know, e.g. that prefix hits of the trace were not used."""
