@@ -1,14 +1,28 @@
 """Systems by name: what `--policy` chooses, in the cluster and in the simulator (systems.md).
 
 A disaggregated system is a batch-formation policy (`policies/`) with settings; a colocated one is an instance scheduler
-(`colocated/`) whose passes hold prompts and decodes together.
+(`colocated/`) whose passes hold prompts and decodes together. Besides the names of `SYSTEMS` there are those that
+installed packages register under the entry point group `alignedserve.policies`, and `package.module:Class`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import importlib
+import inspect
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.colocated.base import InstanceScheduler
+from alignedserve.scheduler.policies.base import BatchPolicy
+
+ENTRY_POINTS = "alignedserve.policies"
+Option = float | int | bool | str
 
 
 class Topology(enum.Enum):
@@ -29,4 +43,159 @@ class System:
     target: str
     summary: str
     settings: Mapping[str, object] = field(default_factory=dict)
-    options: Mapping[str, float | int | bool | str] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+_POLICIES = "alignedserve.scheduler.policies"
+_COLOCATED = "alignedserve.scheduler.colocated"
+_NO_PREFETCH = {"cluster.prefetch": False}
+
+
+def _disaggregated(name: str, target: str, summary: str, settings: Mapping[str, object] | None = None) -> System:
+    return System(name, Topology.DISAGGREGATED, f"{_POLICIES}.{target}", summary, settings or {})
+
+
+def _colocated(name: str, target: str, summary: str, **options: Option) -> System:
+    return System(name, Topology.COLOCATED, f"{_COLOCATED}.{target}", summary, {}, options)
+
+
+SYSTEMS: Mapping[str, System] = {
+    system.name: system
+    for system in (
+        _disaggregated("aligned", "aligned:AlignedPolicy", "candidate batches of similar lengths, density first"),
+        _disaggregated(
+            "aligned-cost",
+            "aligned_cost:AlignedCostPolicy",
+            "the candidate batch with the most predicted tokens/s",
+        ),
+        _disaggregated("fcfs", "fcfs:FcfsPolicy", "first come, first served, as DistServe's decode stage"),
+        _disaggregated(
+            "aligned-no-prefetch", "aligned:AlignedPolicy", "aligned, joining straight from the pool", _NO_PREFETCH
+        ),
+        _disaggregated(
+            "aligned-no-prefetch-fcfs", "fcfs:FcfsPolicy", "fcfs, joining straight from the pool", _NO_PREFETCH
+        ),
+        _disaggregated("oracle", "oracle:OraclePolicy", "knows output lengths, fewest left first; simulator only"),
+        _colocated(
+            "vllm",
+            "vllm:VllmScheduler",
+            "vLLM: running requests first, then chunked prompts; the latest is preempted and computed again",
+            max_num_seqs=128,
+            max_num_batched_tokens=2048,
+            async_scheduling=True,
+        ),
+        _colocated(
+            "sarathi",
+            "sarathi:SarathiScheduler",
+            "Sarathi-Serve: decodes never stall, prompt chunks fill the token budget",
+            max_num_seqs=128,
+            token_budget=512,
+            watermark=0.01,
+            dynamic=False,
+            chunk_high=2048,
+            chunk_low=512,
+            chunk_steps=4,
+        ),
+        _colocated(
+            "fastgen",
+            "fastgen:FastGenScheduler",
+            "DeepSpeed-FastGen: Dynamic SplitFuse, every pass as near to the token budget as it gets",
+            max_num_seqs=256,
+            token_budget=768,
+        ),
+        _colocated(
+            "orca",
+            "orca:OrcaScheduler",
+            "ORCA: iteration-level, whole prompts, room for the longest answer reserved",
+            max_batch=128,
+            n_workers=1,
+        ),
+        _colocated(
+            "static",
+            "static:StaticScheduler",
+            "static batching: a batch is fixed until its last request has ended",
+            max_batch=128,
+        ),
+    )
+}
+
+
+def resolve(name: str) -> System:
+    """The system called `name`: built in, `package.module:Class`, or an entry point.
+
+    Raises ConfigError, listing the choices, where there is none, and where what it names is no policy.
+    """
+    if name in SYSTEMS:
+        return SYSTEMS[name]
+    if ":" in name:
+        return _system_of(name, name)
+    registered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    if name in registered:
+        return _system_of(name, registered[name])
+    choices = ", ".join([*SYSTEMS, *sorted(registered.keys() - SYSTEMS.keys())])
+    raise ConfigError(f"unknown policy {name!r}; choose one of: {choices}; or package.module:Class")
+
+
+def policy_class(system: System) -> type[BatchPolicy]:
+    """The batch-formation policy of a disaggregated system. Raises ConfigError where it has none."""
+    target = _imported(system.name, system.target)
+    if not issubclass(target, BatchPolicy):
+        raise ConfigError(f"policy {system.name!r} is a colocated system: it runs in the simulator only for now")
+    return target
+
+
+def scheduler_class(system: System) -> type[InstanceScheduler]:
+    """The instance scheduler of a colocated system. Raises ConfigError where it has none."""
+    target = _imported(system.name, system.target)
+    if not issubclass(target, InstanceScheduler):
+        raise ConfigError(f"policy {system.name!r} is a disaggregated system, not a colocated one")
+    return target
+
+
+def with_options(system: System, changes: Mapping[str, Option]) -> dict[str, Option]:
+    """The system's options with these changed. Raises ConfigError for an unknown name or a value of another type."""
+    options = dict(system.options)
+    for key, value in changes.items():
+        if key not in options:
+            known = ", ".join(options) or "none"
+            raise ConfigError(f"policy {system.name!r} has no option {key!r}; it has: {known}")
+        options[key] = _as_typed(f"{system.name}.{key}", value, options[key])
+    return options
+
+
+def _as_typed(name: str, value: Option, default: Option) -> Option:
+    """`value` in the type of `default`; an int may stand for a float, and text for what it reads as."""
+    kind = type(default)
+    if isinstance(value, str) and kind is not str:
+        words: dict[str, Option] = {"true": True, "false": False}
+        with contextlib.suppress(KeyError, ValueError):
+            value = words[value.lower()] if kind is bool else kind(value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{name} must be of type {kind.__name__}, not {value!r}")
+    return value
+
+
+def _system_of(name: str, target: str) -> System:
+    found = _imported(name, target)
+    summary = (inspect.getdoc(found) or "no description").splitlines()[0]
+    if issubclass(found, BatchPolicy):
+        return System(name, Topology.DISAGGREGATED, target, summary)
+    return System(name, Topology.COLOCATED, target, summary, {}, dict(found.OPTIONS))
+
+
+def _imported(name: str, target: str) -> type[BatchPolicy] | type[InstanceScheduler]:
+    module, _, attribute = target.partition(":")
+    if os.getcwd() not in sys.path:  # a policy beside the command that names it
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"policy {name!r}: {target} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, BatchPolicy | InstanceScheduler)):
+        raise ConfigError(f"policy {name!r}: {target} is neither a BatchPolicy nor an InstanceScheduler")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"policy {name!r}: {target} lacks {missing}")
+    return found

@@ -1,0 +1,99 @@
+"""Systems by name: built in, `package.module:Class`, entry points; options with their types."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.errors import ConfigError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler import systems
+from alignedserve.scheduler.policies.base import BatchLimits, Entry
+from alignedserve.scheduler.policies.fcfs import FcfsPolicy
+from alignedserve.scheduler.policies.oracle import OraclePolicy
+from alignedserve.scheduler.systems import SYSTEMS, Topology, policy_class, resolve, scheduler_class, with_options
+
+FCFS = "alignedserve.scheduler.policies.fcfs:FcfsPolicy"
+
+
+def test_every_system_of_the_issue_has_a_name_and_says_what_it_is():
+    assert list(SYSTEMS) == [
+        "aligned",
+        "aligned-cost",
+        "fcfs",
+        "aligned-no-prefetch",
+        "aligned-no-prefetch-fcfs",
+        "oracle",
+        "vllm",
+        "sarathi",
+        "fastgen",
+        "orca",
+        "static",
+    ]
+    assert all(system.summary and resolve(name) is system for name, system in SYSTEMS.items())
+
+
+def test_an_unknown_name_lists_the_choices():
+    with pytest.raises(ConfigError, match=r"choose one of: aligned, .*static; or package\.module:Class"):
+        resolve("nonesuch")
+
+
+def test_a_policy_of_ones_own_is_named_by_its_place():
+    system = resolve(FCFS)
+    assert (system.name, system.topology) == (FCFS, Topology.DISAGGREGATED)
+    assert policy_class(system) is FcfsPolicy
+
+
+def test_an_entry_point_is_a_name_like_any_other(monkeypatch):
+    points = [EntryPoint("mine", FCFS, systems.ENTRY_POINTS), EntryPoint("aligned", FCFS, systems.ENTRY_POINTS)]
+    monkeypatch.setattr(systems, "entry_points", lambda group: points)
+    assert policy_class(resolve("mine")) is FcfsPolicy
+    assert resolve("aligned") is SYSTEMS["aligned"]  # nobody takes a built-in name
+    with pytest.raises(ConfigError, match="static, mine; or"):
+        resolve("nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.such.module:Class", "cannot be imported"),
+        ("alignedserve.scheduler.systems:Nothing", "cannot be imported"),
+        ("alignedserve.scheduler.systems:Topology", "neither a BatchPolicy nor an InstanceScheduler"),
+        ("alignedserve.scheduler.policies.base:BatchPolicy", "lacks .*form"),
+        (":", "cannot be imported"),
+    ],
+)
+def test_what_is_no_policy_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
+
+
+def test_a_disaggregated_system_has_no_instance_scheduler():
+    with pytest.raises(ConfigError, match="disaggregated"):
+        scheduler_class(SYSTEMS["fcfs"])
+
+
+def test_options_keep_their_types_and_unknown_ones_are_refused():
+    vllm = SYSTEMS["vllm"]
+    assert with_options(vllm, {"max_num_seqs": "64", "async_scheduling": "false"})["max_num_seqs"] == 64
+    assert with_options(SYSTEMS["sarathi"], {"watermark": 0})["watermark"] == 0.0
+    with pytest.raises(ConfigError, match="has no option 'seqs'; it has: max_num_seqs"):
+        with_options(vllm, {"seqs": 1})
+    for wrong in ("many", 1.5, True):
+        with pytest.raises(ConfigError, match=r"vllm\.max_num_seqs must be of type int"):
+            with_options(vllm, {"max_num_seqs": wrong})
+
+
+def test_the_oracle_takes_the_fewest_tokens_left_and_only_what_it_was_told():
+    oracle = OraclePolicy(SchedulerConfig())
+    oracle.reveal({"long": 500, "short": 130, "big": 4010})
+    for name, tokens in (("long", 100), ("short", 120), ("big", 4000)):
+        oracle.insert(Entry(RequestKey(name), tokens, tokens, 0.0))
+    names = [entry.key.request_id for entry in oracle.form(BatchLimits(5000, 1, 9), None, 0.0)]
+    assert names == ["big", "short", "long"]
+    assert [e.key.request_id for e in oracle.form(BatchLimits(300, 1, 9), RequestKey("long"), 0.0)] == ["long"]
+    oracle.remove(RequestKey("big"))
+    oracle.check_integrity()
+    with pytest.raises(ConfigError, match="simulator only"):
+        oracle.insert(Entry(RequestKey("unknown"), 1, 1, 0.0))
+    assert oracle.totals() == (2, 220)
