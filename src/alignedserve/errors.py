@@ -3,6 +3,7 @@
 AlignedServeError
 ├── ConfigError                 the configuration cannot be used (CLI: exit status 2)
 │   ├── UnknownKeyError         a key that no configuration class has
+│   ├── TraceError              a trace cannot be read; says file, line and column
 │   └── ResourceError           this machine lacks what was asked for (memory, GPU, port)
 ├── ModelError                  the model folder is missing, broken or not supported
 │   └── UnsupportedModelError   the architecture or a feature of it would give wrong tokens
@@ -60,6 +61,12 @@ class ConfigError(AlignedServeError):
 
 class UnknownKeyError(ConfigError):
     code = "unknown_key"
+
+
+class TraceError(ConfigError):
+    """`details` holds `file`, and where they are known `line` and `column`, both from 1."""
+
+    code = "invalid_trace"
 
 
 class ResourceError(ConfigError):

@@ -1,0 +1,73 @@
+"""Values of a trace as numbers; what cannot be read is a TraceError that names file, line and column."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from alignedserve.errors import TraceError
+
+MAX_TOKENS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value stands. `column`: the field's number in a CSV line, the character's in a JSON line; from 1."""
+
+    file: str
+    line: int
+    column: int
+    name: str = ""
+
+    def fail(self, problem: str) -> NoReturn:
+        named = f" ({self.name})" if self.name else ""
+        message = f"{self.file}, line {self.line}, column {self.column}{named}: {problem}"
+        raise TraceError(message, file=self.file, line=self.line, column=self.column)
+
+
+def tokens_of(value: object, place: Place, least: int = 1) -> int:
+    """A whole number of tokens, at least `least`."""
+    number = value
+    if isinstance(value, str):
+        try:
+            number = int(value)
+        except ValueError:
+            number = _float(value)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int):
+        place.fail(f"{_shown(value)} is not a whole number of tokens")
+    if not least <= number < MAX_TOKENS:
+        place.fail(f"{number} is not between {least} and {MAX_TOKENS - 1} tokens")
+    return number
+
+
+def seconds_of(value: object, place: Place) -> float:
+    """A finite time in whatever unit the file has."""
+    number = _float(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        place.fail(f"{_shown(value)} is not a time")
+    return float(number)
+
+
+def stamp_of(text: str, place: Place) -> datetime:
+    """A calendar time; without a zone it counts as UTC, only differences matter."""
+    try:
+        stamp = datetime.fromisoformat(text.strip())
+    except ValueError:
+        place.fail(f"{_shown(text)} is not a date and time such as 2023-11-16 18:15:46.6805900")
+    return stamp if stamp.tzinfo is not None else stamp.replace(tzinfo=UTC)
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

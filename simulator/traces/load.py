@@ -1,0 +1,61 @@
+"""How fast requests come: arrivals drawn from a renewal process, or a trace's own, stretched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from alignedserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`rate_per_s`: mean arrivals a second; None: a trace's own times, or all at time zero where it has none.
+
+    `cv`: coefficient of variation of the time between two made arrivals: 1 (None) is Poisson, another one Gamma, 0 even
+    spacing. `limit`: only the first so many requests.
+    """
+
+    rate_per_s: float | None = None
+    cv: float | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
+            raise ConfigError(f"a rate must be more than 0 requests a second, not {self.rate_per_s:g}")
+        if self.cv is not None and not 0 <= self.cv < float("inf"):
+            raise ConfigError(f"--cv must be at least 0, not {self.cv:g}")
+        if self.cv is not None and self.rate_per_s is None:
+            raise ConfigError("--cv says how unevenly requests arrive, and needs --rate: without it all come at once")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"--limit must be at least 1, not {self.limit}")
+
+    @property
+    def process(self) -> str:
+        if self.rate_per_s is None:
+            return "all at time zero"
+        return "poisson" if self.cv in (None, 1.0) else f"gamma, cv {self.cv:g}"
+
+    def draw(self, count: int, seed: int) -> list[float]:
+        """`count` arrival times in seconds, the first at 0.
+
+        One seed draws the same arrivals at every rate, only closer together: two rates differ by nothing else.
+        """
+        if self.rate_per_s is None or count == 0:
+            return [0.0] * count
+        rng = random.Random(f"alignedserve arrivals {seed}")
+        cv = 1.0 if self.cv is None else self.cv
+        shape = 1.0 / (cv * cv) if cv else 0.0
+        gaps = (rng.gammavariate(shape, 1.0 / shape) if cv else 1.0 for _ in range(count - 1))
+        rate = self.rate_per_s
+        return [time / rate for time in accumulate(gaps, initial=0.0)]
+
+    def stretch(self, arrivals_s: Sequence[float]) -> list[float]:
+        """A trace's own arrivals, faster or slower, so that their mean rate is `rate_per_s`."""
+        span_s = arrivals_s[-1] if arrivals_s else 0.0
+        if self.rate_per_s is None or span_s == 0.0:
+            return list(arrivals_s)
+        factor = (len(arrivals_s) - 1) / (self.rate_per_s * span_s)
+        return [time * factor for time in arrivals_s]

@@ -1,0 +1,82 @@
+"""Synthetic mixes of short and long requests, as the paper's evaluation has them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field, fields, replace
+
+from alignedserve.errors import ConfigError
+from alignedserve.simulator.traces.load import Load
+from alignedserve.simulator.traces.trace import Trace
+from alignedserve.simulator.workload import Arrival, Workload
+
+PREFIX = "mix:"
+_DEFAULT_REQUESTS = 1000
+
+
+def is_mix(source: str) -> bool:
+    return source.startswith(PREFIX) or source == PREFIX.rstrip(":")
+
+
+@dataclass(frozen=True, slots=True)
+class Mix(Trace):
+    """`short` is the share of short requests, met exactly (rounded to whole requests); lengths are uniform, both ends
+    included.
+    """
+
+    short: float = 0.95
+    requests: int = _DEFAULT_REQUESTS
+    short_min: int = 32
+    short_max: int = 999
+    long_min: int = 1000
+    long_max: int = 8000
+    output_min: int = 64
+    output_max: int = 512
+    timed: bool = field(default=False, init=False)
+
+    @classmethod
+    def parse(cls, source: str) -> Mix:
+        """`mix:short=0.95,requests=2000`, every key optional. Raises ConfigError."""
+        known = {entry.name: entry for entry in fields(cls) if entry.init}
+        given: dict[str, float | int] = {}
+        for part in filter(None, source.removeprefix(PREFIX).removeprefix("mix").split(",")):
+            name, _, text = part.partition("=")
+            if name not in known:
+                raise ConfigError(f"{source}: unknown key {name!r}; a mix has {', '.join(known)}")
+            kind = float if name == "short" else int
+            try:
+                given[name] = kind(text)
+            except ValueError:
+                raise ConfigError(f"{source}: {name}={text!r} is no {kind.__name__}") from None
+        mix = replace(cls(), **given)  # type: ignore[arg-type]  # by name, as their fields say
+        mix._check(source)
+        return mix
+
+    def _check(self, source: str) -> None:
+        if not 0 <= self.short <= 1:
+            raise ConfigError(f"{source}: short is a share, between 0 and 1")
+        if self.requests < 1:
+            raise ConfigError(f"{source}: requests must be at least 1")
+        for name in ("short", "long", "output"):
+            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if not 1 <= low <= high:
+                raise ConfigError(f"{source}: {name}_min ({low}) must be at least 1, {name}_max ({high}) at least that")
+
+    def workload(self, load: Load, seed: int) -> Workload:
+        rng = random.Random(f"alignedserve mix {seed}")
+        count = self.requests if load.limit is None else min(load.limit, self.requests)
+        short = round(self.short * count)
+        inputs = [rng.randint(self.short_min, self.short_max) for _ in range(short)]
+        inputs += [rng.randint(self.long_min, self.long_max) for _ in range(count - short)]
+        rng.shuffle(inputs)
+        outputs = [rng.randint(self.output_min, self.output_max) for _ in range(count)]
+        rows = zip(load.draw(count, seed), inputs, outputs, strict=True)
+        arrivals = tuple(Arrival(f"r{number}", *row) for number, row in enumerate(rows))
+        made = {"requests": count, "arrivals": load.process, "seed": seed}
+        return Workload(arrivals, {**self.describe(), **made})
+
+    def describe(self) -> dict[str, object]:
+        keys = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        spec = PREFIX + ",".join(f"{name}={value}" for name, value in keys.items())
+        return {"source": spec, "format": "mix", "sha256": hashlib.sha256(spec.encode()).hexdigest(), "mix": keys}

@@ -1,0 +1,56 @@
+"""Reads a trace file; its content says which format it has."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from alignedserve.errors import TraceError
+from alignedserve.simulator.traces import records, tables
+from alignedserve.simulator.traces.mix import Mix, is_mix
+from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, Trace, in_order
+
+FORMATS = f"""{tables.FORMATS}
+{records.FORMATS}
+  mix:short=0.95,requests=2000  no file: a synthetic mix of short and long requests"""
+
+
+def read_trace(source: str) -> Trace:
+    """A file, or the specification of a mix. Raises TraceError with file, line and column."""
+    if is_mix(source):
+        return Mix.parse(source)
+    raw = _bytes(source)
+    digest = hashlib.sha256(raw).hexdigest()
+    text = _text(raw, source)
+    start = text.lstrip()
+    if not start:
+        raise TraceError(f"{source}, line 1, column 1: the file is empty", file=source, line=1, column=1)
+    found = (records if start[0] in "{[" else tables).parse(text, source)
+    if not found.rows:
+        last = text.count("\n") + 1
+        raise TraceError(f"{source}, line {last}, column 1: it has no requests", file=source, line=last, column=1)
+    if not found.timed:
+        return LengthsTrace(source, found.format, digest, tuple(found.rows))
+    rows, ordered = in_order(found.rows)
+    notes = tuple(found.notes)
+    if not ordered and not found.any_order:
+        notes += ("the trace is not in order of time: it was sorted",)
+    return TimedTrace(source, found.format, digest, rows, notes)
+
+
+def _bytes(source: str) -> bytes:
+    try:
+        return Path(source).expanduser().read_bytes()
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {source}: {error.strerror}", file=source) from error
+
+
+def _text(raw: bytes, source: str) -> str:
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = raw[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
+        message = f"{source}, line {line}, column {column}: not UTF-8 text ({error.reason})"
+        raise TraceError(message, file=source, line=line, column=column) from error
+    return text

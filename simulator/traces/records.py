@@ -1,0 +1,124 @@
+"""Traces as JSON lines: Mooncake's, and the log that our own gateways write (`--request-log`)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from alignedserve.simulator.traces.fields import Place, seconds_of, tokens_of
+from alignedserve.simulator.traces.tables import Found
+from alignedserve.simulator.traces.trace import Row
+
+FORMATS = """  JSONL  timestamp, input_length, output_length       Mooncake's traces (times in milliseconds)
+  JSONL  arrival_unix_s, input_tokens, output_tokens  what `alignedserve serve --request-log FILE` writes"""
+
+_MOONCAKE = ("timestamp", "input_length", "output_length")
+_REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
+
+
+def parse(text: str, file: str) -> Found:
+    """Raises TraceError."""
+    read: _Reader | None = None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        record = _Record(line, file, number)
+        if read is None:
+            read = _choose(record)
+        read.add(record)
+    if read is None:
+        Place(file, 1, 1).fail("the file is empty")
+    return read.finish()
+
+
+class _Record:
+    """One line. Values are asked for by key; a place is where the key stands."""
+
+    def __init__(self, line: str, file: str, number: int) -> None:
+        self._line = line
+        self._file = file
+        self._number = number
+        try:
+            self.values: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError as error:
+            Place(file, number, error.colno).fail(f"not JSON: {error.msg}")
+        except RecursionError:
+            Place(file, number, 1).fail("not a trace: JSON nested too deeply")
+        if not isinstance(self.values, dict):
+            Place(file, number, 1).fail("a line must hold a JSON object")
+
+    def place(self, key: str) -> Place:
+        return Place(self._file, self._number, max(0, self._line.find(f'"{key}"')) + 1, key)
+
+    def get(self, key: str) -> tuple[Any, Place]:
+        if key not in self.values:
+            self.place(key).fail("is missing")
+        return self.values[key], self.place(key)
+
+
+class _Mooncake:
+    def __init__(self) -> None:
+        self._found = Found("mooncake", timed=True)
+        self._seen: set[int] = set()
+        self._hits = 0
+        self._blocks = 0
+
+    def add(self, record: _Record) -> None:
+        arrival_s = seconds_of(*record.get("timestamp")) / 1e3
+        row = Row(tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length")), arrival_s)
+        self._found.rows.append(row)
+        blocks = record.values.get("hash_ids", ())
+        if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
+            record.place("hash_ids").fail("must be a list of whole numbers")
+        self._blocks += len(blocks)
+        for position, block in enumerate(blocks):  # a prefix ends at the first block that nobody had before
+            if block not in self._seen:
+                self._seen.update(blocks[position:])
+                break
+            self._hits += 1
+
+    def finish(self) -> Found:
+        if self._hits:
+            share = self._hits / self._blocks
+            self._found.notes.append(
+                f"prefix hits were not used: {self._hits} of {self._blocks} prompt blocks ({share:.1%}) repeat an "
+                "earlier request's prefix, and every prompt is computed whole"
+            )
+        return self._found
+
+
+class _RequestLog:
+    def __init__(self) -> None:
+        self._found = Found("request log", timed=True, any_order=True)  # written in the order in which requests end
+        self._empty = 0
+        self._ids: set[str] = set()
+
+    def add(self, record: _Record) -> None:
+        outputs = tokens_of(*record.get("output_tokens"), least=0)
+        request_id = str(record.values.get("request_id", ""))
+        if request_id in self._ids:  # one that went on through another gateway
+            request_id = ""
+        self._ids.add(request_id)
+        arrival_s = seconds_of(*record.get("arrival_unix_s"))
+        row = Row(tokens_of(*record.get("input_tokens")), outputs, arrival_s, request_id)
+        if outputs == 0:
+            self._empty += 1
+        else:
+            self._found.rows.append(row)
+
+    def finish(self) -> Found:
+        if self._empty:
+            self._found.notes.append(f"{self._empty} requests of the log ended without a token and were left out")
+        return self._found
+
+
+_Reader = _Mooncake | _RequestLog
+
+
+def _choose(record: _Record) -> _Reader:
+    keys = set(record.values)
+    if keys & set(_MOONCAKE[1:]):
+        return _Mooncake()
+    if not keys & set(_REQUEST_LOG):
+        record.place("").fail(f"the keys {', '.join(sorted(keys)[:8])} are of no trace that is known here:\n{FORMATS}")
+    return _RequestLog()

@@ -1,0 +1,98 @@
+"""Traces as CSV: a header names the columns, which may stand in any order and beside others."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from alignedserve.errors import TraceError
+from alignedserve.simulator.traces.fields import Place, seconds_of, stamp_of, tokens_of
+from alignedserve.simulator.traces.trace import Row
+
+FORMATS = """  CSV  TIMESTAMP,ContextTokens,GeneratedTokens        Azure's LLM inference traces
+  CSV  arrival_time_s,input_tokens,output_tokens
+  CSV  num_prefill_tokens,num_decode_tokens           lengths alone; --rate and --cv make the arrivals"""
+
+
+@dataclass(slots=True)
+class Found:
+    """What was read. `any_order`: the format does not promise order of time."""
+
+    format: str
+    timed: bool
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    any_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    name: str
+    arrival: str  # its column; "" for none
+    inputs: str
+    outputs: str
+    seconds: Callable[[str, Place], float] = seconds_of
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.arrival, self.inputs, self.outputs)))
+
+
+def _calendar_s(text: str, place: Place) -> float:
+    stamp = stamp_of(text, place)
+    return stamp.timestamp()
+
+
+_AZURE = _Format("azure", "timestamp", "contexttokens", "generatedtokens", _calendar_s)
+_PLAIN = _Format("csv", "arrival_time_s", "input_tokens", "output_tokens")
+_LENGTHS = _Format("lengths", "", "num_prefill_tokens", "num_decode_tokens")
+_ALL = (_AZURE, _PLAIN, _LENGTHS)
+
+
+def parse(text: str, file: str) -> Found:
+    """Raises TraceError."""
+    lines = _lines(text, file)
+    try:
+        number, header = next(lines)
+    except StopIteration:
+        raise TraceError(f"{file}, line 1, column 1: there is no header", file=file, line=1, column=1) from None
+    names = [name.strip() for name in header]
+    known = {name.lower(): position for position, name in enumerate(names)}
+    chosen = next((entry for entry in _ALL if set(entry.columns) <= set(known)), None)
+    if chosen is None:
+        Place(file, number, 1).fail(f"the header {','.join(names)!r} is of no trace that is known here:\n{FORMATS}")
+    found = Found(chosen.name, timed=bool(chosen.arrival))
+    at = {name: known[name] for name in chosen.columns}
+    for number, cells in lines:
+        found.rows.append(_row(chosen, at, names, cells, file, number))
+    return found
+
+
+def _row(chosen: _Format, at: Mapping[str, int], names: list[str], cells: list[str], file: str, line: int) -> Row:
+    if len(cells) != len(names):
+        Place(file, line, min(len(cells), len(names)) + 1).fail(
+            f"the line has {len(cells)} fields, the header {len(names)}"
+        )
+
+    def cell(column: str) -> tuple[str, Place]:
+        position = at[column]
+        return cells[position], Place(file, line, position + 1, names[position])
+
+    arrival_s = chosen.seconds(*cell(chosen.arrival)) if chosen.arrival else 0.0
+    return Row(tokens_of(*cell(chosen.inputs)), tokens_of(*cell(chosen.outputs)), arrival_s)
+
+
+def _lines(text: str, file: str) -> Iterator[tuple[int, list[str]]]:
+    """Every line that says something, with its number."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            Place(file, reader.line_num, 1).fail(f"not CSV: {error}")
+        if any(cell.strip() for cell in cells) and not cells[0].startswith("#"):
+            yield reader.line_num, cells

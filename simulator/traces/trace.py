@@ -1,0 +1,102 @@
+"""What a trace is once it has been read, and how a workload is made of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from alignedserve.errors import ConfigError
+from alignedserve.simulator.traces.load import Load
+from alignedserve.simulator.workload import Arrival, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A request as a file has it. `arrival_s` on the file's own clock; `request_id` "" where it names none."""
+
+    input_tokens: int
+    output_tokens: int
+    arrival_s: float = 0.0
+    request_id: str = ""
+
+
+class Trace(ABC):
+    """A source of workloads. `timed`: it has arrivals of its own."""
+
+    timed: bool
+
+    @abstractmethod
+    def workload(self, load: Load, seed: int) -> Workload:
+        """The same for the same arguments. Arrivals begin at 0. Raises ConfigError for a load that it cannot have."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """Source, format, hash. JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTrace(Trace):
+    """Requests with arrival times of their own. Rows in order of time, the first at 0."""
+
+    source: str
+    format: str
+    sha256: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    timed: bool = field(default=True, init=False)
+
+    def workload(self, load: Load, seed: int) -> Workload:
+        if load.cv is not None:
+            raise ConfigError(f"--cv is for arrivals that are made; {self.source} has its own (--rate stretches them)")
+        rows = self.rows[: load.limit]
+        times = load.stretch([row.arrival_s for row in rows])
+        notes = self.notes
+        if load.rate_per_s is not None:
+            notes += (f"arrivals of the trace stretched to {load.rate_per_s:g} requests a second on average",)
+        return Workload(_arrivals(rows, times), {**self.describe(), "requests": len(rows)}, notes)
+
+    def describe(self) -> dict[str, object]:
+        return _describe(self.source, self.format, self.sha256, len(self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsTrace(Trace):
+    """Lengths alone. Which ones, and in which order, is drawn from the seed: neighbours in a file are often alike."""
+
+    source: str
+    format: str
+    sha256: str
+    rows: tuple[Row, ...]
+    timed: bool = field(default=False, init=False)
+
+    def workload(self, load: Load, seed: int) -> Workload:
+        rows = list(self.rows)
+        random.Random(f"alignedserve lengths {seed}").shuffle(rows)
+        rows = rows[: load.limit]
+        made = {"requests": len(rows), "order": "shuffled by the seed", "arrivals": load.process, "seed": seed}
+        return Workload(_arrivals(rows, load.draw(len(rows), seed)), {**self.describe(), **made})
+
+    def describe(self) -> dict[str, object]:
+        return _describe(self.source, self.format, self.sha256, len(self.rows))
+
+
+def _describe(source: str, name: str, sha256: str, rows: int) -> dict[str, object]:
+    return {"source": source, "format": name, "sha256": sha256, "rows": rows}
+
+
+def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...]:
+    return tuple(
+        Arrival(row.request_id or f"r{number}", time, row.input_tokens, row.output_tokens)
+        for number, (row, time) in enumerate(zip(rows, times, strict=True))
+    )
+
+
+def in_order(rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
+    """Sorted by arrival, ties as in the file, moved to begin at 0. The second: whether they had been in order."""
+    ordered = sorted(rows, key=lambda row: row.arrival_s)
+    first = ordered[0].arrival_s if ordered else 0.0
+    moved = tuple(Row(row.input_tokens, row.output_tokens, row.arrival_s - first, row.request_id) for row in ordered)
+    return moved, all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(rows))
