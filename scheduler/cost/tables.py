@@ -1,0 +1,215 @@
+"""Measured tables of one model on one device as parts of a step cost (`alignedserve simulate --cost-model DIR`).
+
+    dense.csv         layer,tokens,time_us               embedding and final_layernorm once, the others in every layer
+    per_sequence.csv  layer,sequences,time_us            lm_head, sampler
+    attention.csv     prefill_chunk,kv_prefill,n_decode,kv_decode,time_us      of one layer
+    skew_fit.csv      pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha   alpha by bucket
+    meta.yaml         model, gpu, and the bounds of the buckets (skew_fit.bucket_axes)
+
+The tables are taken as those of the whole model (tensor-parallel degree 1); `hf_overrides` in meta.yaml, which may be
+those of another degree's run, is not read. A model whose shape is not known by name gives it as options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.csv_table import read_rows
+from alignedserve.scheduler.cost.grid import Curve, Floats, Grid4, Surface
+from alignedserve.scheduler.cost.parts import KNOWN_SHAPES, ChunkAttention, CostParts, ModelShape, known_sm_count
+from alignedserve.scheduler.cost.skew import AXES, Bucket, SkewTable
+
+Rows = Mapping[tuple[float, ...], float]
+
+FILES = ("attention.csv", "dense.csv", "meta.yaml", "per_sequence.csv", "skew_fit.csv")
+ONCE = ("embedding", "final_layernorm")  # what a pass computes once, not in every layer
+TWICE = ("layernorm",)  # before attention and before the feed-forward part
+ATTENTION_COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
+SKEW_COLUMNS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
+SKEW_BOUNDS = {"requests": "n", "long_share": "skew_rate", "longest": "kv_big", "cached_tokens": "kp"}
+
+
+def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostParts:
+    """The parts that the tables in `folder` give. `shape`: fields of `ModelShape` instead of the known model's.
+
+    Raises ConfigError for a missing or broken file, with its line and column, and for a model of unknown shape.
+    """
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} has no {name}; measured tables are the files {', '.join(FILES)}")
+    meta = _read_meta(folder / "meta.yaml")
+    model = _shape_of(meta, folder, shape or {})
+    attention = {tuple(row[:4]): row[4] for _, row in read_rows(folder / "attention.csv", (), ATTENTION_COLUMNS)}
+    chunk, decode, mixed = attention_grids(attention, str(folder / "attention.csv"))
+    return CostParts(
+        name=folder.resolve().name,
+        shape=model,
+        dense=_dense(folder / "dense.csv", model.layers),
+        sequences=_sum_of(folder / "per_sequence.csv", "sequences", {}),
+        decode=decode,
+        chunk=ChunkAttention(chunk),
+        skew=_skew(folder / "skew_fit.csv", meta, folder / "meta.yaml"),
+        mixed=mixed,
+        sm_count=known_sm_count(str(meta.get("gpu", ""))),
+        hardware={"kv_bytes_per_token": model.kv_bytes_per_token},
+        source={
+            "kind": "tables",
+            "sha256": _digest(folder),
+            **{key: str(meta[key]) for key in ("model", "gpu", "profiled_at") if key in meta},
+        },
+    )
+
+
+def attention_grids(rows: Rows, where: str) -> tuple[Surface, Surface, Grid4 | None]:
+    """Chunks alone, decodes alone, and both together, from `(chunk, cached, requests, length) -> µs`."""
+    alone: Rows = {(key[0], key[1]): value for key, value in rows.items() if key[0] > 0 and key[2] == 0}
+    decodes: Rows = {(key[2], key[3]): value for key, value in rows.items() if key[0] == 0 and key[2] > 0}
+    both: Rows = {key: value for key, value in rows.items() if key[0] > 0 and key[2] > 0}
+    for what, some in (("prompt chunks alone", alone), ("decodes alone", decodes)):
+        if not some:
+            raise ConfigError(f"{where}: no row of {what}")
+    surfaces = []
+    for some in (alone, decodes):
+        axes, values = full_grid(some)
+        surfaces.append(Surface(axes[0], axes[1], values.tolist()))
+    if not both:
+        return surfaces[0], surfaces[1], None
+    axes, values = full_grid(both)
+    return surfaces[0], surfaces[1], Grid4(axes, values)
+
+
+def full_grid(rows: Rows) -> tuple[list[list[float]], Floats]:
+    """Axes and values of the smallest grid that holds every row; what was not measured is linear between neighbours.
+
+    Neighbours along the last axis are taken first: times are nearest to linear in the lengths.
+    """
+    dimensions = len(next(iter(rows)))
+    axes = [sorted({key[axis] for key in rows}) for axis in range(dimensions)]
+    index = [{x: number for number, x in enumerate(points)} for points in axes]
+    values = np.full([len(points) for points in axes], np.nan)
+    for key, value in rows.items():
+        values[tuple(places[x] for places, x in zip(index, key, strict=True))] = value
+    for edges in (False, True):
+        for axis in reversed(range(dimensions)):
+            if np.isnan(values).any():
+                _fill_lines(values, np.array(axes[axis]), axis, edges)
+    return axes, values
+
+
+def _fill_lines(values: Floats, xs: Floats, axis: int, edges: bool) -> None:
+    """Fill unknown points of each line along `axis` between known ones; with `edges` also beyond the outermost."""
+    lines = np.moveaxis(values, axis, 0)
+    known = ~np.isnan(lines)
+    numbers = np.arange(len(xs)).reshape(-1, *[1] * (lines.ndim - 1))
+    below = np.maximum.accumulate(np.where(known, numbers, -1), axis=0)
+    above = np.minimum.accumulate(np.where(known, numbers, len(xs))[::-1], axis=0)[::-1]
+    if edges:
+        below, above = np.where(below < 0, above, below), np.where(above == len(xs), below, above)
+    usable = ~known & (below >= 0) & (above < len(xs))
+    below, above = np.where(usable, below, 0), np.where(usable, above, 0)
+    low, high = np.take_along_axis(lines, below, axis=0), np.take_along_axis(lines, above, axis=0)
+    width = np.where(above > below, xs[above] - xs[below], 1.0)
+    share = (xs.reshape(numbers.shape) - xs[below]) / width
+    between = np.where(above > below, low + share * (high - low), low)
+    np.copyto(lines, between, where=usable)
+
+
+def _dense(path: Path, layers: int) -> Curve:
+    weights = dict.fromkeys(ONCE, 1.0) | dict.fromkeys(TWICE, 2.0 * layers)
+    return _sum_of(path, "tokens", weights, default=float(layers))
+
+
+def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: float = 1.0) -> Curve:
+    """The weighted sum of the curves of all layers in the file, at every point that any of them has."""
+    points: dict[str, dict[float, float]] = {}
+    for (layer,), (x, time_us) in read_rows(path, ("layer",), (column, "time_us")):
+        points.setdefault(layer, {})[x] = time_us
+    curves = {name: Curve(sorted(found), [found[x] for x in sorted(found)]) for name, found in points.items()}
+    xs = sorted({x for found in points.values() for x in found})
+    return Curve(xs, [sum(weights.get(name, default) * curves[name].at(x) for name in sorted(curves)) for x in xs])
+
+
+def _skew(path: Path, meta: Mapping[str, Any], meta_path: Path) -> SkewTable:
+    """Buckets of the chunk are the profiled chunks themselves: a chunk between two belongs to the nearer by ratio."""
+    axes = meta.get("skew_fit", {}).get("bucket_axes", {})
+    labels: list[list[str]] = []
+    bounds: dict[str, list[float]] = {}
+    for axis, name in SKEW_BOUNDS.items():
+        bins, names = axes.get(f"{name}_bins"), axes.get(f"{name}_labels")
+        if not isinstance(bins, list) or not isinstance(names, list) or len(bins) != len(names) + 1:
+            raise ConfigError(f"{meta_path}: skew_fit.bucket_axes needs {name}_bins and one {name}_labels fewer")
+        bounds[axis] = [float(x) for x in bins[1:-1]]
+        labels.append([str(label) for label in names])
+    found: dict[tuple[float, ...], float] = {}
+    for number, (texts, figures) in enumerate(read_rows_signed(path)):
+        for column, text, names in zip(SKEW_COLUMNS, texts, labels, strict=True):
+            if text not in names:
+                raise ConfigError(f"{path}:{number + 2}: column {column!r} has {text!r}, no label of {meta_path.name}")
+        places = [names.index(text) for text, names in zip(texts, labels, strict=True)]
+        found[(figures[0], *places)] = figures[1]
+    chunks = sorted({key[0] for key in found})
+    bounds["chunk_tokens"] = [chunk_bound(a, b) for a, b in pairwise(chunks)]
+    alphas: dict[Bucket, float] = {}
+    for key, alpha in found.items():
+        alphas[(chunks.index(key[0]), int(key[1]), int(key[2]), int(key[3]), int(key[4]))] = alpha
+    return SkewTable({axis: bounds[axis] for axis in AXES}, alphas)
+
+
+def chunk_bound(below: float, above: float) -> float:
+    """Between two profiled chunks; between none and the smallest: none."""
+    return float((below * above) ** 0.5) if below else 0.0
+
+
+def read_rows_signed(path: Path) -> list[tuple[list[str], list[float]]]:
+    """Rows of skew_fit.csv. Alpha may be a little below 0, by noise; the other columns are as everywhere."""
+    result: list[tuple[list[str], list[float]]] = []
+    for texts, (chunk,) in read_rows(path, (*SKEW_COLUMNS, "alpha"), ("pc",)):
+        if not re.fullmatch(r"-?\d+(\.\d*)?([eE]-?\d+)?", texts[-1].strip()):
+            raise ConfigError(f"{path}:{len(result) + 2}: column 'alpha' must be a number, not {texts[-1]!r}")
+        result.append((texts[:-1], [chunk, float(texts[-1])]))
+    return result
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{place}: {error.problem or 'broken YAML'}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{path} must hold keys and values")
+    return meta
+
+
+def _shape_of(meta: Mapping[str, Any], folder: Path, options: Mapping[str, int]) -> ModelShape:
+    known = KNOWN_SHAPES.get(str(meta.get("model", "")).rsplit("/", 1)[-1].lower())
+    fields = {name: getattr(known, name) for name in ModelShape.__slots__} if known is not None else {}
+    fields |= dict(options)
+    missing: Sequence[str] = [name for name in ("layers", "heads", "kv_heads", "head_dim") if name not in fields]
+    if missing:
+        raise ConfigError(
+            f"{folder / 'meta.yaml'}: the shape of model {meta.get('model')!r} is not known; give the options "
+            f"{', '.join(missing)}"
+        )
+    return ModelShape(**fields)
+
+
+def _digest(folder: Path) -> str:
+    """SHA-256 over names and contents of all files."""
+    digest = hashlib.sha256()
+    for name in FILES:
+        content = (folder / name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
