@@ -30,6 +30,7 @@ OLD_SESSION_S = 24 * 3600.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 would leave a cluster a thirtieth of what anybody else gets
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.3",  # a proxy is replaced after the third that fails
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }

@@ -72,6 +72,8 @@ def test_a_cluster_comes_up_replaces_what_dies_and_leaves_nothing(
         assert time.monotonic() - begun < 2.0
         assert {"node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0", "decode-0", "supervisor-0"} <= set(roles)
         assert all(is_alive(pid) for pid in roles.values())
+        niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in roles.values()}
+        assert niceness == {os.getpriority(os.PRIO_PROCESS, 0)}  # Ray would give way to everybody else
         wait_printed(server, "serving tiny on")
         assert "curl -N http://127.0.0.1" in server.output
         spare = wait_ready("spare-0")
