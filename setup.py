@@ -49,5 +49,6 @@ setup(
     package_data={
         "alignedserve": ["py.typed", "models/*/*"],
         "alignedserve.proto": ["*.pyi"],
+        "alignedserve.scheduler.cost": ["data/*.json"],
     },
 )

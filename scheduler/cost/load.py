@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.fitted import load_fitted
 from alignedserve.scheduler.cost.measured import STEP_COSTS, MeasuredCost
 from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.step import KERNEL_MODES
 from alignedserve.scheduler.cost.tables import load_tables
 
+_DATA = Path(__file__).parent / "data"
+WHOLE = ("_tokens", "_per_token", "_size")  # how the names of counts end
 SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize")  # of a folder of tables
 MODE_OPTIONS: dict[str, tuple[str, ...]] = {"split_kv": (), "no_split": ("block_bandwidth", "sm_count", "heads")}
 
@@ -41,7 +45,38 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
 
 
 def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostParts:
+    """What `load_step_cost` builds upon. A folder of tables brings the hardware of the shipped model fitted to them."""
     path = Path(source)
     if path.is_dir():
-        return load_tables(path, shape)
-    raise ConfigError(f"unknown cost model {str(source)!r}; give a folder of measured tables")
+        parts = load_tables(path, shape)
+        for name in shipped_names():
+            shipped = load_fitted(_shipped_file(name))
+            if (shipped.source.get("model"), shipped.source.get("device")) == (
+                parts.source.get("model"),
+                parts.source.get("gpu"),
+            ):
+                return replace(parts, hardware={**shipped.hardware, **parts.hardware})
+        return parts
+    if str(source) in shipped_names():
+        return load_fitted(_shipped_file(str(source)))
+    if path.is_file():
+        return load_fitted(path)
+    raise ConfigError(
+        f"unknown cost model {str(source)!r}; choose one of: {', '.join(shipped_names())}, a JSON file that "
+        "`alignedserve profile` wrote, or a folder of measured tables"
+    )
+
+
+def shipped_names() -> list[str]:
+    """The cost models that come with the package."""
+    return sorted(file.stem for file in _DATA.glob("*.json"))
+
+
+def default_hardware(source: str | Path) -> dict[str, float | int]:
+    """Fields of the simulator's Hardware that come with a cost model; those that count things are whole numbers."""
+    found = load_parts(source).hardware
+    return {name: int(value) if name.endswith(WHOLE) else value for name, value in found.items()}
+
+
+def _shipped_file(name: str) -> Path:
+    return _DATA / f"{name}.json"

@@ -222,6 +222,7 @@ def expected_names() -> set[str]:
     expected = set()
     for name in COMPONENTS:
         expected |= {f"alignedserve/{name}/{file.relative_to(ROOT / name)}" for file in (ROOT / name).rglob("*.py")}
+    expected |= {f"alignedserve/scheduler/cost/data/{file.name}" for file in ROOT.glob("scheduler/cost/data/*.json")}
     messages = ROOT / "proto/messages"
     expected |= {f"alignedserve/proto/{file.name}" for file in messages.iterdir() if file.suffix in (".py", ".pyi")}
     shared = ROOT / "src/alignedserve"
