@@ -95,6 +95,7 @@ SYSTEMS: Mapping[str, System] = {
             chunk_high=2048,
             chunk_low=512,
             chunk_steps=4,
+            chunk_tokens=8192,
         ),
         _colocated(
             "fastgen",

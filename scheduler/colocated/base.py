@@ -60,6 +60,14 @@ class MixedPlan:
     def __bool__(self) -> bool:
         return bool(self.chunks or self.decodes)
 
+    def keys(self) -> list[RequestKey]:
+        """Of all requests in the pass."""
+        return [decode.key for decode in self.decodes] + [chunk.key for chunk in self.chunks]
+
+    def sampling(self) -> list[RequestKey]:
+        """Of those that get a token."""
+        return [decode.key for decode in self.decodes] + [chunk.key for chunk in self.chunks if chunk.last]
+
 
 class InstanceScheduler(ABC):
     """Called from one thread. Pure decisions: no I/O, no clock."""
@@ -74,6 +82,11 @@ class InstanceScheduler(ABC):
     @property
     def depth(self) -> int:
         """Passes that may be planned before the first of them is `done`, at least 1."""
+        return 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline that a pass goes through, one behind the other, at least 1."""
         return 1
 
     @abstractmethod

@@ -1,0 +1,48 @@
+"""DeepSpeed-FastGen, Dynamic SplitFuse: long prompts are cut, short ones fused, to passes of one size."""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.colocated.base import Options
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member
+
+
+class FastGenScheduler(ContinuousScheduler):
+    """All decodes first, then prompts, FCFS: each needs KV room for all of it that is left. `token_budget` is for both.
+
+    A decode without a free block sits the pass out. Where nothing can run, the last request that holds KV is flushed,
+    to be computed again.
+    """
+
+    def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
+        super().__init__(options, allocator, block_size)
+        self._max_num_seqs = int(options["max_num_seqs"])
+        self._budget = int(options["token_budget"])
+
+    def _fill(self, draft: Draft, now_s: float) -> None:
+        self._schedule(draft)
+        while not draft.tokens and self._running:
+            self._preempt(next(reversed(self._running.values())), draft)
+            self._schedule(draft)
+
+    def _schedule(self, draft: Draft) -> None:
+        running = list(self._running.values())
+        for member in running:
+            if member.decoding and draft.tokens < self._budget and self._cover(member, 1):
+                draft.add(member, 1)
+        for member in running:  # at most one: the prompt that was cut last
+            if not member.decoding and not self._add_prompt(member, draft):
+                return
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            member = next(iter(self._waiting.values()))
+            if not self._add_prompt(member, draft):
+                return
+            self._admit(member)
+
+    def _add_prompt(self, member: Member, draft: Draft) -> bool:
+        tokens = min(member.left, self._budget - draft.tokens)
+        needed = -(member.known // -self._block_size) - member.blocks
+        if tokens <= 0 or needed > self._allocator.available_blocks or not self._cover(member, tokens):
+            return False
+        draft.add(member, tokens)
+        return True

@@ -1,0 +1,60 @@
+"""Sarathi-Serve: stall-free batches. Every decode is in every pass; prompt chunks fill what the token budget leaves."""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.colocated.base import Options
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member
+
+
+class SarathiScheduler(ContinuousScheduler):
+    """A new request needs blocks for its whole prompt, and `watermark` of the cache must stay free behind it.
+
+    `dynamic`: instead of `token_budget`, a chunk fills its pass up to a size that falls from `chunk_high` to
+    `chunk_low` in `chunk_steps` equal steps over the first `chunk_tokens` tokens of its prompt: a chunk behind a long
+    part costs more attention.
+    """
+
+    def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
+        super().__init__(options, allocator, block_size)
+        self._max_num_seqs = int(options["max_num_seqs"])
+        self._reserve = int(allocator.capacity * float(options["watermark"]))
+        self._sizes = [int(options["token_budget"])]
+        self._step_tokens = int(options["chunk_tokens"])
+        if options["dynamic"]:
+            high, low, steps = (int(options[key]) for key in ("chunk_high", "chunk_low", "chunk_steps"))
+            self._sizes = [high - (high - low) * step // max(steps - 1, 1) for step in range(steps)]
+            self._step_tokens = max(self._step_tokens // steps, 1)
+
+    def _fill(self, draft: Draft, now_s: float) -> None:
+        by_arrival = sorted(self._running.values(), key=lambda member: (member.request.arrival_s, member.request.key))
+        for member in by_arrival:
+            if member.decoding and member.request.key in self._running:
+                latest = (other for other in reversed(by_arrival) if other.request.key in self._running)
+                if self._cover_by_preempting(member, 1, latest, draft):
+                    draft.add(member, 1)
+        for member in by_arrival:
+            if not member.decoding and member.request.key in self._running:
+                self._add_chunk(member, draft)
+        while self._waiting and not draft.preempted and len(self._running) < self._max_num_seqs:
+            member = next(iter(self._waiting.values()))
+            if self._room(member, draft) <= 0 or not self._fits(member):
+                return
+            self._admit(member)
+            self._add_chunk(member, draft)
+
+    def _fits(self, member: Member) -> bool:
+        """Takes blocks for the whole prompt, if that leaves the reserve. An empty instance needs none."""
+        needed = -(member.left // -self._block_size)
+        reserve = self._reserve if self._running else 0
+        return self._allocator.available_blocks - needed >= reserve and self._cover(member, member.left)
+
+    def _add_chunk(self, member: Member, draft: Draft) -> None:
+        tokens = min(member.left, self._room(member, draft))
+        if tokens > 0:
+            draft.add(member, tokens)
+
+    def _room(self, member: Member, draft: Draft) -> int:
+        """Tokens of this prompt that the pass may still take."""
+        step = min(member.computed // self._step_tokens, len(self._sizes) - 1)
+        return self._sizes[step] - draft.tokens

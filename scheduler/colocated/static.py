@@ -1,0 +1,28 @@
+"""Static batching: what batching was before ORCA, kept to compare with."""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.colocated.base import Options
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft
+
+
+class StaticScheduler(ContinuousScheduler):
+    """Up to `max_batch` requests, FCFS, with blocks for the longest that each may become; then nobody until all ended.
+
+    Prompts are computed in one pass. Who ends early leaves its tokens to nobody, and costs nothing any more.
+    """
+
+    def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
+        super().__init__(options, allocator, block_size)
+        self._max_batch = int(options["max_batch"])
+
+    def _fill(self, draft: Draft, now_s: float) -> None:
+        if not self._running:
+            while self._waiting and len(self._running) < self._max_batch:
+                member = next(iter(self._waiting.values()))
+                if not self._cover(member, member.request.max_total_tokens):
+                    break
+                self._admit(member)
+        for member in self._running.values():
+            draft.add(member, member.left)

@@ -1,0 +1,313 @@
+"""Replays a workload through colocated instances: the real instance schedulers and allocator, in virtual time.
+
+An instance plans as far ahead as its scheduler does (`depth`), and runs its passes one behind the other through the
+stages of its pipeline. Where nothing is decided for a while, the passes until something could be are run in one leap
+(`StepCost.run_s`), with exactly the results of stepping.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from alignedserve.errors import ConfigError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.colocated.base import InstanceScheduler, MixedPlan, MixedRequest, PlannedDecode
+from alignedserve.scheduler.cost.step import ChunkShape, StepCost
+from alignedserve.scheduler.systems import Option, System, scheduler_class, with_options
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.workload import Workload
+
+ROUTINGS = ("least-loaded", "round-robin", "random")
+MOST_LEAP = 4096  # passes in one leap
+ROW = (  # columns of the steps, in the order of a row
+    "start_s",
+    "instance",
+    "seconds",
+    "balanced_s",
+    "gap_s",
+    "decodes",
+    "prefill_tokens",
+    "shortest",
+    "longest",
+    "total",
+)
+SHORTEST_S = 1e-6  # of a pass, to guess how many there are before the next arrival
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A planned pass and when it runs. Seconds of the virtual clock."""
+
+    plan: MixedPlan
+    start_s: float
+    seconds: float
+    balanced_s: float
+    end_s: float
+    gap_s: float
+
+
+@dataclass(slots=True)
+class _Instance:
+    number: int
+    scheduler: InstanceScheduler
+    passes: deque[_Pass] = field(default_factory=deque)
+    stage_free_s: list[float] = field(default_factory=list)
+    armed: bool = False  # the end of its oldest pass is among the events
+
+
+def simulate_colocated(
+    workload: Workload,
+    system: System,
+    options: Mapping[str, Option],
+    hardware: Hardware,
+    cost: StepCost,
+    *,
+    instances: int = 1,
+    seed: int = 0,
+    routing: str = "least-loaded",
+    leap: bool = True,
+) -> RunResult:
+    """Every arrival ends with all of its tokens, or is refused. `options`: changes to the system's own.
+
+    Raises ConfigError for options that the system does not have, and for what cannot be simulated.
+    """
+    if routing not in ROUTINGS:
+        raise ConfigError(f"unknown routing {routing!r}; choose one of: {', '.join(ROUTINGS)}")
+    if instances < 1:
+        raise ConfigError(f"a colocated system needs at least one instance, not {instances}")
+    return _Simulation(
+        workload, system, with_options(system, options), hardware, cost, instances, seed, routing, leap
+    ).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        workload: Workload,
+        system: System,
+        options: dict[str, Option],
+        hardware: Hardware,
+        cost: StepCost,
+        instances: int,
+        seed: int,
+        routing: str,
+        leap: bool,
+    ) -> None:
+        self._hardware, self._cost, self._leap, self._routing = hardware, cost, leap, routing
+        self._random = random.Random(seed)
+        self._turn = 0
+        self._system, self._options, self._seed = system, options, seed
+        self._arrivals = workload.arrivals
+        self._next = 0  # the first arrival that has not been routed
+        self._results = {RequestKey(arrival.request_id): RequestResult(arrival) for arrival in workload.arrivals}
+        self._unused_tokens = self._passes = 0
+        self._rows: list[tuple[float | int, ...]] = []
+        blocks = hardware.kv_tokens // hardware.block_size
+        totals = [arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals]
+        self._max_total = max((total for total in totals if total <= blocks * hardware.block_size), default=0)
+        make = scheduler_class(system)
+        self._instances = []
+        for number in range(instances):
+            allocator = BlockAllocator(blocks, f"instance {number}")
+            instance = _Instance(number, make(options, allocator, hardware.block_size))
+            instance.stage_free_s = [0.0] * instance.scheduler.stages
+            self._instances.append(instance)
+        self._ends: list[tuple[float, int]] = []  # of each instance's oldest pass
+
+    def run(self) -> RunResult:
+        now_s = 0.0
+        while self._ends or self._next < len(self._arrivals):
+            if self._ends and self._ends[0][0] < self._next_arrival_s():
+                now_s, number = heapq.heappop(self._ends)
+                instance = self._instances[number]
+                instance.armed = False
+                self._complete(instance)
+                self._go_on(instance, now_s)
+            else:
+                now_s = self._next_arrival_s()
+                for instance in self._arrive(now_s):
+                    if not instance.passes or len(instance.stage_free_s) > 1:  # else it plans when its pass has run
+                        self._go_on(instance, now_s)
+        return self._result(now_s)
+
+    # requests
+
+    def _next_arrival_s(self) -> float:
+        return self._arrivals[self._next].arrival_s if self._next < len(self._arrivals) else float("inf")
+
+    def _arrive(self, now_s: float) -> list[_Instance]:
+        """All who come at this moment. Instances that got any, in their order."""
+        reached = {}
+        while self._next_arrival_s() == now_s:
+            arrival = self._arrivals[self._next]
+            self._next += 1
+            key = RequestKey(arrival.request_id)
+            total = arrival.input_tokens + arrival.output_tokens
+            if total > self._max_total:
+                self._results[key].refused = f"{total} tokens do not fit in a cache of {self._hardware.kv_tokens}"
+                continue
+            instance = self._route()
+            instance.scheduler.add(MixedRequest(key, arrival.arrival_s, arrival.input_tokens, self._max_total))
+            reached[instance.number] = instance
+        return [reached[number] for number in sorted(reached)]
+
+    def _route(self) -> _Instance:
+        if len(self._instances) == 1:
+            return self._instances[0]
+        if self._routing == "random":
+            return self._random.choice(self._instances)
+        if self._routing == "round-robin":
+            self._turn += 1
+            return self._instances[(self._turn - 1) % len(self._instances)]
+        return min(self._instances, key=lambda instance: (instance.scheduler.load(), instance.number))
+
+    # passes
+
+    def _complete(self, instance: _Instance) -> None:
+        """The oldest pass has run: its requests have their tokens."""
+        done = instance.passes.popleft()
+        finished = []
+        for key in done.plan.sampling():
+            result = self._results[key]
+            left = result.arrival.output_tokens - len(result.token_s)
+            if not left:  # planned ahead, before its end was known
+                self._unused_tokens += 1
+                continue
+            result.token_s.append(done.end_s)
+            if left == 1:
+                finished.append(key)
+        instance.scheduler.done(done.plan, finished)
+        self._record(instance, done)
+
+    def _go_on(self, instance: _Instance, now_s: float) -> None:
+        """Plan as far ahead as the scheduler does, and leap over what is decided by that."""
+        scheduler = instance.scheduler
+        while len(instance.passes) < scheduler.depth:
+            plan = scheduler.plan(now_s)
+            for key in plan.preempted:
+                self._results[key].preemptions += 1
+            if plan:
+                self._start(instance, plan, now_s, *self._price(plan))
+            elif not plan.preempted:
+                break
+        if self._leap and len(instance.passes) == scheduler.depth and len(instance.stage_free_s) == 1:
+            self._leap_ahead(instance)
+        if instance.passes and not instance.armed:
+            instance.armed = True
+            heapq.heappush(self._ends, (instance.passes[0].end_s, instance.number))
+
+    def _price(self, plan: MixedPlan) -> tuple[float, float]:
+        """Seconds of the pass, and of the same bytes at equal lengths."""
+        chunks = [ChunkShape(chunk.tokens, chunk.cached_tokens) for chunk in plan.chunks]
+        lengths = [decode.kv_tokens for decode in plan.decodes]
+        return self._cost.step_s(chunks, lengths), self._cost.balanced_step_s(chunks, lengths)
+
+    def _start(self, instance: _Instance, plan: MixedPlan, now_s: float, seconds: float, balanced_s: float) -> None:
+        """Behind the pass before it: on each stage of the pipeline as soon as that is free."""
+        free_s = instance.stage_free_s
+        gap_s = self._hardware.host_overhead_s
+        start_s = max(now_s, free_s[0]) + gap_s
+        end_s = start_s
+        for stage in range(len(free_s)):
+            end_s = free_s[stage] = max(end_s, free_s[stage]) + seconds / len(free_s)
+        instance.passes.append(_Pass(plan, start_s, seconds, balanced_s, end_s, gap_s))
+        for chunk in plan.chunks:
+            stages = self._results[chunk.key].stages_s
+            if "queue_s" not in stages:
+                stages["queue_s"] = start_s - self._results[chunk.key].arrival.arrival_s
+
+    def _leap_ahead(self, instance: _Instance) -> None:
+        """Run passes of the same decodes until somebody may end, come, or need room; the last of them is then oldest.
+
+        `ahead` passes complete here. At the end of each, stepping would have planned what `repeat` does.
+        """
+        passes, scheduler = instance.passes, instance.scheduler
+        last = passes[-1].plan
+        keys = [decode.key for decode in last.decodes]
+        if any(one.plan.chunks or [decode.key for decode in one.plan.decodes] != keys for one in passes):
+            return
+        quiet = min(scheduler.quiet_passes(last), MOST_LEAP)
+        results = [self._results[key] for key in keys]
+        quiet = min(quiet, min(result.arrival.output_tokens - len(result.token_s) for result in results) - 1)
+        until_arrival = (self._next_arrival_s() - passes[0].end_s) / max(passes[-1].seconds, SHORTEST_S)
+        quiet = int(min(quiet, until_arrival + 2.0))
+        if quiet < 1:
+            return
+        lengths = [decode.kv_tokens for decode in last.decodes]
+        ends_s, seconds, gap_s = [one.end_s for one in passes], [one.seconds for one in passes], passes[-1].gap_s
+        for more in self._cost.run_s([length + 1 for length in lengths], quiet):
+            seconds.append(more)
+            ends_s.append(ends_s[-1] + gap_s + more)
+        ahead = min(quiet, bisect_left(ends_s, self._next_arrival_s()))
+        if ahead < 1:
+            return
+        scheduler.repeat(last, ahead)
+        for result in results:
+            result.token_s.extend(ends_s[:ahead])
+        self._replace(instance, ahead, seconds, ends_s)
+
+    def _replace(self, instance: _Instance, ahead: int, seconds: list[float], ends_s: list[float]) -> None:
+        """The first `ahead` passes of a leap have run; as many as were planned before are planned now."""
+        passes, oldest = instance.passes, instance.passes[0]
+        depth, gap_s = len(passes), oldest.gap_s
+        for number in range(ahead + depth):
+            plan = _later(oldest.plan, number)
+            if number < depth:
+                one = passes.popleft()
+            else:
+                lengths = [decode.kv_tokens for decode in plan.decodes]
+                balanced_s = self._cost.balanced_step_s((), lengths)
+                one = _Pass(plan, ends_s[number - 1] + gap_s, seconds[number], balanced_s, ends_s[number], gap_s)
+            if number < ahead:
+                self._record(instance, one)
+            else:
+                passes.append(one)
+        instance.stage_free_s[0] = passes[-1].end_s
+
+    def _record(self, instance: _Instance, one: _Pass) -> None:
+        lengths = [decode.kv_tokens for decode in one.plan.decodes]
+        prefill_tokens = sum(chunk.tokens for chunk in one.plan.chunks)
+        shortest, longest = (min(lengths), max(lengths)) if lengths else (0, 0)
+        times = (one.start_s, instance.number, one.seconds, one.balanced_s, one.gap_s)
+        self._rows.append((*times, len(lengths), prefill_tokens, shortest, longest, sum(lengths)))
+
+    # results
+
+    def _result(self, end_s: float) -> RunResult:
+        for instance in self._instances:
+            instance.scheduler.check_integrity()
+        steps = StepColumns()
+        self._rows.sort()
+        for place, name in enumerate(ROW):
+            getattr(steps, name).extend([row[place] for row in self._rows])
+        steps.switching.extend([0] * len(self._rows))
+        results = list(self._results.values())
+        counters: dict[str, float] = {
+            "preemptions": sum(result.preemptions for result in results),
+            "refused": sum(bool(result.refused) for result in results),
+            "unused_tokens": self._unused_tokens,
+        }
+        names = tuple(f"colocated-{instance.number}" for instance in self._instances)
+        configuration = {
+            "policy": self._system.name,
+            "options": self._options,
+            "instances": len(names),
+            "routing": self._routing,
+            "seed": self._seed,
+            "hardware": asdict(self._hardware),
+            "cost_model": self._cost.describe(),
+        }
+        last_s = max((result.token_s[-1] for result in results if result.token_s), default=end_s)
+        return RunResult(self._system.name, results, steps, names, last_s, [], counters, configuration)
+
+
+def _later(plan: MixedPlan, passes: int) -> MixedPlan:
+    """The same decodes, so many passes later."""
+    return MixedPlan((), tuple(PlannedDecode(decode.key, decode.kv_tokens + passes) for decode in plan.decodes))
