@@ -29,7 +29,6 @@ def _error(message: str, kind: str, code: str) -> str:
 
 UNAVAILABLE = _error("no gateway can be reached at the moment; try again", "server_error", "unavailable")
 OVERLOADED = _error("the cluster is full; try again later", "rate_limit_error", "overloaded")
-TOO_LARGE = _error("the body is over the limit (gateway.max_body_mib)", "invalid_request_error", "request_too_large")
 # A request of a client costs a gateway ten times what it costs HAProxy, so one gateway's refusal answers for those of
 # the next moments.
 GENERATE_RULES = """
@@ -60,7 +59,9 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{shown}:\g<2>", config)
     rules = GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS)
     if limit := environment.get(BODY):
-        rules += BODY_RULE.format(too_large=TOO_LARGE, limit=limit)
+        message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
+        too_large = _error(message, "invalid_request_error", "request_too_large")
+        rules += BODY_RULE.format(too_large=too_large, limit=limit)
     config = re.sub(r"(?m)^frontend http_frontend\n\s*bind .*$", lambda found: found[0] + rules.rstrip(), config)
     if ports:
         mine = "|".join(map(re.escape, ports))

@@ -44,12 +44,12 @@ class RunningCluster:
 
 
 def find_cluster(url: str | None, api_key_file: str | None) -> RunningCluster:
-    """The cluster at `url`, or this user's newest that answers. Raises AuthenticationError and UnavailableError."""
+    """The cluster at `url`, or this user's only one. Raises AuthenticationError, ConfigError, UnavailableError."""
 
     def fetch(address: str, *, api_key: str) -> tuple[str, dict[str, Any]]:
         return api_key, fetch_status(address, api_key=api_key)
 
-    where, (api_key, status) = ask_newest(url, api_key_file, fetch)
+    where, (api_key, status) = ask_newest(url, api_key_file, fetch, only=True)
     record = next((record for record in read_records() if same_url(record, where)), None)
     pids = frozenset(int(entry["pid"]) for entry in status.get("roles", ())) if record is not None else frozenset()
     return RunningCluster(where.rstrip("/"), api_key, record.admin_key if record else "", pids)

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.gateway import serve_ports
+from alignedserve.memory import usable_cores
 
 GRPC_SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
@@ -85,14 +87,14 @@ class RaySession:
                 os.environ[WORKER_SETUP] = f"{serve_ports.__name__}.{serve_ports.narrow.__name__}"
                 os.environ[serve_ports.GRPC_HOST] = self._grpc_host()
                 _own_process_groups()
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    _node_ip_address=LOOPBACK,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    _temp_dir=str(self._folder),
-                    **common,
-                )
+                options = common | {
+                    "address": "local",
+                    "include_dashboard": False,
+                    "_node_ip_address": LOOPBACK,
+                    "object_store_memory": OBJECT_STORE_BYTES,
+                    "_temp_dir": str(self._folder),
+                }
+                _twice(lambda: ray.init(**options), ray.shutdown)
             else:
                 ray.init(address=self._address, **common)
         except Exception as error:  # Ray raises a dozen types, from ConnectionError to plain Exception
@@ -101,7 +103,7 @@ class RaySession:
                 if self.owned
                 else f"the Ray cluster at RAY_ADDRESS={self._address} cannot be joined"
             )
-            raise AlignedServeError(f"{doing}: {_reason(error)}") from error
+            raise AlignedServeError(f"{doing}: {_reason(error)}{_busy()}") from error
         self._started = True
         with contextlib.suppress(Exception):  # only for telling where logs are
             worker: Any = ray._private.worker
@@ -130,11 +132,7 @@ class RaySession:
         try:
             self._serve_ran = not self.owned and _serve_runs()
             self._refuse_taken_name(serve)
-            serve.start(
-                http_options={"host": self._serve_host(), "port": self._config.gateway.port},
-                grpc_options={"port": self._config.gateway.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
-                logging_config={"log_level": "WARNING", "enable_access_log": False},
-            )
+            _twice(lambda: self._start_serve(serve), lambda: None)
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
             self._deployed = True
             serve.run(
@@ -147,7 +145,14 @@ class RaySession:
             raise
         except Exception as error:  # as above
             reason = _replica_reason(self.app_name) or _reason(error)
-            raise AlignedServeError(f"the application could not be deployed: {reason}") from error
+            raise AlignedServeError(f"the application could not be deployed: {reason}{_busy()}") from error
+
+    def _start_serve(self, serve: Any) -> None:
+        serve.start(
+            http_options={"host": self._serve_host(), "port": self._config.gateway.port},
+            grpc_options={"port": self._config.gateway.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
 
     def _serve_host(self) -> str:
         host = self._config.gateway.host
@@ -337,3 +342,21 @@ def _reason(error: BaseException) -> str:
         return type(error).__name__
     traced = any(line.startswith(("Traceback", "File ")) for line in lines)
     return lines[-1] if traced else lines[0]
+
+
+def _twice(begin: Callable[[], object], clear_up: Callable[[], object]) -> None:
+    """Ray gives its processes fixed times to come up, which a busy machine may miss once."""
+    try:
+        begin()
+    except Exception as error:  # Ray raises a dozen types
+        if not any(sign in str(error) for sign in ("timed out", "died", "unavailable")):
+            raise
+        clear_up()
+        begin()
+
+
+def _busy() -> str:
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load < 2 * cores:
+        return ""
+    return f" (this machine is busy: a load of {load:.0f} on {cores} cores; try again when it is less so)"

@@ -49,12 +49,13 @@ def serve(config: Config) -> int:
     """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
     folder = check_model(config)
     check_api_keys(config)
+    config = _absolute(config, folder)
     session = RaySession(config)
     if session.owned:
         check_machine(config)
         check_ports(config)
         clean_stale()
-    return _ServeCommand(_absolute(config, folder), session).run(str(folder))
+    return _ServeCommand(config, session).run(str(folder))
 
 
 def _absolute(config: Config, folder: Path) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from alignedserve.cluster.records import Record, fetch_status, operator_key, read_records
-from alignedserve.errors import AuthenticationError, UnavailableError
+from alignedserve.errors import AuthenticationError, ConfigError, UnavailableError
 
 Answer = TypeVar("Answer")
 
@@ -44,12 +44,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def ask_newest(url: str | None, api_key_file: str | None, fetch: Callable[..., Answer]) -> tuple[str, Answer]:
+def ask_newest(
+    url: str | None, api_key_file: str | None, fetch: Callable[..., Answer], *, only: bool = False
+) -> tuple[str, Answer]:
     """What `fetch(url, api_key=…)` says of the cluster at `url`, or of this user's newest that answers; and which.
 
-    Raises AuthenticationError and UnavailableError.
+    `only`: where this user has several, the URL must say which. Raises AuthenticationError, ConfigError and
+    UnavailableError.
     """
     records = read_records()
+    if only and url is None and len(records) > 1:
+        urls = ", ".join(record.url for record in records)
+        raise ConfigError(f"several clusters of this user are running: say which with --url ({urls})")
     if url is not None:
         url = url if "://" in url else f"http://{url}"
         own = next((record for record in records if same_url(record, url)), None)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import orjson
 
 from alignedserve.errors import AlignedServeError, TooLargeError
-from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_after_header
+from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_headers
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[
 
 
 async def send_error(send: Send, error: AlignedServeError, headers: Mapping[str, str] | None = None) -> None:
-    await send_json(send, error_object(error), error.http_status, {**retry_after_header(error), **(headers or {})})
+    await send_json(send, error_object(error), error.http_status, {**retry_headers(error), **(headers or {})})
 
 
 def report(error: BaseException) -> AlignedServeError:

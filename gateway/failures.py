@@ -91,8 +91,13 @@ def retry_after_s(error: AlignedServeError) -> float | None:
     return _UNAVAILABLE_RETRY_S if isinstance(error, UnavailableError) else None
 
 
-def retry_after_header(error: AlignedServeError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least 1, for errors that pass."""
+def retry_headers(error: AlignedServeError) -> dict[str, str]:
+    """`Retry-After` in whole seconds, at least 1, for errors that pass.
+
+    The `openai` package asks again after a 408, unless this header of its own says no: the caller's time is over.
+    """
+    if isinstance(error, DeadlineError):
+        return {"x-should-retry": "false"}
     seconds = retry_after_s(error)
     return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
 

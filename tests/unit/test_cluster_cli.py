@@ -172,6 +172,15 @@ def test_status_without_a_cluster_says_so() -> None:
     assert "does not answer" in error_line(run("status", "--url", "http://127.0.0.1:9"), 1)
 
 
+def test_what_changes_a_cluster_asks_which_where_there_are_several(gateway_url: str) -> None:
+    Record("00000001", "http://127.0.0.1:1", os.getpid(), time.time() + 10).write()
+    Record("00000002", gateway_url, os.getpid(), time.time()).write()
+    for command in (("stop",), ("scale", "--decode", "2")):
+        said = error_line(run(*command), 2)
+        assert "say which with --url" in said
+        assert gateway_url in said
+
+
 def test_records_of_clusters_that_have_ended_are_removed_with_their_folders(own_runtime_dir: Path) -> None:
     dead = Record("deadbeef", "http://127.0.0.1:1", 2**22 + 1, 5.0)
     dead.write()

@@ -404,6 +404,7 @@ async def test_a_time_limit_ends_a_request(http: httpx.AsyncClient, cluster: Fak
     cluster.script = silent_script
     answer = await http.post("/v1/completions", json={"prompt": "a", "timeout_s": 0.1})
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
+    assert answer.headers["x-should-retry"] == "false"  # to the openai package
     await cluster.wait_for(lambda: cluster.cancelled)
     assert cluster.submitted[0].deadline_ns - cluster.submitted[0].arrival_ns == 100_000_000
 

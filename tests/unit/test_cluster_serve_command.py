@@ -1,0 +1,54 @@
+"""What `alignedserve serve` hands to those who work in other folders."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster import serve_command
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.model import resolve_model
+
+
+def test_relative_paths_are_absolute_for_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+
+    class Session:
+        owned = False
+
+        def __init__(self, config: Config) -> None:
+            seen.append(config)
+
+    class Command:
+        def __init__(self, config: Config, session: Any) -> None:
+            seen.append(config)
+
+        def run(self, folder: str) -> int:
+            return 0
+
+    shutil.copytree(resolve_model("tiny"), tmp_path / "my-model")
+    keys = tmp_path / "keys"
+    keys.write_text("secret-key-of-forty-characters-0123456789\n")
+    keys.chmod(0o600)
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve_command, "RaySession", Session)
+    monkeypatch.setattr(serve_command, "_ServeCommand", Command)
+    config = from_tree(
+        {
+            "model": {"path": "./my-model", "chat_template": "chat.jinja"},
+            "gateway": {"api_key_file": "keys"},
+            "log": {"dir": "logs"},
+        }
+    )
+    assert serve_command.serve(config) == 0
+    for got in seen:
+        assert got.model.path == str(tmp_path / "my-model")
+        assert got.model.chat_template == str(tmp_path / "chat.jinja")
+        assert got.gateway.api_key_file == str(keys)
+        assert got.log.dir == str(tmp_path / "logs")
+    assert len(seen) == 2
