@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass, field
 
 from alignedserve import __version__
 from alignedserve.cluster.gpus import count_gpus
-from alignedserve.cluster.plan import Shape, pair_up, plan_roles
+from alignedserve.cluster.plan import plan_roles
 from alignedserve.cluster.preflight import check_api_keys, check_machine, check_model, check_ports
 from alignedserve.cluster.status_command import table
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
 from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes, usable_cores
+from alignedserve.scheduler.instances import pair_up
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.links import choose_channel
 
@@ -158,7 +159,9 @@ def _examine_channels(report: Report, config: Config) -> None:
                 yield store(f"{role.id}/cache", role.device), pool
             elif role.role == "decode" and not config.cluster.prefetch:
                 yield pool, store(f"{role.id}/cache", role.device)
-        for decode_id, prefill_id in pair_up(Shape.configured(config)) if config.cluster.prefetch else ():
+        for decode_id, prefill_id in (
+            pair_up(config.cluster.prefill, config.cluster.decode) if config.cluster.prefetch else ()
+        ):
             buffers = store(f"{prefill_id}/buffers", planned[prefill_id].device)
             yield pool, buffers
             yield buffers, store(f"{decode_id}/cache", planned[decode_id].device)

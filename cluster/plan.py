@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignedserve.config import Config
@@ -101,14 +100,3 @@ def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[Pl
     single = [PlannedRole(role, f"{role}-0") for role in ("node_agent", "kv_pool", "scheduler")]
     spares = [PlannedRole(SPARE, f"{SPARE}-{i}") for i in range(config.supervisor.spares)]
     return [*single, *prefill, *decode, *spares]
-
-
-def pair_up(shape: Shape) -> Sequence[tuple[str, str]]:
-    """`(decode_id, prefill_id)`: through whose buffers a decode instance is prefetched for.
-
-    Every instance is used: with more prefill instances than decode ones a decode instance has several.
-    """
-    prefill, decode = shape.prefill, shape.decode
-    if prefill >= decode:
-        return [(f"decode-{p % decode}", f"prefill-{p}") for p in range(prefill)]
-    return [(f"decode-{d}", f"prefill-{d % prefill}") for d in range(decode)]

@@ -10,13 +10,14 @@ import logging
 from collections.abc import Iterable
 
 from alignedserve.cluster.members import Phase, Slot
-from alignedserve.cluster.plan import PlannedRole, Shape, check_gpus, pair_up, resolve_device
+from alignedserve.cluster.plan import PlannedRole, Shape, check_gpus, resolve_device
 from alignedserve.cluster.roster import DRAINED, Roster
 from alignedserve.config import Config
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.instances import pair_up
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class Scaling:
             return
         slots = self._roster.slots
         kept = [pair for pair in self.pairs if pair[0] in slots and pair[1] in slots]
-        self.pairs = list(dict.fromkeys([*kept, *pair_up(self.shape)]))
+        self.pairs = list(dict.fromkeys([*kept, *pair_up(self.shape.prefill, self.shape.decode)]))
 
     def _new(self, shape: Shape) -> list[tuple[str, str]]:
         return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]

@@ -12,6 +12,16 @@ from alignedserve.scheduler.request_table import Record
 from alignedserve.scheduler.routing import PrefillLoad
 
 
+def pair_up(prefill: int, decode: int) -> list[tuple[str, str]]:
+    """`(decode_id, prefill_id)`: through whose buffers a decode instance is prefetched for.
+
+    Every instance is used: with more prefill instances than decode ones a decode instance has several.
+    """
+    if prefill >= decode:
+        return [(f"decode-{p % decode}", f"prefill-{p}") for p in range(prefill)]
+    return [(f"decode-{d}", f"prefill-{d % prefill}") for d in range(decode)]
+
+
 @dataclass(slots=True)
 class BufferRoom:
     """One candidate buffer of a prefill instance, in blocks."""

@@ -23,6 +23,7 @@ from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.candidates import CandidateBuffers
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
+from alignedserve.scheduler.quiet import count_blocked, count_quiet, pass_iterations
 from alignedserve.scheduler.room import Room, measure_shortfall
 from alignedserve.scheduler.running_batch import Member, Phase, RunningBatch
 from alignedserve.scheduler.waiting import join_range
@@ -90,6 +91,7 @@ class IterationScheduler:
         self._sweep = False  # the requests buffer may hold what does not match the batch
         self._switching = False
         self._draining = False
+        self._decided = True  # the last plan did something, or there was none yet
         self._iterations = self._switch_iterations = self._evictions = 0
 
     # what the worker tells
@@ -228,9 +230,34 @@ class IterationScheduler:
         self._switching = self._batch.holds_others_than(self._batch_id)
         give_back = GiveBack(tuple(self._giving_back))
         self._giving_back.clear()
+        self._decided = bool(joins or evictions or give_back.keys)
         return IterationPlan(
             tuple(joins), tuple(evictions), give_back, tuple(run), stalled, self._switching, self._batch_id
         )
+
+    def quiet_iterations(self, most: int) -> int:
+        """After `plan`: how many iterations more, at most `most`, before a plan could do anything but cover tokens.
+
+        As long as nothing is told here, nobody finishes, and it is before `deadline_s`. See `quiet.py`.
+        """
+        waiting = len(self._waiting)
+        if self._draining or self._sweep or self._giving_back or (waiting and self._decided):
+            return 0
+        most = count_quiet(self._batch, self._config, most)
+        if waiting and most:
+            overdue = self._waiting.has_overdue(BufferKind.BATCH) or self._waiting.has_overdue(BufferKind.REQUESTS)
+            most = count_blocked(self._batch, self._config, overdue, most)
+        return most
+
+    def deadline_s(self) -> float:
+        """When a candidate becomes overdue here; infinite where none can."""
+        return next(iter(self._since_s.values()), math.inf) + self._starvation_after_s
+
+    def pass_quietly(self, iterations: int) -> None:
+        """What so many rounds of `advance` and `plan` would do: at most as many as `quiet_iterations` has said."""
+        pass_iterations(self._batch, iterations)
+        self._iterations += iterations
+        self._switch_iterations += iterations * self._switching
 
     def status(self) -> IterationStatus:
         lengths = [member.kv_tokens for member in self._batch.present()]

@@ -118,8 +118,10 @@ class RunningBatch:
 
     def cover_next_token(self, member: Member) -> bool:
         """Make sure that the member has a block for its next token; False where none is available."""
-        if len(member.block_ids) * self.block_size > member.kv_tokens:
-            return True
+        return len(member.block_ids) * self.block_size > member.kv_tokens or self.take_block(member)
+
+    def take_block(self, member: Member) -> bool:
+        """One block more for the member; False where none is available."""
         block_ids = self.allocator.allocate(1, member.key)
         if block_ids is None:
             return False

@@ -47,6 +47,10 @@ class StepCost(ABC):
     def balanced_step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         """The same pass if its decode requests read the same bytes at equal lengths. `step_s` less this: the bubble."""
 
+    def balanced_run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
+        """`balanced_step_s` of each of the passes of `run_s`, bit for bit. Worth writing faster than this."""
+        return [self.balanced_step_s((), [length + step for length in lengths]) for step in range(steps)]
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """For reports: name, kernel mode, source with its hash, and every option. JSON."""

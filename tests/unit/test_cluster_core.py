@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
-from alignedserve.cluster.plan import Shape, pair_up, plan_roles
+from alignedserve.cluster.plan import plan_roles
 from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.instances import pair_up
 from alignedserve.sizing import StorePlan
 from alignedserve.testing.fake_roles import MODEL
 
@@ -320,7 +321,7 @@ def test_when_the_grace_is_cut_short_nothing_is_started_any_more() -> None:
     ],
 )
 def test_every_instance_has_a_pair(prefill: int, decode: int, pairs: list[tuple[str, str]]) -> None:
-    assert list(pair_up(Shape(prefill, decode))) == pairs
+    assert pair_up(prefill, decode) == pairs
     assert make_core(prefill=prefill, decode=decode, prefetch=False).scaling.pairs == []
 
 

@@ -1,0 +1,277 @@
+"""A whole cell in virtual time: the real core, instances and the pool around it, and the gateway's part.
+
+The core, the chunk schedulers and the iteration schedulers are the ones that serve. A message takes `message_s`, and
+those between two instances arrive in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.config import Config
+from alignedserve.errors import AccountingError, ConfigError
+from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler import actions, events
+from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.instances import pair_up
+from alignedserve.simulator.clock import Clock
+from alignedserve.simulator.decode import DecodeInstance
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.links import Link
+from alignedserve.simulator.pool import Pool
+from alignedserve.simulator.prefill import PrefillInstance
+from alignedserve.simulator.requests import Replayed
+from alignedserve.simulator.results import RequestResult
+from alignedserve.simulator.workload import Arrival
+
+GATEWAY = "gateway"
+STUCK_S = 3600.0  # of virtual time in which nothing but time passes, with requests open: a bug
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Capacities in blocks. Configured ones count; else the cache is divided as the hardware's shares say."""
+
+    pool: int
+    decode_cache: int
+    prefill_cache: int
+    batch_buffer: int
+    requests_buffer: int
+
+    @classmethod
+    def plan(cls, config: Config, hardware: Hardware) -> Sizes:
+        memory = hardware.kv_tokens // hardware.block_size
+        batch = requests = 0
+        if config.cluster.prefetch:
+            batch = config.prefill.batch_buffer_blocks or int(hardware.batch_buffer_share * memory)
+            requests = config.prefill.requests_buffer_blocks or int(hardware.requests_buffer_share * memory)
+        return cls(
+            pool=hardware.pool_tokens // hardware.block_size,
+            decode_cache=config.decode.cache_blocks or memory,
+            prefill_cache=config.prefill.cache_blocks or memory - batch - requests,
+            batch_buffer=batch,
+            requests_buffer=requests,
+        )
+
+
+class Cell:
+    """Replays arrivals, which are in the order of their time. `run` once, `check_nothing_is_left` after."""
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        config: Config,
+        hardware: Hardware,
+        costs: tuple[StepCost, StepCost],
+        leap: bool,
+    ) -> None:
+        """`config.cluster` says how many instances there are. `costs`: of prefill and of decode instances."""
+        self.config = config
+        self.hardware = hardware
+        self.block_size = hardware.block_size
+        self.block_bytes = hardware.block_size * hardware.kv_bytes_per_token
+        self.sizes = Sizes.plan(config, hardware)
+        self.clock = Clock()
+        self.counters: Counter[str] = Counter()
+        self.core = SchedulerCore(config, hardware.block_size)
+        self.requests: dict[str, Replayed] = {}
+        self._arrivals = arrivals
+        self._ticking = False
+        self._tick_number = 0
+        self._moved_s = 0.0  # when anything but time last moved the core
+        self._starting = True
+        self.pool = Pool(self, self.sizes.pool)
+        prefill, decode = config.cluster.prefill, config.cluster.decode
+        self.prefills = {
+            name: PrefillInstance(self, name, costs[0]) for name in (f"prefill-{number}" for number in range(prefill))
+        }
+        self.decodes = {
+            f"decode-{number}": DecodeInstance(self, f"decode-{number}", costs[1], number + 1, leap)
+            for number in range(decode)
+        }
+        self._pairs = self._pair_up()
+        self._start()
+        self._most_tokens = self.core.max_request_tokens()
+        if self._most_tokens <= 0:
+            raise ConfigError(f"no request fits in these stores (in blocks): {self.sizes}")
+
+    def _pair_up(self) -> dict[str, tuple[PrefillInstance, ...]]:
+        pairs = pair_up(len(self.prefills), len(self.decodes)) if self.config.cluster.prefetch else []
+        sizes = self.sizes
+        for name, prefill in self.prefills.items():
+            served = sum(prefill_id == name for _, prefill_id in pairs)
+            if served:
+                largest = min(sizes.decode_cache, sizes.pool // 16)
+                prefill.lease_blocks = max(1, min(largest, sizes.requests_buffer * 2 // (3 * served)))
+        return {name: tuple(self.prefills[p] for d, p in pairs if d == name) for name in self.decodes}
+
+    def _start(self) -> None:
+        """Everybody is there and has reported at time 0."""
+        for role, names in (("kv_pool", [self.pool.name]), ("prefill", self.prefills), ("decode", self.decodes)):
+            for name in names:
+                self.tell(events.InstanceJoined(role, name))
+        pairs = tuple((name, tuple(prefill.name for prefill in paired)) for name, paired in self._pairs.items())
+        self.tell(events.PairsChanged(pairs))
+        self.tell(events.PoolReported(self.pool.name, self.pool.blocks.capacity, self.pool.blocks.free_blocks))
+        for decode in self.decodes.values():
+            decode.refresh_lease()
+            decode.report()
+        for prefill in self.prefills.values():
+            prefill.report()
+        self._starting = False
+
+    # what instances ask for
+
+    def pool_link(self) -> Link:
+        return Link(self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
+
+    def peer_link(self) -> Link:
+        return Link(self.hardware.peer_bandwidth, self.hardware.copy_latency_s)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def paired(self, decode_id: str) -> tuple[PrefillInstance, ...]:
+        """The prefill instances through whose buffers it is prefetched for."""
+        return self._pairs[decode_id]
+
+    def request(self, key: RequestKey) -> Replayed:
+        """In whatever epoch it is by now."""
+        return self.requests[key.request_id]
+
+    def max_total_tokens(self, request: Replayed) -> int:
+        """What the client allows it to grow to: all that can be served, which says nothing of its output."""
+        return max(self._most_tokens, request.arrival.input_tokens + request.arrival.output_tokens)
+
+    # messages
+
+    def send(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of another instance, a message later."""
+        if self._starting:
+            call(*arguments)
+        else:
+            self.clock.after(self.hardware.message_s, call, *arguments)
+
+    def send_core(self, event: events.Event) -> None:
+        self.send(self.tell, event)
+
+    def tell(self, event: events.Event) -> None:
+        """The core hears of it now."""
+        self._moved_s = self.clock.now_s
+        self._handle(event)
+        if not self._ticking and self.core.needs_ticks:
+            self._ticking = True
+            self._plan_tick()
+
+    def _handle(self, event: events.Event) -> None:
+        for action in self.core.handle(event, self.clock.now_s):
+            self._carry_out(action)
+
+    def _carry_out(self, action: actions.Action) -> None:
+        match action:
+            case actions.StartPrefill():
+                self.send(self.prefills[action.prefill_id].start, action)
+            case actions.Prefetch():
+                self.counters["batches" if action.buffer is events.BufferKind.BATCH else "late_batches"] += 1
+                if action.prefill_id is None:
+                    self.send(self.decodes[action.decode_id].offer_from_pool, action)
+                else:
+                    self.send(self.prefills[action.prefill_id].prefetch, action)
+            case actions.Recall():
+                self.send(self.decodes[action.decode_id].recall, action.keys)
+            case actions.MarkUrgent():
+                self.send(self.decodes[action.decode_id].mark_urgent, action.keys)
+            case actions.CancelAt() if action.instance_id in self.decodes:
+                self.send(self.decodes[action.instance_id].cancel, action.keys)
+            case actions.ReleasePool():
+                self.send(self.pool.release, action)
+            case actions.Reject():
+                for key in action.keys:
+                    self._refuse(self.request(key), str(action.error))
+            case actions.ReportLost():
+                for key in action.keys:
+                    self.send(self._resubmit, key)
+
+    # time
+
+    def _plan_tick(self) -> None:
+        """Ticks are at whole multiples, each once, however the division rounds."""
+        tick_s = self.config.scheduler.tick_s
+        self._tick_number = max(self._tick_number, math.floor(self.clock.now_s / tick_s)) + 1
+        self.clock.at(self._tick_number * tick_s, self._tick)
+
+    def _tick(self) -> None:
+        for decode in self.decodes.values():
+            decode.report_growth()
+        self._handle(events.Tick())
+        if self.clock.now_s - self._moved_s > STUCK_S:
+            raise AccountingError(f"nothing has moved since {self._moved_s:g} s: {self.core.describe()}")
+        self._ticking = self.core.needs_ticks
+        if self._ticking:
+            self._plan_tick()
+
+    # the gateway's part
+
+    def run(self) -> None:
+        """Until every request has ended."""
+        if self._arrivals:
+            self.clock.at(self._arrivals[0].arrival_s, self._arrive, 0)
+        self.clock.run()
+
+    def _arrive(self, number: int) -> None:
+        arrival = self._arrivals[number]
+        if number + 1 < len(self._arrivals):
+            self.clock.at(self._arrivals[number + 1].arrival_s, self._arrive, number + 1)
+        request = Replayed(arrival, RequestResult(arrival), RequestKey(arrival.request_id))
+        request.stage_since_s = self.clock.now_s
+        if self.requests.setdefault(arrival.request_id, request) is not request:
+            raise ConfigError(f"the workload has two requests {arrival.request_id!r}")
+        self._submit(request)
+
+    def _submit(self, request: Replayed) -> None:
+        most = self.max_total_tokens(request)
+        self.tell(events.Submitted((events.RequestMeta(request.key, request.prefix_tokens, most, "", GATEWAY),)))
+
+    def _refuse(self, request: Replayed, reason: str) -> None:
+        request.result.refused = reason
+        request.end(self.clock.now_s)
+
+    def _resubmit(self, key: RequestKey) -> None:
+        """The last resort of a full pool: its KV was dropped, and is to be computed again with what it generated."""
+        request = self.request(key)
+        for decode in self.decodes.values():
+            decode.freeze(key)
+        if request.ended or request.key != key:
+            return
+        self.counters["dropped_requests"] += 1
+        request.key = RequestKey(key.request_id, key.epoch + 1)
+        request.stop_waiting(self.clock.now_s)
+        request.enter(Stage.QUEUE, self.clock.now_s)
+        self._submit(request)
+
+    def check_nothing_is_left(self) -> None:
+        """Every request has all its tokens, or was refused, and nobody holds anything. Raises AccountingError."""
+        self.core.check_integrity()
+        for arrival in self._arrivals:
+            request = self.requests[arrival.request_id]
+            wanted = 0 if request.result.refused else arrival.output_tokens
+            if not request.ended or request.tokens != wanted:
+                raise AccountingError(f"{arrival.request_id} has {request.tokens} tokens of {wanted}")
+        stores = [self.pool.blocks, *(decode.cache for decode in self.decodes.values())]
+        for prefill in self.prefills.values():
+            prefill.chunks.check_integrity()
+            stores += [prefill.cache, *prefill.buffers.values()]
+        for store in stores:
+            store.check_integrity()
+        for decode in self.decodes.values():
+            decode.scheduler.check_integrity()
+        held = {store.store_id: store.owned_blocks for store in stores if store.owned_blocks}
+        busy = [decode.name for decode in self.decodes.values() if not decode.holds_nothing()]
+        counted = {state: count for state, count in self.core.describe().items() if count}
+        if held or busy or counted or self.pool.copies:
+            raise AccountingError(f"left: blocks {held}, busy {busy}, core {counted}, {len(self.pool.copies)} copies")

@@ -1,0 +1,374 @@
+"""A decode instance: the real iteration scheduler, copies over links, and passes that take what the cost model says.
+
+Between two things that happen here (a candidate comes, a copy ends, a request ends) passes differ only in the lengths,
+and the iteration scheduler says in how many of them nothing can be decided (`quiet_iterations`): they are leapt over.
+What comes in the middle of a leap ends it with the pass under way, so a leap is never too long.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.cost_model import Passes
+from alignedserve.scheduler.events import BufferKind, DecodeReported, Finished, Joined, Returned
+from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.simulator.clock import Event
+from alignedserve.simulator.leap import Leap
+from alignedserve.simulator.links import transfer
+from alignedserve.simulator.pool import Write
+from alignedserve.simulator.steps import StepRecorder
+
+if TYPE_CHECKING:
+    from alignedserve.simulator.cell import Cell
+
+MOST_LEAP = 64  # passes; a leap that ends early has asked the cost model for nothing
+DEADLINE_MARGIN_S = 1e-6  # so long before a candidate becomes overdue passes are taken one by one
+
+
+class DecodeInstance:
+    """`rank` is its own in the clock. `leap`: False takes every pass alone, with the same results."""
+
+    def __init__(self, cell: Cell, name: str, cost: StepCost, rank: int, leap: bool) -> None:
+        self.name = name
+        self.steps = StepRecorder()
+        self.cache = BlockAllocator(cell.sizes.decode_cache, f"{name}/cache")
+        config = cell.config
+        self.scheduler = IterationScheduler(
+            config.decode,
+            self.cache,
+            cell.block_size,
+            starvation_after_s=config.scheduler.starvation_after_s,
+            join_window=config.scheduler.join_window,
+        )
+        self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
+        self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
+        self._cell = cell
+        self._clock = cell.clock
+        self._gap_s = cell.hardware.host_overhead_s
+        self._rank = rank
+        self._leaps = leap
+        self._source: dict[RequestKey, str] = {}  # of what is held: the prefill instance with its candidate, or ""
+        self._length: dict[RequestKey, int] = {}  # of candidates, KV tokens
+        self._tombstones: set[RequestKey] = set()  # cancelled before they were announced
+        self._ends_s: array[float] = array("d")  # of every pass
+        self._begun: dict[RequestKey, int] = {}  # of what runs: its first pass
+        self._due: dict[RequestKey, int] = {}  # and how many passes there will have been when it ends
+        self._keys: list[RequestKey] = []  # what runs in the pass under way
+        self._leap = Leap(cost, self._gap_s, leap)
+        self._wake: Event | None = None  # the next boundary
+        self._moves = 0  # requests that came, went or began
+        self._reported: tuple[int, ...] = ()
+        self._measured = 0  # passes that the core was told of
+
+    # candidates
+
+    def offer(self, key: RequestKey, kv_tokens: int, kind: BufferKind, batch_id: int, source: str) -> None:
+        if key in self._tombstones:
+            self._tombstones.discard(key)
+            self._release_source(key, source)
+            return
+        self._interrupt()
+        request = self._cell.request(key)
+        if request.kv_tokens != kv_tokens and request.key == key:
+            raise AccountingError(f"{key} has {request.kv_tokens} tokens of KV, and {kv_tokens} were announced")
+        self._source[key], self._length[key] = source, kv_tokens
+        most = self._cell.max_total_tokens(request)
+        self.scheduler.offer(Candidate(key, kv_tokens, most, "", 0, kind, batch_id), self._clock.now_s)
+        self._cell.counters["late_candidates"] += kind is BufferKind.REQUESTS
+
+    def offer_from_pool(self, action: Prefetch) -> None:
+        """There are no buffers: the pool's own copy is the candidate."""
+        for key in action.keys:
+            kv_tokens = self._cell.pool.copies.get(key)
+            if kv_tokens is not None:
+                self._cell.request(key).enter(Stage.PREFETCH, self._clock.now_s)
+                self.offer(key, kv_tokens, action.buffer, action.batch_id, "")
+
+    def recall(self, keys: Iterable[RequestKey]) -> None:
+        self._interrupt()
+        self.scheduler.recall(keys)
+
+    def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
+        self._interrupt()
+        self.scheduler.mark_urgent(keys)
+
+    def cancel(self, keys: Iterable[RequestKey]) -> None:
+        self._interrupt()
+        for key in keys:
+            outcome = self.scheduler.cancel(key)
+            if outcome is CancelOutcome.NOT_HERE:
+                self._tombstones.add(key)
+            elif outcome is not CancelOutcome.COPYING:
+                self._drop(key)
+
+    def freeze(self, key: RequestKey) -> None:
+        """A newer epoch of the request begins: what this one would generate from here on is nobody's."""
+        self._settle()
+        self._end_run(key)
+
+    def _drop(self, key: RequestKey) -> None:
+        self._end_run(key)
+        self._release_source(key, self._source.get(key, ""))
+        self._forget(key)
+        self._cell.send_core(Finished((key,)))
+
+    def _forget(self, key: RequestKey) -> None:
+        self._source.pop(key, None)
+        self._length.pop(key, None)
+
+    def _release_source(self, key: RequestKey, source: str) -> None:
+        if source:
+            self._cell.send(self._cell.prefills[source].consumed, key)
+
+    def refresh_lease(self) -> None:
+        """What it may evict without asking. No quiet iteration looks at it."""
+        paired = self._cell.paired(self.name)
+        for prefill in paired:
+            prefill.top_up_lease(self.name)
+        self.scheduler.set_requests_buffer_lease(max((p.leased_blocks(self.name) for p in paired), default=0))
+
+    # boundaries
+
+    def _interrupt(self) -> None:
+        """Something is told here: the books as of the last boundary, and a plan at the next."""
+        if not self._keys:
+            self._wake = self._wake or self._clock.at(self._clock.now_s, self._boundary, rank=self._rank)
+            return
+        self._settle()
+        end_s = self._leap.cut()
+        if self._wake is not None and self._wake[0] != end_s:
+            self._clock.cancel(self._wake)
+            self._wake = self._clock.at(end_s, self._boundary, rank=self._rank)
+
+    def _settle(self) -> None:
+        """Count the passes that have ended by now, but for the last of a leap, at whose end there is a plan."""
+        leap = self._leap
+        last = len(leap.ends_s) - 1
+        done = bisect_left(leap.ends_s, self._clock.now_s, leap.done, max(last, leap.done))
+        while done < last and self._clock.passed(leap.ends_s[done], self._rank):
+            done += 1
+        if done > leap.done:
+            self.scheduler.pass_quietly(done - leap.done)
+            self._record(done)
+
+    def _record(self, done: int) -> None:
+        self._ends_s.extend(self._leap.ends_s[self._leap.done : done])
+        self._leap.record(self.steps, done)
+
+    def _boundary(self) -> None:
+        """The pass under way has ended, or something came while there was none."""
+        self._wake = None
+        if self._keys:
+            leap = self._leap
+            quiet = len(leap.ends_s) - 1 - leap.done
+            if quiet:
+                self.scheduler.pass_quietly(quiet)
+            self._record(len(leap.ends_s))
+            self._advance()
+        plan = self.scheduler.plan(self._clock.now_s)
+        if plan.stalled:
+            self._cell.counters["stalled"] += plan.stalled
+        self._start_copies(plan)
+        self._begin(plan)
+        self.report()
+
+    def _advance(self) -> None:
+        count, due = len(self._ends_s), self._due
+        tokens = [(key, due.get(key) == count) for key in self._keys]
+        self.scheduler.advance(tokens)
+        for key, finished in tokens:
+            if finished:
+                self._finish(key)
+
+    def _finish(self, key: RequestKey) -> None:
+        self._end_run(key)
+        self._forget(key)
+        self._cell.request(key).end(self._clock.now_s)
+        self._cell.send_core(Finished((key,)))
+
+    def _begin(self, plan: IterationPlan) -> None:
+        """The passes from here to the next boundary at which something can be decided."""
+        keys = [item.key for item in plan.run]
+        same = keys == self._keys
+        if not same:
+            self._follow(keys)
+        if not keys:
+            return
+        most = 1
+        if self._leaps:
+            passes_left = min(self._due.values(), default=0) - len(self._ends_s)
+            if passes_left > 1:
+                most += self.scheduler.quiet_iterations(min(MOST_LEAP, passes_left) - 1)
+        until_s = self.scheduler.deadline_s() - DEADLINE_MARGIN_S
+        lengths = [item.kv_tokens for item in plan.run]
+        end_s = self._leap.begin(self._clock.now_s, lengths, most, until_s, plan.switching, same)
+        self._wake = self._clock.at(end_s, self._boundary, rank=self._rank)
+
+    def _follow(self, keys: Sequence[RequestKey]) -> None:
+        """Others run from here on than before."""
+        self._moves += 1
+        running = set(keys)
+        for key in [key for key in self._begun if key not in running]:
+            self._end_run(key)
+        now_s, count = self._clock.now_s, len(self._ends_s)
+        for key in keys:
+            request = self._cell.request(key)
+            if key not in self._begun and request.key == key:
+                self._begun[key], self._due[key] = count, count + request.missing_tokens
+                request.enter(Stage.DECODE, now_s)
+                request.stop_waiting(now_s)
+        self._keys = list(keys)
+
+    def _end_run(self, key: RequestKey) -> None:
+        """It does not run from here on: the tokens of the passes in which it did are its own."""
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            del self._due[key]
+            self._cell.request(key).generate(self._ends_s[begun:])
+
+    # reports
+
+    def report(self) -> None:
+        """Tell the core where something moved here."""
+        waits = self._cell.pool.waiting_blocks(self)
+        status = self.scheduler.status()
+        state = (
+            self._moves,
+            status.running,
+            status.batch_id,
+            status.switching,
+            status.batch_buffer_requests,
+            status.requests_buffer_requests,
+            waits,
+        )
+        if state != self._reported:
+            self._reported = state
+            self._tell(waits, None)
+
+    def report_growth(self) -> None:
+        """Tell the core how far lengths have come and what passes took, where there were any since the last time."""
+        self._settle()
+        if self._measured < len(self.steps):
+            self._tell(self._cell.pool.waiting_blocks(self), self._take_measured())
+        elif self._length and not self._keys:
+            self._interrupt()  # idle, with candidates that may have become overdue
+
+    def _take_measured(self) -> Passes:
+        steps, first = self.steps, self._measured
+        self._measured = last = len(steps)
+        seconds = sum(steps.seconds[first:last]) + self._gap_s * (last - first)
+        return Passes(last - first, sum(steps.decodes[first:last]), sum(steps.total[first:last]), seconds)
+
+    def _tell(self, waits: int, measured: Passes | None) -> None:
+        status = self.scheduler.status()
+        self._cell.send_core(
+            DecodeReported(
+                self.name,
+                self.cache.capacity,
+                self.cache.free_blocks,
+                status.running,
+                status.shortest_tokens,
+                status.longest_tokens,
+                status.batch_id,
+                status.switching,
+                status.batch_buffer_requests,
+                status.requests_buffer_requests,
+                waits,
+                measured,
+            )
+        )
+
+    # copies
+
+    def _start_copies(self, plan: IterationPlan) -> None:
+        for key in plan.give_back.keys:
+            self._give_back(key)
+        for evict in plan.evictions:
+            self._evict(evict)
+        for join in plan.joins:
+            self._join(join)
+
+    def _join(self, join: Join) -> None:
+        cell = self._cell
+        cell.request(join.key).enter(Stage.HANDOVER, self._clock.now_s)
+        source = self._source[join.key]
+        links = (cell.prefills[source].to_peers, self.from_peers) if source else (self.from_pool,)
+        size = (len(join.block_ids) - join.resident_blocks) * cell.block_bytes
+        self._clock.at(transfer(self._clock.now_s, size, *links), self._copied_in, join.key)
+
+    def _copied_in(self, key: RequestKey) -> None:
+        self._interrupt()
+        if self.scheduler.copied_in(key):
+            self._release_source(key, self._source.pop(key))
+            self._length.pop(key)
+            self._cell.send_core(Joined(self.name, (key,)))
+        else:
+            self._drop(key)
+
+    def _evict(self, evict: Evict) -> None:
+        cell, now_s, key = self._cell, self._clock.now_s, evict.key
+        self._end_run(key)
+        request = cell.request(key)
+        if request.key == key:
+            if request.kv_tokens != evict.kv_tokens:
+                raise AccountingError(f"{key} has {request.kv_tokens} tokens of KV, and leaves with {evict.kv_tokens}")
+            request.result.preemptions += 1
+            request.enter(Stage.POOL if evict.to_pool else Stage.PREFETCH, now_s)
+            request.wait(now_s)
+        blocks = len(evict.block_ids)
+        if not evict.to_pool:
+            for prefill in sorted(cell.paired(self.name), key=lambda p: -p.leased_blocks(self.name)):
+                if prefill.leased_blocks(self.name) >= blocks:
+                    prefill.adopt(key, blocks, self.name)
+                    done_s = transfer(now_s, blocks * cell.block_bytes, self.to_peers, prefill.from_peers)
+                    self._clock.at(done_s, self._evicted, evict, prefill.name)
+                    return
+        cell.counters["evictions_to_pool"] += 1
+        then = partial(self._returned, evict)
+        cell.pool.write(Write(self, key, evict.kv_tokens, self.to_pool, then))
+
+    def _evicted(self, evict: Evict, source: str) -> None:
+        self._interrupt()
+        key = evict.key
+        self._source[key], self._length[key] = source, evict.kv_tokens
+        if not self.scheduler.copied_out(key):
+            self._drop(key)
+        self.refresh_lease()
+
+    def _returned(self, evict: Evict, new_blocks: int | None) -> None:
+        self._interrupt()
+        key = evict.key
+        if not self.scheduler.copied_out(key):
+            self._drop(key)
+            return
+        if not evict.to_pool:  # the requests buffer had no room after all: it is the core's again
+            self.scheduler.withdraw(key)
+        self._forget(key)
+        if new_blocks is not None:
+            self._cell.send_core(Returned(key, evict.kv_tokens, self._cell.blocks_for(evict.kv_tokens)))
+
+    def _give_back(self, key: RequestKey) -> None:
+        cell = self._cell
+        cell.counters["given_back"] += 1
+        kv_tokens, source = self._length[key], self._source[key]
+        self._forget(key)
+        request = cell.request(key)
+        if request.key == key:
+            request.enter(Stage.POOL, self._clock.now_s)
+        if source:
+            cell.send(cell.prefills[source].give_back, key, kv_tokens)
+        else:
+            cell.send_core(Returned(key, kv_tokens, cell.blocks_for(kv_tokens)))
+
+    def holds_nothing(self) -> bool:
+        return self.scheduler.holds_nothing() and not self._begun and not self._source

@@ -1,0 +1,112 @@
+"""One run of a disaggregated system: prefill and decode apart, the pool between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from alignedserve.config import SECTIONS, Config
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.policies import POLICIES
+from alignedserve.scheduler.systems import System, Topology
+from alignedserve.simulator.cell import Cell
+from alignedserve.simulator.decode import DecodeInstance
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.prefill import PrefillInstance
+from alignedserve.simulator.results import RequestResult, RunResult
+from alignedserve.simulator.steps import merge
+from alignedserve.simulator.workload import Workload
+
+NEVER_S = 1e18
+
+
+def simulate(
+    workload: Workload,
+    system: System,
+    config: Config,
+    hardware: Hardware,
+    prefill_cost: StepCost,
+    decode_cost: StepCost,
+    *,
+    prefill_instances: int = 1,
+    decode_instances: int = 1,
+    seed: int = 0,
+    refuse_for_load: bool = False,
+    leap: bool = True,
+) -> RunResult:
+    """Replay the workload to its end. Pure: the same arguments give the same result, to the last bit.
+
+    `refuse_for_load`: admission by prediction and the limits of queues, as configured; else every request is served
+    that the stores can hold. `seed` is only noted: nothing here is drawn. `leap`: False takes every iteration alone,
+    which gives the same, slowly.
+
+    Raises ConfigError where the system is a colocated one, or no request fits in the hardware's stores.
+    """
+    if system.topology is not Topology.DISAGGREGATED:
+        raise ConfigError(f"{system.name} is a {system.topology.value} system, and has no prefill and decode instances")
+    config = _configure(config, system, prefill_instances, decode_instances, refuse_for_load)
+    cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap)
+    cell.run()
+    cell.check_nothing_is_left()
+    instances: list[PrefillInstance | DecodeInstance] = [*cell.prefills.values(), *cell.decodes.values()]
+    return RunResult(
+        policy=system.name,
+        requests=[cell.requests[arrival.request_id].result for arrival in workload.arrivals],
+        steps=merge([instance.steps for instance in instances], hardware.host_overhead_s),
+        instances=tuple(instance.name for instance in instances),
+        end_s=max((request.token_s[-1] for request in _results(cell) if request.token_s), default=0.0),
+        pool_blocks=cell.pool.occupancy,
+        counters=_counters(cell),
+        configuration={
+            "config": asdict(config),
+            "hardware": asdict(hardware),
+            "prefill_cost": prefill_cost.describe(),
+            "decode_cost": decode_cost.describe(),
+            "seed": seed,
+        },
+    )
+
+
+def configured(config: Config, settings: Mapping[str, Any]) -> Config:
+    """`config` with these keys (`section.key`) set. Raises ConfigError for an unknown one."""
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        if section not in SECTIONS or not hasattr(getattr(config, section), key):
+            raise ConfigError(f"there is no configuration key {name}")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def _configure(config: Config, system: System, prefill: int, decode: int, refuse_for_load: bool) -> Config:
+    settings: dict[str, Any] = {"cluster.prefill": prefill, "cluster.decode": decode}
+    if system.name in POLICIES.names():
+        settings["scheduler.policy"] = system.name
+    if not refuse_for_load:
+        settings |= {
+            "scheduler.max_wait_s": NEVER_S,
+            "scheduler.max_queue": 1 << 62,
+            "scheduler.ttft_objective_s": 0.0,
+            "scheduler.tpot_objective_s": 0.0,
+        }
+    return configured(config, {**settings, **system.settings})
+
+
+def _results(cell: Cell) -> list[RequestResult]:
+    return [request.result for request in cell.requests.values()]
+
+
+def _counters(cell: Cell) -> dict[str, float]:
+    counters: dict[str, float] = dict(sorted(cell.counters.items()))
+    statuses = [decode.scheduler.status() for decode in cell.decodes.values()]
+    counters["iterations"] = sum(status.iterations for status in statuses)
+    counters["switch_iterations"] = sum(status.switch_iterations for status in statuses)
+    counters["evictions"] = sum(status.evictions for status in statuses)
+    counters["prefill_passes"] = sum(len(prefill.steps) for prefill in cell.prefills.values())
+    counters["core_events"] = cell.core.events_handled
+    counters["refused"] = sum(bool(request.refused) for request in _results(cell))
+    for name in ("from_pool", "to_pool", "from_peers", "to_peers"):
+        links = [getattr(part, name) for part in (*cell.prefills.values(), *cell.decodes.values())]
+        counters[f"{name}_bytes"] = sum(link.moved_bytes for link in links)
+    return counters

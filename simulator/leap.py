@@ -1,0 +1,66 @@
+"""Passes of one decode instance that follow each other with the same requests: when each ends, and what it takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.simulator.steps import StepRecorder
+
+
+class Leap:
+    """The passes of which the first is under way. `done` of them have ended and are recorded."""
+
+    def __init__(self, cost: StepCost, gap_s: float, several: bool) -> None:
+        self.ends_s: list[float] = []
+        self.done = 0
+        self._cost = cost
+        self._gap_s = gap_s
+        self._several = several
+        self._seconds: list[float] = []
+        self._balanced_s: list[float] = []
+        self._lengths = (0, 0, 0, 0)  # requests; the shortest, the longest and the sum of their lengths at first
+        self._switching = False
+
+    def begin(
+        self, now_s: float, lengths: Sequence[int], passes: int, until_s: float, switching: bool, same: bool
+    ) -> float:
+        """At most `passes` from now on, up to the first that ends at `until_s` or later. When the last of them ends.
+
+        `same`: the requests are those of the passes before, so what was asked of the cost model for those holds.
+        """
+        spare = self._seconds[self.done :] if same else []
+        if len(spare) >= passes:
+            self._seconds = spare
+            self._balanced_s = self._balanced_s[self.done :]
+        elif self._several:
+            self._seconds = self._cost.run_s(lengths, passes)
+            self._balanced_s = self._cost.balanced_run_s(lengths, passes)
+        else:
+            self._seconds = [self._cost.step_s((), lengths)]
+            self._balanced_s = [self._cost.balanced_step_s((), lengths)]
+        self.done = 0
+        self.ends_s = ends_s = []
+        end_s = now_s
+        for seconds in self._seconds[:passes]:
+            end_s = (end_s + self._gap_s) + seconds
+            ends_s.append(end_s)
+        del ends_s[bisect_left(ends_s, until_s) + 1 :]
+        self._lengths = len(lengths), min(lengths), max(lengths), sum(lengths)
+        self._switching = switching
+        return ends_s[-1]
+
+    def cut(self) -> float:
+        """Nothing follows the pass under way, for now. When it ends."""
+        del self.ends_s[self.done + 1 :]
+        return self.ends_s[-1]
+
+    def record(self, steps: StepRecorder, done: int) -> None:
+        """The passes before number `done` have ended."""
+        first, self.done = self.done, done
+        seconds = self._seconds[first:done]
+        starts_s = [end_s - passed for end_s, passed in zip(self.ends_s[first:done], seconds, strict=True)]
+        count, shortest, longest, total = self._lengths
+        lengths = count, shortest + first, longest + first, total + count * first
+        steps.add_decodes(starts_s, seconds, self._balanced_s[first:done], lengths, self._switching)

@@ -1,0 +1,135 @@
+"""The KV pool: blocks by request, and writers that wait in line where it has no room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.actions import ReleasePool
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import PoolReported
+from alignedserve.simulator.links import Link, transfer
+
+if TYPE_CHECKING:
+    from alignedserve.simulator.cell import Cell
+
+
+class Writer(Protocol):
+    def report(self) -> None:
+        """What it waits for has changed."""
+
+
+@dataclass(slots=True)
+class Write:
+    """KV on its way to the pool over `link`. `then(new_blocks)` once it is there; None: it is not wanted any more."""
+
+    writer: Writer
+    key: RequestKey
+    kv_tokens: int
+    link: Link
+    then: Callable[[int | None], None]
+    fresh: list[int] = field(default_factory=list)
+    dropped: bool = False
+
+
+class Pool:
+    name = "pool"
+
+    def __init__(self, cell: Cell, capacity: int) -> None:
+        self.blocks = BlockAllocator(capacity, self.name)
+        self.copies: dict[RequestKey, int] = {}  # KV tokens that are committed
+        self.occupancy: list[tuple[float, int]] = [(0.0, 0)]
+        self._cell = cell
+        self._waiting: deque[Write] = deque()
+        self._under_way: dict[RequestKey, Write] = {}
+        self._reporting = False
+
+    def write(self, write: Write) -> None:
+        """Copied as soon as there is room, first come, first served; nothing is where all of it is here already."""
+        stale = self._cell.request(write.key).key != write.key
+        if stale or self.copies.get(write.key) == write.kv_tokens:
+            self._cell.clock.after(0.0, write.then, None if stale else 0)
+            return
+        self._waiting.append(write)
+        self._serve()
+        if not write.fresh:
+            write.writer.report()
+
+    def waiting_blocks(self, writer: Writer) -> int:
+        """Blocks that its writes wait for."""
+        return sum(self._missing(write) for write in self._waiting if write.writer is writer)
+
+    def release(self, action: ReleasePool) -> None:
+        for number, key in enumerate(action.keys):
+            if not action.dropped:
+                self._release(key)
+            elif self.copies.get(key) == action.kv_tokens[number] and key not in self._under_way:
+                self._cell.counters["dropped_copies"] += 1
+                self._release(key)
+        self._changed()
+        self._serve()
+
+    def _release(self, key: RequestKey) -> None:
+        write = self._under_way.get(key)
+        if write is not None:
+            write.dropped = True  # its blocks are free once nothing is written to them
+            return
+        for write in [write for write in self._waiting if write.key == key]:
+            self._waiting.remove(write)
+            write.then(None)
+        self.blocks.release_all(key)
+        self.copies.pop(key, None)
+
+    def _kept(self, key: RequestKey) -> int:
+        """Full blocks of the copy that is here: the last, partly filled one is written anew beside the old."""
+        return self.copies.get(key, 0) // self._cell.block_size
+
+    def _missing(self, write: Write) -> int:
+        return self._cell.blocks_for(write.kv_tokens) - self._kept(write.key)
+
+    def _serve(self) -> None:
+        served: list[Write] = []
+        while self._waiting:
+            write = self._waiting[0]
+            fresh = self.blocks.allocate(self._missing(write), write.key)
+            if fresh is None:
+                break
+            self._waiting.popleft()
+            write.fresh = fresh
+            self._under_way[write.key] = write
+            end_s = transfer(self._cell.clock.now_s, len(fresh) * self._cell.block_bytes, write.link)
+            self._cell.clock.at(end_s, self._written, write)
+            served.append(write)
+        if served:
+            self._changed()
+
+    def _written(self, write: Write) -> None:
+        key = write.key
+        del self._under_way[key]
+        if write.dropped:
+            self._release(key)
+            write.then(None)
+        else:
+            kept = self._kept(key)
+            had = len(self.blocks.blocks_of(key)) - len(write.fresh)
+            self.blocks.release(self.blocks.blocks_of(key)[kept:had], key)
+            self.copies[key] = write.kv_tokens
+            write.then(len(write.fresh))
+        write.writer.report()
+        self._changed()
+        self._serve()
+
+    def _changed(self) -> None:
+        owned = self.blocks.owned_blocks
+        if abs(owned - self.occupancy[-1][1]) * 100 > self.blocks.capacity:
+            self.occupancy.append((self._cell.clock.now_s, owned))
+        if not self._reporting:
+            self._reporting = True
+            self._cell.clock.after(self._cell.hardware.message_s, self._report)
+
+    def _report(self) -> None:
+        self._reporting = False
+        self._cell.tell(PoolReported(self.name, self.blocks.capacity, self.blocks.free_blocks))

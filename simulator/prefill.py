@@ -1,0 +1,198 @@
+"""A prefill instance: chunked prefill, offload to the pool, and the two candidate buffers (steps 1, 2 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.actions import Prefetch, StartPrefill
+from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.cost.step import ChunkShape, StepCost
+from alignedserve.scheduler.cost_model import Passes
+from alignedserve.scheduler.events import BufferKind, Finished, Prefilled, PrefillReported, Returned
+from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.simulator.links import transfer
+from alignedserve.simulator.pool import Write
+from alignedserve.simulator.steps import StepRecorder
+
+if TYPE_CHECKING:
+    from alignedserve.simulator.cell import Cell
+
+REPORT_EVERY_S = 0.1  # what passes took is said no more often
+
+
+class PrefillInstance:
+    def __init__(self, cell: Cell, name: str, cost: StepCost) -> None:
+        self.name = name
+        self.steps = StepRecorder()
+        sizes = cell.sizes
+        self.cache = BlockAllocator(sizes.prefill_cache, f"{name}/cache")
+        self.chunks = ChunkScheduler(self.cache, cell.block_size)
+        self.buffers = {
+            BufferKind.BATCH: BlockAllocator(sizes.batch_buffer, f"{name}/batch"),
+            BufferKind.REQUESTS: BlockAllocator(sizes.requests_buffer, f"{name}/requests"),
+        }
+        self.candidates: dict[RequestKey, tuple[BufferKind, str]] = {}  # -> buffer, decode instance
+        self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
+        self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
+        self.lease_blocks = 0  # of the requests buffer, for each decode instance; 0: none is paired
+        self._cell = cell
+        self._cost = cost
+        self._busy = False
+        self._giving_back: set[RequestKey] = set()
+        self._reported: tuple[int, int, int] | None = None
+        self._measured_s = 0.0
+        self._unmeasured = [0, 0, 0, 0.0]  # passes, tokens, cached tokens, seconds
+
+    def report(self) -> None:
+        """Tell the core what it does not know yet."""
+        batch, requests = self.buffers[BufferKind.BATCH], self.buffers[BufferKind.REQUESTS]
+        waits = self._cell.pool.waiting_blocks(self) if self._giving_back else 0
+        state = batch.available_blocks, requests.available_blocks, waits
+        measured = self._take_measured()
+        if state == self._reported and measured is None:
+            return
+        self._reported = state
+        self._cell.send_core(
+            PrefillReported(
+                self.name,
+                self.chunks.pending_tokens,
+                self.cache.capacity,
+                batch.capacity,
+                batch.available_blocks,
+                requests.capacity,
+                requests.available_blocks,
+                waits,
+                measured,
+            )
+        )
+
+    def _take_measured(self) -> Passes | None:
+        now_s = self._cell.clock.now_s
+        passes, tokens, cached, seconds = self._unmeasured
+        if not passes or now_s - self._measured_s < REPORT_EVERY_S:
+            return None
+        self._measured_s = now_s
+        self._unmeasured = [0, 0, 0, 0.0]
+        return Passes(int(passes), int(tokens), int(cached), seconds)
+
+    # prefill
+
+    def start(self, action: StartPrefill) -> None:
+        for key in action.keys:
+            self.chunks.add(key, self._cell.request(key).prefix_tokens, action.base_tokens)
+        self._compute()
+
+    def _compute(self) -> None:
+        config, clock = self._cell.config.prefill, self._cell.clock
+        plan = [] if self._busy else self.chunks.plan(config.token_budget, config.max_requests)
+        if not plan:
+            return
+        self._busy = True
+        seconds = self._cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
+        start_s = clock.now_s + self._cell.hardware.host_overhead_s
+        tokens = cached = 0
+        for chunk in plan:
+            tokens += chunk.count
+            cached += chunk.start
+            if not chunk.start:
+                self._cell.request(chunk.key).enter(Stage.PREFILL, clock.now_s)
+        self.steps.add_prefill(start_s, seconds, tokens)
+        measured = self._unmeasured
+        measured[0] += 1
+        measured[1] += tokens
+        measured[2] += cached
+        measured[3] += start_s + seconds - clock.now_s
+        clock.at(start_s + seconds, self._computed, plan)
+
+    def _computed(self, plan: Iterable[Chunk]) -> None:
+        self._busy = False
+        for chunk in plan:
+            if self.chunks.done(chunk):
+                self._offload(chunk.key)
+        self.report()
+        self._compute()
+
+    def _offload(self, key: RequestKey) -> None:
+        """The prompt's first token is there; its KV goes to the pool."""
+        request, now_s = self._cell.request(key), self._cell.clock.now_s
+        kv_tokens = request.prefix_tokens
+        if request.generate([now_s]):
+            self.chunks.release(key)
+            request.end(now_s)
+            self._cell.send_core(Finished((key,)))
+            return
+        request.enter(Stage.POOL, now_s)
+        request.wait(now_s)
+        self._cell.pool.write(Write(self, key, kv_tokens, self.to_pool, partial(self._offloaded, key, kv_tokens)))
+
+    def _offloaded(self, key: RequestKey, kv_tokens: int, new_blocks: int | None) -> None:
+        self.chunks.release(key)
+        if new_blocks is not None:
+            self._cell.send_core(Prefilled(key, kv_tokens, new_blocks, new_blocks))
+        self._compute()
+
+    # candidate buffers
+
+    def prefetch(self, action: Prefetch) -> None:
+        cell = self._cell
+        for key in action.keys:
+            kv_tokens = cell.pool.copies.get(key)
+            if kv_tokens is None:
+                continue  # it has ended; the word is on its way here
+            blocks = cell.blocks_for(kv_tokens)
+            if self.buffers[action.buffer].allocate(blocks, key) is None:
+                cell.counters["bounced"] += 1
+                cell.send_core(Returned(key, kv_tokens, blocks))
+                continue
+            cell.counters["prefetched"] += 1
+            cell.request(key).enter(Stage.PREFETCH, cell.clock.now_s)
+            self.candidates[key] = action.buffer, action.decode_id
+            done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool)
+            cell.clock.at(done_s, self._announce, action, key, kv_tokens)
+        self.report()
+
+    def _announce(self, action: Prefetch, key: RequestKey, kv_tokens: int) -> None:
+        decode = self._cell.decodes[action.decode_id]
+        self._cell.send(decode.offer, key, kv_tokens, action.buffer, action.batch_id, self.name)
+
+    def adopt(self, key: RequestKey, blocks: int, decode_id: str) -> None:
+        """An evicted request will lie in blocks that are leased to its decode instance."""
+        buffer = self.buffers[BufferKind.REQUESTS]
+        buffer.assign_leased(buffer.leased_to(decode_id)[:blocks], decode_id, key)
+        self.candidates[key] = BufferKind.REQUESTS, decode_id
+
+    def leased_blocks(self, decode_id: str) -> int:
+        return len(self.buffers[BufferKind.REQUESTS].leased_to(decode_id))
+
+    def top_up_lease(self, decode_id: str) -> None:
+        """Blocks of the requests buffer that the decode instance may evict to without asking."""
+        missing = self.lease_blocks - self.leased_blocks(decode_id)
+        if missing > 0 and self.buffers[BufferKind.REQUESTS].lease(missing, decode_id):
+            self.report()
+
+    def consumed(self, key: RequestKey) -> None:
+        """It has been copied into its decode instance, or is not wanted there."""
+        if key in self.candidates and key not in self._giving_back:
+            self._free(key)
+
+    def give_back(self, key: RequestKey, kv_tokens: int) -> None:
+        """Commit to the pool what it lacks of a candidate that did not join."""
+        if key in self.candidates:
+            self._giving_back.add(key)
+            then = partial(self._given_back, key, kv_tokens)
+            self._cell.pool.write(Write(self, key, kv_tokens, self.to_pool, then))
+
+    def _given_back(self, key: RequestKey, kv_tokens: int, new_blocks: int | None) -> None:
+        self._giving_back.discard(key)
+        self._free(key)
+        if new_blocks is not None:
+            self._cell.send_core(Returned(key, kv_tokens, self._cell.blocks_for(kv_tokens)))
+
+    def _free(self, key: RequestKey) -> None:
+        kind, decode_id = self.candidates.pop(key)
+        self.buffers[kind].release_all(key)
+        self.report()
+        self._cell.send(self._cell.decodes[decode_id].refresh_lease)

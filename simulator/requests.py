@@ -1,0 +1,64 @@
+"""One request under way: what it has generated, where its time goes. Only the simulator knows when it ends."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from alignedserve.request import RequestKey, Stage
+from alignedserve.simulator.results import RequestResult
+from alignedserve.simulator.workload import Arrival
+
+
+@dataclass(slots=True)
+class Replayed:
+    """`tokens` without those of a decode that goes on: its instance adds them when the request leaves it."""
+
+    arrival: Arrival
+    result: RequestResult
+    key: RequestKey
+    ended: bool = False
+    stage: Stage = Stage.QUEUE
+    stage_since_s: float = 0.0
+    waiting_since_s: float | None = None  # since its prefill, or an eviction
+    stages_s: dict[Stage, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.result.token_s)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """The prompt, and what was generated."""
+        return self.arrival.input_tokens + len(self.result.token_s)
+
+    @property
+    def kv_tokens(self) -> int:
+        """The KV of the newest token is computed with the next one."""
+        return self.arrival.input_tokens + len(self.result.token_s) - 1
+
+    @property
+    def missing_tokens(self) -> int:
+        return self.arrival.output_tokens - len(self.result.token_s)
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        self.stages_s[self.stage] = self.stages_s.get(self.stage, 0.0) + now_s - self.stage_since_s
+        self.stage, self.stage_since_s = stage, now_s
+
+    def wait(self, now_s: float) -> None:
+        self.waiting_since_s = now_s
+
+    def stop_waiting(self, now_s: float) -> None:
+        if self.waiting_since_s is not None:
+            self.result.pool_wait_s += now_s - self.waiting_since_s
+            self.waiting_since_s = None
+
+    def generate(self, times_s: array[float] | list[float]) -> bool:
+        """Tokens that came at these times. Whether that was all."""
+        self.result.token_s.extend(times_s)
+        return len(self.result.token_s) >= self.arrival.output_tokens
+
+    def end(self, now_s: float) -> None:
+        self.ended = True
+        self.enter(self.stage, now_s)
+        self.result.stages_s = {stage.value: self.stages_s[stage] for stage in Stage if stage in self.stages_s}
