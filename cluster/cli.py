@@ -100,6 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--live", action="store_true", help="have a running cluster recount its stores and books")
     doctor.add_argument("--url", help="with --live: the gateway to ask (default: this user's newest cluster)")
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    profile = add("profile", "Measure this machine with a model, and write a cost model that predicts its passes.")
+    _add_configuration(profile)
+    profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
+    profile.add_argument("--seconds", type=float, default=60.0, metavar="S", help="measure for so long (default 60)")
     add("version", "Print the version.")
     return parser
 
@@ -145,6 +149,10 @@ def _run(options: argparse.Namespace) -> int:
 
             print(to_yaml(_configuration(options)), end="")
             return 0
+        case "profile":
+            from alignedserve.cluster.profile_command import run_profile
+
+            return run_profile(_configuration(options), options.out, options.seconds)
         case "doctor":
             if options.live:
                 from alignedserve.cluster.live_command import check_live

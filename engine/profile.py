@@ -1,0 +1,167 @@
+"""Measures what passes of one model take on the machine at hand: prompts, decodes, both, and uneven lengths."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
+from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.request import SamplingParams
+from alignedserve.scheduler.cost.step import ChunkShape
+
+BLOCK_SIZE = 16
+MOST_TOKENS = 32768  # KV of one pass
+CHUNKS = (16, 32, 64, 128, 256, 512)
+REQUESTS = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (16, 128, 512, 1024, 4096)
+FEWEST = 3  # passes of a kind that are measured however long they take
+COPIED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """What a pass holds: prompt chunks, and the KV tokens that each decode request reads, its new one included."""
+
+    chunks: tuple[ChunkShape, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def work(self) -> int:
+        """Something that grows with how long the pass takes."""
+        return sum(chunk.tokens * (256 + chunk.cached_tokens) for chunk in self.chunks) + sum(self.lengths)
+
+
+@dataclass(slots=True)
+class Measurement:
+    """`held_out`: not fitted, but predicted."""
+
+    shape: PassShape
+    kind: str
+    held_out: bool = False
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def plan_measurements(longest: int, seed: int = 0) -> list[Measurement]:
+    """Passes to measure for a model of at most `longest` positions: grids, and random ones to judge the fit by."""
+    lengths = [length for length in LENGTHS if length <= longest]
+    chunks = [tokens for tokens in CHUNKS if tokens <= longest]
+    plan = [
+        Measurement(PassShape(lengths=(length,) * count), "decode")
+        for count in REQUESTS
+        for length in lengths
+        if count * length <= MOST_TOKENS
+    ]
+    plan += [
+        Measurement(PassShape((ChunkShape(tokens, cached),)), "chunk")
+        for tokens in chunks
+        for cached in (0, 512, 2048)
+        if tokens + cached <= longest
+    ]
+    for count in (4, 16):
+        for long_ones in sorted({1, count // 4, count // 2}):
+            short, far = min(128, lengths[-1]), min(1024, lengths[-1])
+            plan.append(Measurement(PassShape(lengths=(far,) * long_ones + (short,) * (count - long_ones)), "skew"))
+    draw = random.Random(seed)
+    for number in range(18):
+        uneven = tuple(draw.randint(1, lengths[-1] // 4) for _ in range(draw.choice((1, 3, 6, 12, 24, 48))))
+        some = (ChunkShape(draw.randint(1, chunks[-1]), draw.choice((0, 0, lengths[-1] // 8))),)
+        shape = (PassShape(lengths=uneven), PassShape(some), PassShape(some, uneven[:16]))[number % 3]
+        kind = ("decode", "chunk", "mixed")[number % 3]
+        plan.append(Measurement(shape, kind, held_out=True))
+    return plan
+
+
+class PassBench:
+    """Runs passes through the real runner and sampler. Every request has blocks of its own; their content is noise."""
+
+    def __init__(self, loaded: LoadedModel, plan: Sequence[Measurement]) -> None:
+        geometry = loaded.info.geometry(BLOCK_SIZE)
+        most = max(sum(map(geometry.blocks_for, _widths(measurement.shape))) for measurement in plan)
+        self._runner = ModelRunner(loaded, allocate_cache(geometry, most, loaded.device))
+        self._geometry, self._sampler = geometry, Sampler()
+        self._blocks = list(range(most))
+        random.Random(0).shuffle(self._blocks)
+
+    def run(self, shape: PassShape) -> float:
+        """Seconds of one pass, its tokens sampled: they are read back, so a GPU's work is over."""
+        items: list[ForwardItem] = []
+        rows: list[SampleRow] = []
+        used = 0
+        begun = time.perf_counter()
+        for tokens, start in (
+            *((chunk.tokens, chunk.cached_tokens) for chunk in shape.chunks),
+            *((1, length - 1) for length in shape.lengths),
+        ):
+            count = self._geometry.blocks_for(tokens + start)
+            items.append(ForwardItem([1] * tokens, start, self._blocks[used : used + count]))
+            rows.append(SampleRow(SamplingParams(temperature=0.0), [1], []))
+            used += count
+        self._sampler.sample(self._runner.forward(items), rows)
+        return time.perf_counter() - begun
+
+
+def _widths(shape: PassShape) -> list[int]:
+    return [*(chunk.tokens + chunk.cached_tokens for chunk in shape.chunks), *shape.lengths]
+
+
+def measure(
+    run: Callable[[PassShape], float], plan: Sequence[Measurement], limit_s: float, now_s: Callable[[], float]
+) -> int:
+    """Run every pass in rounds until `limit_s` is over; the number of whole rounds.
+
+    The first round goes from the smallest pass to the largest, so that a slow machine leaves out the largest; the
+    smallest of each kind are always measured. Later rounds are in another order each. What a compiler or a cache
+    does at first is not counted: a few passes go before.
+    """
+    end = now_s() + limit_s
+    order = sorted(plan, key=lambda measurement: measurement.shape.work)
+    first = {id(measurement) for kind in ("decode", "chunk") for measurement in _of_kind(order, kind)[:FEWEST]}
+    for measurement in order[: 2 * FEWEST]:
+        run(measurement.shape)
+    for measurement in order:
+        if id(measurement) in first or now_s() < end:
+            measurement.seconds.append(run(measurement.shape))
+    measured = [measurement for measurement in order if measurement.seconds]
+    rounds, draw = int(len(measured) == len(order)), random.Random(1)
+    while now_s() < end:
+        draw.shuffle(measured)
+        for measurement in measured:
+            if now_s() >= end:
+                return rounds
+            measurement.seconds.append(run(measurement.shape))
+        rounds += 1
+    return rounds
+
+
+def _of_kind(plan: Sequence[Measurement], kind: str) -> list[Measurement]:
+    return [measurement for measurement in plan if measurement.kind == kind and not measurement.held_out]
+
+
+def copy_bandwidth(device: torch.device) -> tuple[float, float]:
+    """Bytes a second of a copy from host memory to the device, and within the device: the better of some."""
+    host = torch.ones(COPIED_BYTES // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
+    here = torch.zeros_like(host, device=device)
+    there = torch.zeros_like(here)
+
+    def best(source: torch.Tensor) -> float:
+        seconds = []
+        for _ in range(4):
+            begun = time.perf_counter()
+            there.copy_(source)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+        return COPIED_BYTES / min(seconds)
+
+    return best(host), best(here)
