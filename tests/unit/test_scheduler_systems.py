@@ -1,6 +1,7 @@
 """Systems by name: built in, `package.module:Class`, entry points; options with their types."""
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +98,22 @@ def test_the_oracle_takes_the_fewest_tokens_left_and_only_what_it_was_told():
     with pytest.raises(ConfigError, match="simulator only"):
         oracle.insert(Entry(RequestKey("unknown"), 1, 1, 0.0))
     assert oracle.totals() == (2, 220)
+
+
+def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    system = resolve("examples.shortest_first:ShortestFirst")
+    assert (system.topology, system.summary) == (Topology.DISAGGREGATED, "The shortest prefixes first, as many as fit.")
+    policy = policy_class(system)(SchedulerConfig())
+    for name, tokens in (("long", 900), ("short", 100), ("middle", 300)):
+        policy.insert(Entry(RequestKey(name), tokens, tokens, 0.0))
+
+    def names(limits, seed=None):
+        return [entry.key.request_id for entry in policy.form(limits, seed, 0.0)]
+
+    assert names(BatchLimits(450, 1, 9)) == ["short", "middle"]
+    assert names(BatchLimits(950, 1, 9), RequestKey("long")) == ["long"]
+    assert names(BatchLimits(50, 1, 9)) == ["short"]  # alone, though it is larger than the limit
+    policy.remove(RequestKey("short"))
+    assert policy.totals() == (2, 1200)
+    policy.check_integrity()

@@ -1,6 +1,7 @@
 """Colocated systems in virtual time: everything is kept, leaping is stepping, and small cases come out as by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -157,3 +158,13 @@ def test_what_cannot_be_simulated_is_refused(name, arguments, message):
 
 def test_nobody_comes():
     assert simulate(Workload(()), "vllm").requests == []
+
+
+def test_a_system_of_ones_own_runs_like_the_others(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    workload = workload_of((0.0, 100, 30), (0.15, 200, 30), (0.15, 50, 30))
+    name = "examples.one_prompt_at_a_time:OnePromptAtATime"
+    runs = [simulate(workload, name, {"max_num_seqs": 8}, leap=leap) for leap in (True, False)]
+    assert frozen(runs[0]) == frozen(runs[1])
+    assert [len(one.token_s) for one in runs[0].requests] == [30, 30, 30]
+    assert sorted(runs[0].steps.prefill_tokens)[-4:] == [0, 50, 100, 200]  # alone, each of them
