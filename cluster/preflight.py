@@ -45,6 +45,14 @@ def check_api_keys(config: Config) -> None:
     ApiKeys(config.gateway.api_key_file)
 
 
+def check_request_log(config: Config) -> None:
+    """Raises ConfigError where there is to be a request log, and it cannot be appended to."""
+    if config.gateway.request_log:
+        from alignedserve.gateway.request_log import open_log
+
+        os.close(open_log(Path(config.gateway.request_log).expanduser()))
+
+
 def open_door_note(gateway: GatewayConfig) -> str:
     """That anybody may use this server, where that is so; "" otherwise."""
     if gateway.api_key_file or _is_loopback(gateway.host):

@@ -23,6 +23,7 @@ from alignedserve.cluster.preflight import (
     check_machine,
     check_model,
     check_ports,
+    check_request_log,
     model_note,
     open_door_note,
 )
@@ -49,6 +50,7 @@ def serve(config: Config) -> int:
     """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
     folder = check_model(config)
     check_api_keys(config)
+    check_request_log(config)
     config = _absolute(config, folder)
     session = RaySession(config)
     if session.owned:
@@ -72,6 +74,8 @@ def _absolute(config: Config, folder: Path) -> Config:
     gateway = config.gateway
     if gateway.api_key_file:
         gateway = replace(gateway, api_key_file=str(Path(gateway.api_key_file).expanduser().resolve()))
+    if gateway.request_log:
+        gateway = replace(gateway, request_log=str(Path(gateway.request_log).expanduser().resolve()))
     return replace(config, model=model, log=log, gateway=gateway)
 
 

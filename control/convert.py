@@ -74,12 +74,14 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 def timings_to_proto(stopwatch: Stopwatch) -> pb.Timings:
     spent = {f"{stage}_s": seconds for stage, seconds in stopwatch.spent_s.items()}
-    return pb.Timings(stage=stopwatch.stage, since_ns=stopwatch.since_ns, **spent)
+    begun = {str(stage): since_ns for stage, since_ns in stopwatch.begun_ns.items()}
+    return pb.Timings(stage=stopwatch.stage, since_ns=stopwatch.since_ns, begun_ns=begun, **spent)
 
 
 def timings_from_proto(message: pb.Timings) -> Stopwatch:
     spent = {stage: value for stage in Stage if (value := getattr(message, f"{stage}_s"))}
-    return Stopwatch(Stage(message.stage or Stage.QUEUE), message.since_ns, spent)
+    begun = {stage: message.begun_ns[stage] for stage in Stage if stage in message.begun_ns}
+    return Stopwatch(Stage(message.stage or Stage.QUEUE), message.since_ns, spent, begun)
 
 
 def spec_to_proto(spec: RequestSpec) -> pb.RequestSpec:
@@ -164,6 +166,8 @@ def failure_event(spec: RequestSpec, error: BaseException) -> gw.TokenEvent:
 def enter_stage(timings: pb.Timings, stage: Stage, now_ns: int) -> None:
     """`Stopwatch.enter` on a message that only passes through."""
     if timings.since_ns and timings.stage:
+        if timings.stage not in timings.begun_ns:
+            timings.begun_ns[timings.stage] = timings.since_ns
         name = f"{timings.stage}_s"
         setattr(timings, name, getattr(timings, name) + max(0, now_ns - timings.since_ns) / 1e9)
     timings.stage = stage

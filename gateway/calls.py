@@ -57,6 +57,8 @@ class Answer:
     setbacks: int = 0  # losses since the last token
     prompt_scored: bool = False
     heard_s: float = 0.0  # when it was sent, or something was heard of it last (time.monotonic)
+    first_token_s: float = 0.0  # these three: time.monotonic; 0 while there is none
+    second_token_s: float = 0.0
     last_token_s: float = 0.0
     early: list[EarlyEvent] = field(default_factory=list)  # of this epoch
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -91,6 +93,13 @@ class Answer:
         else:
             self.prefill_id = prefill_id or self.prefill_id
             self.decode_id = decode_id or sender_id
+
+    def note_tokens(self, now_s: float) -> None:
+        """New tokens have come; they are in `tokens`."""
+        self.first_token_s = self.first_token_s or now_s
+        if len(self.tokens) > 1:
+            self.second_token_s = self.second_token_s or now_s
+        self.last_token_s = now_s
 
     def finished_unsaid(self) -> FinishReason | None:
         """How it ended, where all its tokens are there and only the word that it has ended was lost."""

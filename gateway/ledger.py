@@ -38,6 +38,7 @@ from alignedserve.gateway.failures import ShuttingDownError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.news import EarlyEvent, News, read_event
 from alignedserve.gateway.planning import CallPlan
+from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.submitter import SchedulerPort, Submitter
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey
@@ -55,9 +56,10 @@ _FIRST_BACKOFF_S = 0.1
 class Ledger:
     """Used from one event loop. `attach` a port before the first call."""
 
-    def __init__(self, max_open: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, max_open: int, metrics: GatewayMetrics, log: RequestLog | None = None) -> None:
         self._max_open = max_open
         self._metrics = metrics
+        self._log = log
         self._submitter = Submitter()
         self._open: dict[str, Answer] = {}
         self._calls: dict[str, Call] = {}
@@ -246,7 +248,7 @@ class Ledger:
             answer.state = AnswerState.RUNNING
             answer.setbacks = 0
             self._metrics.on_tokens(answer, len(news.token_ids), now_s)
-            answer.last_token_s = now_s
+            answer.note_tokens(now_s)
         if news.finish is FinishReason.ERROR:
             self._drop(answer)  # it holds nothing any more: there is nothing to cancel
             raise failure_from_proto(event.failure)
@@ -320,6 +322,8 @@ class Ledger:
 
     def _drop(self, answer: Answer) -> None:
         answer.state = AnswerState.ENDED
+        if self._log is not None:
+            self._log.note(answer)
         self._open.pop(answer.request_id, None)
         if not self._open:
             self._empty.set()

@@ -30,6 +30,7 @@ class GatewayMetrics:
         self.resubmissions = self._counter("resubmissions", "requests that were submitted again after a loss")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of submitted prompts")
         self.output_tokens = self._counter("output_tokens", "tokens received from workers")
+        self.unlogged = self._counter("unlogged_requests", "requests that the request log has no line of")
         self.open_requests = Gauge(
             "alignedserve_gateway_open_requests", "requests held now", ["instance"], registry=self.registry
         ).labels(instance)

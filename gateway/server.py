@@ -33,6 +33,7 @@ from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.planning import ServedModel
+from alignedserve.gateway.request_log import RequestLog
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -54,6 +55,7 @@ class GatewayServer:
         ledger: Ledger,
         intake: Intake,
         metrics: GatewayMetrics,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -61,6 +63,7 @@ class GatewayServer:
         self.ledger = ledger
         self.intake = intake
         self._metrics = metrics
+        self._request_log = request_log
         self._drain = Drain(ledger, backend.report)
         self._progress = 0
         self._model_info_text = ""
@@ -96,10 +99,12 @@ class GatewayServer:
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
         model = ServedModel(config.served_model_name, tokenizer, template)
         metrics = GatewayMetrics(process.id)
-        ledger = Ledger(config.gateway.max_queue, metrics)
+        log_file = config.gateway.request_log
+        request_log = RequestLog(log_file, process.id, metrics) if log_file else None
+        ledger = Ledger(config.gateway.max_queue, metrics, request_log)
         intake = Intake(config.gateway.max_queue, metrics)
         backend = Backend(process, supervisor_address, token, ledger, intake, model, host=host, locate=locate)
-        server = cls(config, model, backend, ledger, intake, metrics)
+        server = cls(config, model, backend, ledger, intake, metrics, request_log)
         server._node_id = node_id
         await backend.start(
             server._heartbeat,
@@ -140,6 +145,8 @@ class GatewayServer:
         self._drain.close()
         self.ledger.close_all()
         await self.backend.close()
+        if self._request_log is not None:
+            await asyncio.to_thread(self._request_log.close)
 
     # ---- what the operations' endpoints ask
 

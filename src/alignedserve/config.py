@@ -105,6 +105,7 @@ class GatewayConfig:
     max_prompts: int = _key(256, "most prompts in one completion request", low=1)
     route_prefix: str = _key("/", "path below which the application answers")
     api_key_file: str = _key("", "a file with one API key a line, closed to other users; empty: anybody may ask")
+    request_log: str = _key("", "a file for one JSON line a request: lengths and time stamps, no text; empty: none")
     drain_s: float = _key(25.0, "at the end open requests have so long; new ones are refused", low=0.0, high=3600.0)
 
     @property

@@ -114,6 +114,8 @@ class Stopwatch:
     stage: Stage = Stage.QUEUE
     since_ns: int = 0
     spent_s: dict[Stage, float] = field(default_factory=dict)
+    begun_ns: dict[Stage, int] = field(default_factory=dict)
+    """When each stage that is over first began."""
 
     def enter(self, stage: Stage, now_ns: int) -> None:
         """Close the current stage at `now_ns` and open `stage`."""
@@ -122,6 +124,7 @@ class Stopwatch:
 
     def close(self, now_ns: int) -> None:
         if self.since_ns:
+            self.begun_ns.setdefault(self.stage, self.since_ns)
             self.spent_s[self.stage] = self.spent_s.get(self.stage, 0.0) + max(0, now_ns - self.since_ns) / 1e9
         self.since_ns = now_ns
 

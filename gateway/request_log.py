@@ -1,0 +1,126 @@
+"""The request log: one JSON line for every request that ended, with lengths and time stamps, never with text or tokens.
+
+`alignedserve simulate --trace` replays it. A thread of its own writes, so that a slow disk keeps no event loop waiting;
+several replicas append to one file, each write whole lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from alignedserve.errors import ConfigError
+from alignedserve.request import Stage
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.calls import Answer, Call
+    from alignedserve.gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 65_536
+_AT_ONCE = 256  # lines of one write
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class RequestLog:
+    """`note` never blocks; what the disk cannot take in time is left out, and counted. Close it to have all written."""
+
+    def __init__(self, path: str | Path, gateway_id: str, metrics: GatewayMetrics) -> None:
+        """Raises ConfigError where the file cannot be appended to."""
+        self._path = Path(path).expanduser()
+        self._gateway_id = gateway_id
+        self._metrics = metrics
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._file = open_log(self._path)
+        self._failing = False
+        self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
+        self._thread.start()
+
+    def note(self, answer: Answer) -> None:
+        """An answer has ended, however."""
+        try:
+            self._waiting.put_nowait(entry_of(answer, self._gateway_id, time.time_ns()))
+        except queue.Full:
+            self._metrics.unlogged.inc()
+
+    def close(self) -> None:
+        """Blocks until everything is written, a few seconds at most."""
+        try:
+            self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _write_all(self) -> None:
+        more = True
+        while more:
+            entries = [self._waiting.get()]
+            while len(entries) < _AT_ONCE and not self._waiting.empty():
+                entries.append(self._waiting.get_nowait())
+            more = entries[-1] is not None
+            self._write([entry for entry in entries if entry is not None])
+        os.close(self._file)
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        data = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in entries)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            self._failing = False
+        except OSError as error:
+            self._metrics.unlogged.inc(len(entries))
+            if not self._failing:
+                logger.warning("the request log %s cannot be written: %s", self._path, error.strerror)
+            self._failing = True
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends. Raises ConfigError."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"gateway.request_log: {path} cannot be appended to: {error.strerror}") from error
+
+
+def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
+    """Times are Unix seconds. `arrival_unix_s`: at the gateway; `queue_unix_s`: submitted to the scheduler, in the
+    epoch in which the request ended; `<stage>_unix_s`: when each stage first began; `<stage>_s`: seconds in it,
+    repetitions after an eviction included.
+    """
+    call, stopwatch = answer.call, answer.stopwatch
+    entry: dict[str, Any] = {
+        "request_id": answer.request_id,
+        "gateway_id": gateway_id,
+        "arrival_unix_s": call.arrival_ns / 1e9,
+        "input_tokens": len(answer.prompt.token_ids),
+        "output_tokens": len(answer.tokens),
+        "outcome": _outcome(answer),
+        "epoch": answer.epoch,
+        "resumed": bool(call.plan.resume),
+        "end_unix_s": now_ns / 1e9,
+        "prefill_id": answer.prefill_id,
+        "decode_id": answer.decode_id,
+    }
+    tokens = {"first": answer.first_token_s, "second": answer.second_token_s, "last": answer.last_token_s}
+    entry |= {f"{which}_token_unix_s": _unix_s(call, at_s) for which, at_s in tokens.items() if at_s}
+    entry |= {f"{stage}_unix_s": stopwatch.begun_ns[stage] / 1e9 for stage in Stage if stage in stopwatch.begun_ns}
+    entry |= {f"{stage}_s": stopwatch.spent_s[stage] for stage in Stage if stage in stopwatch.spent_s}
+    return entry
+
+
+def _outcome(answer: Answer) -> str:
+    if answer.finish is not None:
+        return answer.finish.value
+    return "cancelled" if answer.call.error is None else answer.call.error.code
+
+
+def _unix_s(call: Call, monotonic_s: float) -> float:
+    return call.arrival_ns / 1e9 + (monotonic_s - call.arrival_s)
