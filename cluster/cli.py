@@ -35,6 +35,10 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         "gateway.api_key_file",
         {"metavar": "FILE", "help": "one API key a line; /v1/* and gRPC then ask for one of them"},
     ),
+    "--request-log": (
+        "gateway.request_log",
+        {"metavar": "FILE", "help": "append a JSON line for every request: lengths and time stamps, never text"},
+    ),
     "--ttft-objective": (
         "scheduler.ttft_objective_s",
         {"type": float, "metavar": "SECONDS", "help": "refuse requests whose first token would come later"},
@@ -104,6 +108,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_configuration(profile)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
     profile.add_argument("--seconds", type=float, default=60.0, metavar="S", help="measure for so long (default 60)")
+    from alignedserve.simulator.options import SUMMARY, add_options
+
+    add_options(add("simulate", SUMMARY))
     add("version", "Print the version.")
     return parser
 
@@ -115,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     options = make_parser().parse_args(argv)
     try:
-        return _run(options)
+        return _run(options, sys.argv[1:] if argv is None else argv)
     except (ConfigError, ModelError) as error:
         return _fail(error, 2)
     except AlignedServeError as error:
@@ -127,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     match options.command:
         case "version":
             print(f"alignedserve {__version__}")
@@ -153,6 +160,10 @@ def _run(options: argparse.Namespace) -> int:
             from alignedserve.cluster.profile_command import run_profile
 
             return run_profile(_configuration(options), options.out, options.seconds)
+        case "simulate":
+            from alignedserve.simulator.cli import simulate_command
+
+            return simulate_command(options, argv)
         case "doctor":
             if options.live:
                 from alignedserve.cluster.live_command import check_live

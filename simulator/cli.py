@@ -1,0 +1,174 @@
+"""`alignedserve simulate`: traces in, figures out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
+from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
+from alignedserve.simulator.options import policies_of, rates_of, seeds_of, settings_of
+from alignedserve.simulator.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
+from alignedserve.simulator.plots import Drawn, check_matplotlib
+from alignedserve.simulator.provenance import Provenance, own_commit
+from alignedserve.simulator.replay import Candidate, Plan
+from alignedserve.simulator.report import make_report
+from alignedserve.simulator.results import RunResult
+from alignedserve.simulator.seeds import over_seeds
+from alignedserve.simulator.summary import Metric, Objectives, measure
+from alignedserve.simulator.traces import Load, read_trace
+
+Rows = dict[str, dict[float | None, dict[int, dict[str, Metric]]]]
+_SHOWN = (
+    ("ttft_mean_s", "TTFT mean, s"),
+    ("ttft_p99_s", "TTFT P99, s"),
+    ("second_token_mean_s", "second token mean, s"),
+    ("tpot_mean_s", "TPOT mean, s"),
+    ("tpot_p99_s", "TPOT P99, s"),
+    ("iteration_p99_s", "iteration P99, s"),
+    ("bubble_share", "bubble share"),
+    ("decode_throughput_tokens_per_s", "decode tokens/s"),
+    ("goodput_requests_per_s", "goodput, req/s"),
+    ("slo_attainment", "objectives met"),
+    ("refused", "refused"),
+    ("makespan_s", "makespan, s"),
+)
+
+
+def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """The exit status; prints the summary. `argv`: the command's arguments, for the record. Raises ConfigError."""
+    cost = _cost(options)
+    hardware = default_hardware(hardware_of_cost(options.cost_model))
+    if options.hardware:
+        hardware = read_hardware(options.hardware, hardware)
+    if options.print_hardware:
+        print(template(hardware), end="")
+        return 0
+    plan = _plan(options, cost, hardware)
+    objectives = Objectives(_positive("--slo-ttft", options.slo_ttft), _positive("--slo-tpot", options.slo_tpot))
+    workload = plan.workload(plan.rates[0], plan.seeds[0])  # wrong options are told before anything runs
+    if options.out:
+        check_matplotlib()
+    provenance = Provenance(
+        command=shlex.join(["alignedserve", *argv]),
+        commit=own_commit(),
+        configuration={**plan.describe(), "objectives": objectives.describe(), "warmup_s": options.warmup_s},
+        trace=plan.trace.describe(),
+        cost_model=cost.describe(),
+        notes=workload.notes,
+    )
+    summary = _run(plan, objectives, options, provenance)
+    if options.json:
+        print(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        _print(summary, plan)
+    return 0
+
+
+def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, provenance: Provenance) -> dict[str, Any]:
+    rows: Rows = {candidate.name: {rate: {} for rate in plan.rates} for candidate in plan.candidates}
+    counters: dict[str, dict[str, float]] = {}
+    drawn: list[Drawn] = []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(OutputFolder(Path(options.out), provenance)) if options.out else None
+        for run, rate, seed in plan.runs(_progress):
+            measured = measure(run, objectives, options.warmup_s)
+            rows[run.policy][rate][seed] = {"arrival_rate_per_s": _arrival_rate(run, rate), **measured.metrics}
+            if (rate, seed) == (plan.rates[-1], plan.seeds[0]):
+                counters[run.policy] = dict(run.counters)
+                drawn.append(Drawn.of(run, measured))
+            if folder is not None:
+                folder.add(run, rate, seed)
+        summary = _summary(rows, counters, provenance)
+        if folder is not None:
+            _progress("drawing the report")
+            blocks = plan.hardware.pool_tokens // plan.hardware.block_size
+            folder.write_summary(summary)
+            folder.write_report(make_report(summary, list(rows), drawn, provenance, objectives, blocks))
+            _progress(f"{options.out} holds {REQUESTS}, {ITERATIONS}, {SUMMARY}, {REPORT}")
+    return summary
+
+
+def _summary(rows: Rows, counters: Mapping[str, Mapping[str, float]], provenance: Provenance) -> dict[str, Any]:
+    """A key a policy: its figures at the highest rate, and under `by_rate` those of every rate; `run`: provenance."""
+    summary: dict[str, Any] = {}
+    for policy, by_rate in rows.items():
+        found = [{"rate_per_s": rate, **over_seeds(by_seed)} for rate, by_seed in by_rate.items()]
+        summary[policy] = {**found[-1], "counters": dict(counters[policy]), "by_rate": found}
+    return {**summary, "run": provenance.describe()}
+
+
+def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Plan:
+    if not options.trace:
+        raise ConfigError("--trace is missing: a file, or e.g. mix:short=0.95,requests=500 (see `simulate --help`)")
+    for name in ("instances", "prefill", "decode"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1")
+    if not 0 <= options.warmup_s < float("inf"):
+        raise ConfigError("--warmup-s must be at least 0")
+    policies = policies_of(options.policy)
+    settings = settings_of(options.set, policies)
+    candidates = tuple(Candidate.of(name, settings[name], options.config) for name in policies)
+    rates = rates_of(options.rate)
+    return Plan(
+        trace=read_trace(options.trace),
+        candidates=candidates,
+        cost=cost,
+        hardware=hardware,
+        load=Load(rates[0], options.cv, options.limit),
+        rates=rates,
+        seeds=seeds_of(options.seed, options.seeds),
+        instances=options.instances,
+        prefill=options.prefill,
+        decode=options.decode,
+    )
+
+
+def _cost(options: argparse.Namespace) -> StepCost:
+    extra: dict[str, float] = {}
+    if options.block_bandwidth is not None:
+        extra["block_bandwidth"] = options.block_bandwidth * 1e9
+    return load_step_cost(options.cost_model, kernel_mode=options.kernel_mode, **extra)
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be more than 0 seconds, not {value:g}")
+    return value
+
+
+def _arrival_rate(run: RunResult, asked: float | None) -> float | None:
+    """As it was asked for, else as the trace has it; None where all come at once."""
+    if asked is not None:
+        return asked
+    span_s = run.requests[-1].arrival.arrival_s - run.requests[0].arrival.arrival_s
+    return (len(run.requests) - 1) / span_s if span_s > 0 else None
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(summary: Mapping[str, Any], plan: Plan) -> None:
+    names = [candidate.name for candidate in plan.candidates]
+    wide = max(14, *(len(name) + 2 for name in names))
+    for number, rate in enumerate(plan.rates):
+        if len(plan.rates) > 1:
+            print(f"{'' if number == 0 else chr(10)}{rate:g} requests/s")
+        print(" " * 24 + "".join(f"{name:>{wide}}" for name in names))
+        for metric, label in _SHOWN:
+            values = [summary[name]["by_rate"][number][metric] for name in names]
+            shown = "".join(f"{'–' if value is None else format(value, '.4g'):>{wide}}" for value in values)
+            print(f"{label:24}{shown}")
+    for note in summary["run"]["notes"]:
+        print(f"note: {note}")

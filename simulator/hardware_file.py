@@ -1,0 +1,82 @@
+"""`--hardware FILE`: the simulated machine as TOML or JSON, every value with a default."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_type_hints
+
+from alignedserve.errors import ConfigError
+from alignedserve.simulator.hardware import Hardware
+
+# For a cost model that says nothing of its machine: an 8B model with grouped keys in bfloat16 on 96 GB.
+FALLBACK = Hardware(kv_tokens=480_000, kv_bytes_per_token=131_072, pool_tokens=1_600_000)
+_DOCS = {
+    "kv_tokens": "tokens of KV that one decode (or colocated, or prefill) instance holds",
+    "kv_bytes_per_token": "bytes of KV of a token, all layers",
+    "pool_tokens": "tokens that the pool in host memory holds",
+    "block_size": "tokens in a block",
+    "batch_buffer_share": "of a prefill instance's memory: the candidate batch buffer",
+    "requests_buffer_share": "of a prefill instance's memory: the candidate requests buffer",
+    "pool_bandwidth": "bytes/s between the pool and an instance, each direction",
+    "peer_bandwidth": "bytes/s between a prefill and a decode instance",
+    "copy_latency_s": "seconds before a copy's first byte",
+    "message_s": "seconds of a control message",
+    "host_overhead_s": "seconds that an engine adds to every pass",
+}
+_POSITIVE = ("kv_tokens", "kv_bytes_per_token", "pool_tokens", "block_size", "pool_bandwidth", "peer_bandwidth")
+
+
+def default_hardware(of_cost_model: Mapping[str, float | int]) -> Hardware:
+    """What comes with a cost model; the rest as in `FALLBACK`."""
+    names = {entry.name for entry in fields(Hardware)}
+    return _with("the cost model", FALLBACK, {name: of_cost_model[name] for name in of_cost_model if name in names})
+
+
+def read_hardware(file: str, base: Hardware) -> Hardware:
+    """`base` with the values of a file. Raises ConfigError, naming the file and the key."""
+    path = Path(file).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the hardware file {file}: {getattr(error, 'strerror', error)}") from error
+    try:
+        raw = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except ValueError as error:  # of both readers; they say line and column
+        raise ConfigError(f"{file} is neither TOML nor JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} must hold keys and values")
+    return _with(file, base, raw)
+
+
+def template(hardware: Hardware) -> str:
+    """A TOML file with these values, each with a line of documentation."""
+    lines = ["# Of one cell. Leave out what should keep its default."]
+    for entry in fields(Hardware):
+        value = getattr(hardware, entry.name)
+        shown = f"{value:_}" if isinstance(value, int) else repr(value)
+        lines.append(f"{entry.name} = {shown}  # {_DOCS[entry.name]}")
+    return "\n".join(lines) + "\n"
+
+
+def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
+    kinds = get_type_hints(Hardware)
+    changes: dict[str, int | float] = {}
+    for name, value in raw.items():
+        if name not in kinds:
+            raise ConfigError(f"{origin}: unknown key {name!r}; a machine has: {', '.join(kinds)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{origin}: {name} must be a number, not {value!r}")
+        if value < 0 or (value == 0 and name in _POSITIVE):
+            raise ConfigError(f"{origin}: {name} must be {'more than' if name in _POSITIVE else 'at least'} 0")
+        if kinds[name] is int and not float(value).is_integer():
+            raise ConfigError(f"{origin}: {name} must be a whole number, not {value!r}")
+        changes[name] = kinds[name](value)
+    hardware = replace(base, **changes)  # type: ignore[arg-type]  # by name, as their fields say
+    if hardware.batch_buffer_share + hardware.requests_buffer_share >= 1:
+        raise ConfigError(f"{origin}: the two buffers' shares leave a prefill instance no memory of its own")
+    return hardware

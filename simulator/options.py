@@ -1,0 +1,113 @@
+"""The options of `alignedserve simulate`, and what their texts mean. Imports nothing heavy: `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+from decimal import Decimal, InvalidOperation
+
+from alignedserve.errors import ConfigError
+
+DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
+_MAX_RATES = 1000
+SUMMARY = "Replay a trace through the real scheduler in virtual time, and compare policies."
+FORMATS = """traces, recognised by their content:
+  CSV    TIMESTAMP,ContextTokens,GeneratedTokens      Azure's LLM inference traces
+  CSV    arrival_time_s,input_tokens,output_tokens
+  CSV    num_prefill_tokens,num_decode_tokens         lengths alone: --rate and --cv make the arrivals
+  JSONL  timestamp, input_length, output_length       Mooncake's traces
+  JSONL  of `alignedserve serve --request-log FILE`
+  mix:short=0.95,requests=2000                        no file: short (32 to 999 tokens) and long (1000 to 8000)
+                                                      requests, answers of 64 to 512
+
+example:
+  alignedserve simulate --trace mix:short=0.95,requests=500 --rate 8 --policy aligned,fcfs,vllm --out results"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = FORMATS
+    add = parser.add_argument
+    add("--trace", metavar="FILE|mix:…", help="what is replayed (see below)")
+    add("--policy", metavar="A,B,…", default="aligned", help="one or more, e.g. aligned,fcfs,vllm,package.module:Class")
+    add(
+        "--cost-model",
+        metavar="NAME|FILE|DIR",
+        default=DEFAULT_COST_MODEL,
+        help="what a pass takes (%(default)s)",
+    )
+    add("--kernel-mode", metavar="split_kv|no_split", default="split_kv", help="how decode attention is laid out")
+    add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: what one thread block reads, in GB/s")
+    add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; a default each")
+    add("--print-hardware", action="store_true", help="print such a file with the values that hold, and end")
+    add("--config", metavar="FILE", help="YAML configuration of the cluster's scheduler (see `alignedserve config`)")
+    add("--instances", type=int, metavar="N", default=1, help="of colocated policies (default 1)")
+    add("--prefill", type=int, metavar="N", default=1, help="prefill instances of disaggregated policies (default 1)")
+    add("--decode", type=int, metavar="N", default=1, help="decode instances of disaggregated policies (default 1)")
+    add("--set", metavar="POLICY.KEY=VALUE", action="append", default=[], help=(
+        "an option of a policy (vllm.max_num_seqs=64) or a configuration key for it "
+        "(aligned.scheduler.min_batch_requests=64); repeatable"
+    ))  # fmt: skip
+    add("--rate", metavar="R|A:B:STEP", help="requests a second; a range runs each of them")
+    add("--cv", type=float, metavar="C", help="variation of made arrivals: 1 Poisson (default), else Gamma")
+    add("--slo-ttft", type=float, metavar="S", help="objective for goodput: seconds to the first token")
+    add("--slo-tpot", type=float, metavar="S", help="objective for goodput: seconds a further token, on average")
+    add("--seed", type=int, metavar="N", default=0, help="of lengths and arrivals that are drawn (default 0)")
+    add("--seeds", metavar="N|A,B,…", help="several seeds: N of them from --seed on, or these; gives intervals")
+    add("--warmup-s", type=float, metavar="S", default=0.0, help="leave out of the figures what came before")
+    add("--limit", type=int, metavar="N", help="only the first N requests")
+    add("--out", metavar="DIR", help="folder for requests.csv, iterations.parquet, summary.json, report.html")
+    add("--json", action="store_true", help="print the summary and nothing else on stdout")
+
+
+def rates_of(text: str | None) -> tuple[float | None, ...]:
+    """`R`, or `A:B:STEP` with both ends where the steps meet them. Raises ConfigError."""
+    if text is None:
+        return (None,)
+    try:
+        parts = [Decimal(part) for part in text.split(":")]
+    except InvalidOperation:
+        raise ConfigError(f"--rate takes R or A:B:STEP in requests a second, not {text!r}") from None
+    if len(parts) not in (1, 3) or not all(part.is_finite() and part > 0 for part in parts):
+        raise ConfigError(f"--rate takes R or A:B:STEP, each more than 0, not {text!r}")
+    if len(parts) == 1:
+        return (float(parts[0]),)
+    first, last, step = parts
+    if last < first or (last - first) / step > _MAX_RATES:
+        raise ConfigError(f"--rate {text}: wants A at most B, and {_MAX_RATES} steps at most")
+    return tuple(float(first + step * number) for number in range(int((last - first) / step) + 1))
+
+
+def seeds_of(seed: int, text: str | None) -> tuple[int, ...]:
+    """Raises ConfigError."""
+    if text is None:
+        return (seed,)
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds takes a count, or seeds with commas between them, not {text!r}") from None
+    seeds = tuple(numbers) if "," in text else tuple(range(seed, seed + numbers[0]))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text}: wants at least one seed, and none twice")
+    return seeds
+
+
+def policies_of(text: str) -> tuple[str, ...]:
+    """Raises ConfigError for none, or one twice."""
+    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--policy {text!r}: wants at least one policy, and none twice")
+    return names
+
+
+def settings_of(assignments: list[str], policies: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """`--set POLICY.KEY=VALUE`, by policy. Raises ConfigError."""
+    found: dict[str, dict[str, str]] = {policy: {} for policy in policies}
+    for assignment in assignments:
+        left, separator, value = assignment.partition("=")
+        owners = [policy for policy in policies if left.startswith(f"{policy}.")]
+        if not separator or not owners:
+            known = ", ".join(policies)
+            raise ConfigError(f"--set takes POLICY.KEY=VALUE with a policy of --policy ({known}), not {assignment!r}")
+        owner = max(owners, key=len)
+        found[owner][left.removeprefix(f"{owner}.")] = value
+    return found

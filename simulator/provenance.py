@@ -1,0 +1,80 @@
+"""Where a result comes from: what every output of a simulation carries, so that it can be made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from alignedserve import __version__
+
+_GIT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """`configuration`: every value that the run depends on. `trace`, `cost_model`: with their hashes. All JSON."""
+
+    command: str
+    commit: str
+    configuration: Mapping[str, object]
+    trace: Mapping[str, object]
+    cost_model: Mapping[str, object]
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "command": self.command,
+            "version": __version__,
+            "commit": self.commit,
+            "trace": dict(self.trace),
+            "cost_model": dict(self.cost_model),
+            "configuration": dict(self.configuration),
+            "notes": list(self.notes),
+        }
+
+    def json(self) -> str:
+        """On one line."""
+        return json.dumps(self.describe(), ensure_ascii=True)
+
+
+def own_commit() -> str:
+    """The commit of the code that runs: of its checkout (with "-dirty" for changes to tracked files), or of what pip
+    installed; "unknown" for a package that was built from an archive.
+    """
+    folder = Path(__file__).resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit and _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is not None:
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+        return commit + ("-dirty" if changed else "")
+    return _installed_commit() or "unknown"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None where there is no git, or it is no checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+            env=environment,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _installed_commit() -> str:
+    """As pip notes it for a package that it installed from a repository (PEP 610)."""
+    try:
+        noted = metadata.distribution("alignedserve").read_text("direct_url.json")
+        return str(json.loads(noted or "{}")["vcs_info"]["commit_id"])
+    except (metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        return ""

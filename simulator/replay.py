@@ -1,0 +1,126 @@
+"""Every policy at every rate with every seed: one run after the other, none kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from alignedserve.config import Config
+from alignedserve.config_sources import load, to_tree, value_of
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.systems import System, Topology, resolve, with_options
+from alignedserve.simulator.colocated import simulate_colocated
+from alignedserve.simulator.disaggregated import simulate
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.results import RunResult
+from alignedserve.simulator.traces import Load, Trace
+from alignedserve.simulator.workload import Workload
+
+ROUTING = "routing"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy as it is to run. `config`: of a disaggregated one; `options`: of a colocated one, all of them."""
+
+    name: str
+    system: System
+    config: Config
+    options: Mapping[str, Any]
+    routing: str
+
+    @property
+    def colocated(self) -> bool:
+        return self.system.topology is Topology.COLOCATED
+
+    @classmethod
+    def of(cls, name: str, settings: Mapping[str, str], config_file: str | None) -> Candidate:
+        """`settings`: texts by option (colocated), or by section.key of the configuration. Raises ConfigError."""
+        system = resolve(name)
+        own = dict(settings)
+        if system.topology is Topology.COLOCATED:
+            routing = own.pop(ROUTING, "least-loaded")
+            return cls(name, system, Config(), with_options(system, own), routing)
+        if wrong := [key for key in own if "." not in key]:
+            raise ConfigError(f"--set {name}.{wrong[0]}: a disaggregated policy takes SECTION.KEY of the configuration")
+        typed = {key: value_of(key, text, "--set") for key, text in own.items()}
+        for key, fixed in system.settings.items():
+            if key in typed and typed[key] != fixed:
+                raise ConfigError(f"--set {name}.{key}: this policy has it fixed at {fixed}")
+        config = load(config_file, environ={}, flags={**typed, **system.settings})
+        return cls(name, system, config, {}, "")
+
+    def describe(self) -> dict[str, object]:
+        shared = {"topology": self.system.topology.value, "target": self.system.target}
+        if self.colocated:
+            return {**shared, "options": dict(self.options), ROUTING: self.routing}
+        return {**shared, "config": to_tree(self.config)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be run, and on what."""
+
+    trace: Trace
+    candidates: tuple[Candidate, ...]
+    cost: StepCost
+    hardware: Hardware
+    load: Load
+    rates: tuple[float | None, ...]
+    seeds: tuple[int, ...]
+    instances: int
+    prefill: int
+    decode: int
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "policies": {candidate.name: candidate.describe() for candidate in self.candidates},
+            "hardware": asdict(self.hardware),
+            "instances": {"colocated": self.instances, "prefill": self.prefill, "decode": self.decode},
+            "rates_per_s": list(self.rates),
+            "cv": self.load.cv,
+            "limit": self.load.limit,
+            "seeds": list(self.seeds),
+        }
+
+    def workload(self, rate_per_s: float | None, seed: int) -> Workload:
+        return self.trace.workload(replace(self.load, rate_per_s=rate_per_s), seed)
+
+    def runs(self, progress: Callable[[str], None]) -> Iterator[tuple[RunResult, float | None, int]]:
+        """Each run with its rate and seed; `progress` hears of each before it begins."""
+        total = len(self.rates) * len(self.seeds) * len(self.candidates)
+        done = 0
+        for rate in self.rates:
+            for seed in self.seeds:
+                workload = self.workload(rate, seed)
+                for candidate in self.candidates:
+                    done += 1
+                    at = "" if rate is None else f" at {rate:g} requests/s"
+                    progress(f"[{done}/{total}] {candidate.name}{at}, seed {seed}: {len(workload.arrivals)} requests")
+                    yield self._run(candidate, workload, seed), rate, seed
+
+    def _run(self, candidate: Candidate, workload: Workload, seed: int) -> RunResult:
+        if candidate.colocated:
+            return simulate_colocated(
+                workload,
+                candidate.system,
+                candidate.options,
+                self.hardware,
+                self.cost,
+                instances=self.instances,
+                seed=seed,
+                routing=candidate.routing,
+            )
+        return simulate(
+            workload,
+            candidate.system,
+            candidate.config,
+            self.hardware,
+            self.cost,
+            self.cost,
+            prefill_instances=self.prefill,
+            decode_instances=self.decode,
+            seed=seed,
+        )

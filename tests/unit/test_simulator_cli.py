@@ -1,0 +1,151 @@
+"""`alignedserve simulate` from its arguments to its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster.cli import main
+from alignedserve.errors import ConfigError
+from alignedserve.simulator.options import rates_of, seeds_of
+
+MIX = "mix:short=0.8,requests=24,long_max=2000,output_min=4,output_max=40"
+KEYS = ("ttft_mean_s", "tpot_mean_s", "tpot_p99_s", "makespan_s", "itl_p99_s", "second_token_mean_s", "iteration_p99_s")
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> tuple[Any, str]:
+    """What is on stdout, as JSON where it is, and stderr."""
+    assert main(["simulate", *arguments]) == status
+    said = capsys.readouterr()
+    return (json.loads(said.out) if "--json" in arguments and status == 0 else said.out), said.err
+
+
+def test_both_topologies_are_compared_and_only_json_is_on_stdout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    policies = ("aligned", "fcfs", "aligned-no-prefetch", "vllm", "sarathi", "fastgen", "orca", "static")
+    arguments = ("--trace", MIX, "--rate", "40", "--policy", ",".join(policies), "--slo-ttft", "1", "--slo-tpot", "0.1")
+    summary, progress = simulate(capsys, *arguments, "--json")
+    assert set(summary) == {*policies, "run"}
+    for policy in policies:
+        found = summary[policy]
+        assert (found["requests"], found["completed"], found["refused"]) == (24, 24, 0), policy
+        assert all(found[key] > 0 for key in KEYS), policy
+        assert 0 <= found["slo_attainment"] <= 1
+    assert "[1/8] aligned at 40 requests/s, seed 0: 24 requests" in progress
+    run = summary["run"]
+    assert run["command"].startswith("alignedserve simulate --trace")
+    assert {"commit", "version", "configuration", "trace", "cost_model"} <= set(run)
+    assert len(run["trace"]["sha256"]) == 64
+    assert run["configuration"]["policies"]["vllm"]["options"]["max_num_seqs"] == 128
+    assert run["configuration"]["policies"]["aligned-no-prefetch"]["config"]["cluster"]["prefetch"] is False
+    assert run["configuration"]["hardware"]["kv_tokens"] > 0
+
+
+def test_rates_and_seeds_are_swept_and_settings_reach_their_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--trace", MIX, "--rate", "10:30:20", "--seeds", "2", "--policy", "vllm,aligned", "--limit", "12")
+    settings = ("--set", "vllm.max_num_seqs=2", "--set", "aligned.scheduler.min_batch_requests=3")
+    summary, _ = simulate(capsys, *arguments, *settings, "--warmup-s", "0.05", "--json")
+    for policy in ("vllm", "aligned"):
+        rates = summary[policy]["by_rate"]
+        assert [row["rate_per_s"] for row in rates] == [10.0, 30.0]
+        assert summary[policy]["rate_per_s"] == 30.0
+        assert set(rates[0]["by_seed"]) == {"0", "1"}
+        assert rates[0]["ci95"]["ttft_mean_s"] >= 0
+    chosen = summary["run"]["configuration"]["policies"]
+    assert chosen["vllm"]["options"]["max_num_seqs"] == 2
+    assert chosen["aligned"]["config"]["scheduler"]["min_batch_requests"] == 3
+
+
+def test_files_are_written_and_are_the_same_each_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow", reason="comes with the extra `simulate`")
+    pytest.importorskip("matplotlib", reason="comes with the extra `simulate`")
+    trace = tmp_path / "t.csv"
+    rows = "".join(f"{number * 0.01},{100 + 50 * number},{5 + number}\n" for number in range(12))
+    trace.write_text(f"arrival_time_s,input_tokens,output_tokens\n{rows}")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        simulate(capsys, "--trace", "../t.csv", "--policy", "aligned,vllm", "--out", "out")
+    files = sorted(file.name for file in (tmp_path / "a/out").iterdir())
+    assert files == ["iterations.parquet", "report.html", "requests.csv", "summary.json"]
+    for name in files:
+        assert (tmp_path / "a/out" / name).read_bytes() == (tmp_path / "b/out" / name).read_bytes(), name
+    requests = list(csv.DictReader((tmp_path / "a/out/requests.csv").read_text().splitlines()[1:]))
+    assert [int(row["output_tokens"]) for row in requests] == [5 + number for number in range(12)] * 2
+    summary = json.loads((tmp_path / "a/out/summary.json").read_text())
+    mean = sum(float(row["ttft_s"]) for row in requests if row["policy"] == "vllm") / 12
+    assert summary["vllm"]["ttft_mean_s"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "--trace is missing"),
+        (("--trace", "/none.csv"), "cannot read the trace /none.csv"),
+        (("--trace", MIX, "--policy", "alined"), "unknown policy 'alined'; choose one of: aligned"),
+        (("--trace", MIX, "--policy", "vllm,vllm"), "none twice"),
+        (("--trace", MIX, "--cost-model", "h100"), "unknown cost model 'h100'; choose one of"),
+        (("--trace", MIX, "--kernel-mode", "x"), "unknown kernel mode 'x'; choose one of: split_kv, no_split"),
+        (
+            ("--trace", MIX, "--policy", "vllm", "--set", "vllm.max_seqs=1"),
+            "has no option 'max_seqs'",
+        ),
+        (("--trace", MIX, "--set", "aligned.scheduler.leaf=1"), "unknown configuration key 'scheduler.leaf'"),
+        (("--trace", MIX, "--set", "fcfs.x=1"), "with a policy of --policy (aligned)"),
+        (("--trace", MIX, "--rate", "fast"), "--rate takes R or A:B:STEP"),
+        (("--trace", MIX, "--cv", "2"), "needs --rate"),
+        (("--trace", MIX, "--decode", "0"), "--decode must be at least 1"),
+        (("--trace", MIX, "--slo-ttft", "-1"), "--slo-ttft must be more than 0"),
+        (("--trace", MIX, "--hardware", "/none.toml"), "cannot read the hardware file /none.toml"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line_and_ends_with_2(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], problem: str
+) -> None:
+    _, error = simulate(capsys, *arguments, status=2)
+    assert error.startswith("alignedserve: error: ")
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+def test_the_hardware_template_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed, _ = simulate(capsys, "--print-hardware")
+    file = tmp_path / "machine.toml"
+    file.write_text(printed.replace("block_size = 16", "block_size = 32"))
+    again, _ = simulate(capsys, "--print-hardware", "--hardware", str(file))
+    assert again == file.read_text()
+    file.write_text('{"pool_tokens": "many"}')
+    _, error = simulate(capsys, "--print-hardware", "--hardware", str(file), status=2)
+    assert "pool_tokens must be a number" in error
+
+
+def test_rates_and_seeds() -> None:
+    assert rates_of("0.5:2:0.5") == (0.5, 1.0, 1.5, 2.0)
+    assert rates_of("1:2:0.3") == (1.0, 1.3, 1.6, 1.9)
+    assert rates_of(None) == (None,)
+    assert seeds_of(5, "3") == (5, 6, 7)
+    assert seeds_of(5, "3,9") == (3, 9)
+    for text in ("1:2", "2:1:1", "0", "1:2:0", "nan"):
+        with pytest.raises(ConfigError):
+            rates_of(text)
+    for text in ("0", "a", "1,1"):
+        with pytest.raises(ConfigError):
+            seeds_of(0, text)
+
+
+def test_help_is_quick_to_import() -> None:
+    code = (
+        "import sys\nfrom alignedserve.cluster.cli import make_parser\nmake_parser()\n"
+        "print(*[name for name in ('numpy', 'pyarrow', 'matplotlib', 'torch', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
