@@ -19,6 +19,14 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"metavar": "MODEL", "help": "tiny (ships with the package), a local folder, or ORG/NAME"},
     ),
     "--served-model-name": ("model.served_name", {"metavar": "NAME", "help": "the name that clients use"}),
+    "--policy": (
+        "scheduler.policy",
+        {"metavar": "NAME", "help": "how batches are formed: `alignedserve policies` lists them (default aligned)"},
+    ),
+    "--cost-model": (
+        "scheduler.cost_model",
+        {"metavar": "NAME|FILE|DIR", "help": "a measured step cost: for policy aligned-cost, and to show the bubble"},
+    ),
     "--host": ("gateway.host", {"help": "address that HTTP listens on (default 127.0.0.1)"}),
     "--port": ("gateway.port", {"type": int, "help": "HTTP port (default 8000)"}),
     "--grpc-port": ("gateway.grpc_port", {"type": int, "help": "gRPC port (default 9000)"}),
@@ -111,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     from alignedserve.simulator.options import SUMMARY, add_options
 
     add_options(add("simulate", SUMMARY))
+    policies = add("policies", "List the policies that --policy takes, one a line.")
+    policies.add_argument("--json", action="store_true", help="print JSON and nothing else")
     add("version", "Print the version.")
     return parser
 
@@ -151,6 +161,10 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             from alignedserve.cluster.scale_command import scale
 
             return scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
+        case "policies":
+            from alignedserve.cluster.policies_command import list_policies
+
+            return list_policies(as_json=options.json)
         case "config":
             from alignedserve.config_sources import to_yaml
 
@@ -196,6 +210,7 @@ def _configuration(options: argparse.Namespace) -> Any:
     from alignedserve.cluster.refused_flags import explain_unknown_key
     from alignedserve.config_sources import load, value_of
     from alignedserve.errors import UnknownKeyError
+    from alignedserve.scheduler.systems import served_settings
 
     try:
         flags: dict[str, Any] = {}
@@ -206,7 +221,7 @@ def _configuration(options: argparse.Namespace) -> Any:
             flags[key] = value_of(key, text, "--set")
         # A flag of its own says more than --set.
         flags |= {key: value for key, value in vars(options).items() if "." in key and value is not None}
-        return load(options.config, flags=flags)
+        return load(options.config, flags=flags, settings_of=served_settings)
     except UnknownKeyError as error:
         raise explain_unknown_key(error) from error
 

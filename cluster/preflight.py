@@ -30,6 +30,24 @@ def check_model(config: Config) -> Path:
     return folder
 
 
+def check_cost_model(config: Config) -> None:
+    """Raises ConfigError where there is to be a measured cost, and it cannot be read."""
+    if config.scheduler.cost_model:
+        from alignedserve.scheduler.cost.load import load_step_cost  # and numpy, which a start without does not need
+
+        load_step_cost(config.scheduler.cost_model, config.scheduler.kernel_mode)
+
+
+def policy_note(config: Config) -> str:
+    """What the policy would need to do better; "" where it has all."""
+    if config.scheduler.policy != "aligned-cost" or config.scheduler.cost_model:
+        return ""
+    return (
+        "note: policy aligned-cost without --cost-model goes by a linear model that is learnt as it serves: it knows "
+        "how many bytes a batch reads, but not what unequal lengths cost (`alignedserve profile` measures that)"
+    )
+
+
 def model_note(folder: Path) -> str:
     """What of the model's own wishes is not followed; "" where all are."""
     try:

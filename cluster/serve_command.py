@@ -20,12 +20,14 @@ from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.plan import MODEL_ROLES
 from alignedserve.cluster.preflight import (
     check_api_keys,
+    check_cost_model,
     check_machine,
     check_model,
     check_ports,
     check_request_log,
     model_note,
     open_door_note,
+    policy_note,
 )
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
@@ -33,6 +35,7 @@ from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, UnavailableError
 from alignedserve.model import resolve_model
+from alignedserve.scheduler.systems import FOLDER_VARIABLE
 
 POLL_S = 0.1
 LOOK_S = 0.5
@@ -48,9 +51,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 def serve(config: Config) -> int:
     """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
+    os.environ.setdefault(FOLDER_VARIABLE, str(Path.cwd()))
     folder = check_model(config)
     check_api_keys(config)
     check_request_log(config)
+    check_cost_model(config)
     config = _absolute(config, folder)
     session = RaySession(config)
     if session.owned:
@@ -68,6 +73,9 @@ def _absolute(config: Config, folder: Path) -> Config:
         model = replace(model, path=str(folder), served_name=name)
     if model.chat_template:
         model = replace(model, chat_template=str(Path(model.chat_template).expanduser().resolve()))
+    scheduler = config.scheduler
+    if scheduler.cost_model and Path(scheduler.cost_model).expanduser().exists():
+        scheduler = replace(scheduler, cost_model=str(Path(scheduler.cost_model).expanduser().resolve()))
     log = config.log
     if log.dir:
         log = replace(log, dir=str(Path(log.dir).expanduser().resolve()))
@@ -76,7 +84,7 @@ def _absolute(config: Config, folder: Path) -> Config:
         gateway = replace(gateway, api_key_file=str(Path(gateway.api_key_file).expanduser().resolve()))
     if gateway.request_log:
         gateway = replace(gateway, request_log=str(Path(gateway.request_log).expanduser().resolve()))
-    return replace(config, model=model, log=log, gateway=gateway)
+    return replace(config, model=model, scheduler=scheduler, log=log, gateway=gateway)
 
 
 class _ServeCommand:
@@ -290,6 +298,8 @@ class _ServeCommand:
             f"{cluster.decode} decode instances, device {cluster.device}"
         )
         if note := model_note(Path(folder)):
+            self._console.line(note)
+        if note := policy_note(self._config):
             self._console.line(note)
         if note := open_door_note(self._config.gateway):
             self._console.line(note)

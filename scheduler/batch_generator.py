@@ -29,7 +29,7 @@ class BatchLimits:
 
 
 @dataclass(slots=True)
-class _Selection:
+class Selection:
     """What has been chosen so far: whole leaves, and at each end perhaps a part of one."""
 
     limits: BatchLimits
@@ -74,19 +74,36 @@ class BatchGenerator:
         (section 3.5), so that its batch is as aligned as any. A tree with fewer than N requests is the batch whole,
         if it fits: whether to wait for more is the caller's to decide.
         """
+        return self.entries(self.select(limits, seed))
+
+    def select(self, limits: BatchLimits, seed: RequestKey | None = None) -> Selection:
+        """What `generate` gives, but not looked up yet: as cheap as a few leaves."""
         tree = self._tree
         if not len(tree):
-            return []
+            return Selection(limits)
         selection = self._densest(limits) if seed is None else self._around(seed, limits)
         if seed is None and not selection.enough and len(tree) > selection.requests:
             widest = self._largest_range(limits)
             if widest.requests > selection.requests:
                 selection = widest
-        entries = [entry for leaf in selection.leaves for entry in tree.oldest(leaf)] + selection.parts
+        return selection
+
+    def entries(self, selection: Selection) -> list[Entry]:
+        """Oldest first."""
+        oldest = self._tree.oldest
+        entries = [entry for leaf in selection.leaves for entry in oldest(leaf)] + selection.parts
         entries.sort(key=lambda entry: entry.since_s)
         return entries
 
-    def _densest(self, limits: BatchLimits) -> _Selection:
+    def lengths(self, selection: Selection) -> list[int]:
+        """The tokens of each; in a leaf that is taken whole all count as its middle."""
+        counts, width = self._tree.requests[self._tree.depth], self._tree.leaf_tokens
+        lengths = [entry.tokens for entry in selection.parts]
+        for leaf in selection.leaves:
+            lengths += [leaf * width + (width + 1) // 2] * counts[leaf]
+        return lengths
+
+    def _densest(self, limits: BatchLimits) -> Selection:
         tree = self._tree
         level = index = 0
         while not self._node_fits(limits, level, index):  # case 2
@@ -95,7 +112,7 @@ class BatchGenerator:
             level, index = level + 1, self._densest_child(level, index)
         return self._extend(limits, level, index)
 
-    def _around(self, seed: RequestKey, limits: BatchLimits) -> _Selection:
+    def _around(self, seed: RequestKey, limits: BatchLimits) -> Selection:
         """The smallest subtree around the seed that is enough, or, where that does not fit, what fits beside it."""
         tree = self._tree
         level, index = tree.depth, tree.leaf_of(tree.entry(seed).tokens)
@@ -107,10 +124,10 @@ class BatchGenerator:
             level, index = level - 1, index // FAN_OUT
         return self._extend(limits, level, index)
 
-    def _extend(self, limits: BatchLimits, level: int, index: int) -> _Selection:
+    def _extend(self, limits: BatchLimits, level: int, index: int) -> Selection:
         """Cases 1 and 3: the node, which fits, and while they are too few its siblings."""
         tree = self._tree
-        selection = _Selection(limits)
+        selection = Selection(limits)
         self._add_node(selection, (level, index))
         if level == 0:
             return selection
@@ -128,14 +145,14 @@ class BatchGenerator:
                 break
         return selection
 
-    def _add_node(self, selection: _Selection, node: Node) -> None:
+    def _add_node(self, selection: Selection, node: Node) -> None:
         level, index = node
         tree = self._tree
         width = FAN_OUT ** (tree.depth - level)
         leaves = tree.leaves_between(index * width, (index + 1) * width - 1)
         selection.add(leaves, tree.requests[level][index], tree.blocks[level][index])
 
-    def _add_nearest(self, selection: _Selection, node: Node, leftwards: bool) -> None:
+    def _add_nearest(self, selection: Selection, node: Node, leftwards: bool) -> None:
         """Part of a sibling: its leaves, the nearest first, until there are enough; the last one in part."""
         level, index = node
         tree = self._tree
@@ -150,19 +167,19 @@ class BatchGenerator:
                 return
             selection.add((leaf,), requests, blocks)
 
-    def _cut_leaf(self, limits: BatchLimits, leaf: int) -> _Selection:
-        selection = _Selection(limits)
+    def _cut_leaf(self, limits: BatchLimits, leaf: int) -> Selection:
+        selection = Selection(limits)
         selection.add_part(self._tree.oldest(leaf))
         return selection
 
-    def _largest_range(self, limits: BatchLimits) -> _Selection:
+    def _largest_range(self, limits: BatchLimits) -> Selection:
         """The contiguous range of leaves that fits and has the most requests, and a part of the leaf beside it.
 
         Where the density-first search cannot reach N. O(leaves).
         """
         tree = self._tree
         requests, blocks = tree.requests[tree.depth], tree.blocks[tree.depth]
-        best = _Selection(limits)
+        best = Selection(limits)
         first = best_first = best_last = 0
         count = total = 0  # requests and blocks of the leaves first .. last
         for last, added in enumerate(requests):

@@ -14,11 +14,11 @@ from alignedserve.scheduler.actions import Action, CancelAt, Forget, Recall, Rej
 from alignedserve.scheduler.decode_times import DecodeTimes
 from alignedserve.scheduler.events import BufferKind, HeldRequest, RequestMeta
 from alignedserve.scheduler.instances import Instances
-from alignedserve.scheduler.policies import POLICIES
 from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.pool_ledger import PoolLedger
 from alignedserve.scheduler.prefill_queue import PrefillQueue
 from alignedserve.scheduler.request_table import Record, RequestState, RequestTable
+from alignedserve.scheduler.systems import policy_class, resolve
 from alignedserve.scheduler.waiting import WaitingClock
 
 
@@ -34,7 +34,7 @@ class Books:
         self.ledger = PoolLedger()
         self.clock = WaitingClock(config.scheduler.starvation_after_s)
         self.decode_times = DecodeTimes()
-        self.policy = POLICIES.get(config.scheduler.policy)(config.scheduler)
+        self.policy = policy_class(resolve(config.scheduler.policy))(config.scheduler)
         self.in_pool: dict[RequestKey, Record] = {}  # WAITING, in the order in which they came
         self.changed: dict[str, None] = {}  # decode instances to look at again
         self.actions: list[Action] = []

@@ -19,6 +19,7 @@ from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import Event, RequestMeta
 from alignedserve.scheduler.instances import DecodeView, PrefillView
 from alignedserve.scheduler.overload import Overload, Room
+from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.pool_relief import PoolRelief
 from alignedserve.scheduler.prefetcher import Prefetcher
 from alignedserve.scheduler.prefill_dispatch import PrefillDispatch
@@ -70,6 +71,11 @@ class SchedulerCore:
             if decode is not None:
                 self._prefetcher.feed(decode, now_s)
         return self._books.take_actions()
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """For the simulator, which tells an oracle what no cluster knows."""
+        return self._books.policy
 
     def describe(self) -> dict[str, int]:
         """Open requests by state."""

@@ -16,7 +16,7 @@ from alignedserve.scheduler.batch_generator import BatchLimits
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.instances import DecodeView, PrefillView
-from alignedserve.scheduler.policies.base import Entry
+from alignedserve.scheduler.policies.base import Entry, InstanceState
 from alignedserve.scheduler.request_table import Record, RequestState
 from alignedserve.scheduler.waiting import join_range
 
@@ -100,6 +100,7 @@ class Prefetcher:
             prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
         if room <= 0:
             return False
+        self._policy.look_at(_state(decode))
         entries = self._policy.form(self._limits(decode, room), seed, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
@@ -222,3 +223,11 @@ class Prefetcher:
         keys = tuple(record.key for record in records)
         self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
         self.mark_overdue([record for record in records if self._clock.is_overdue(record.key)])
+
+
+def _state(decode: DecodeView) -> InstanceState:
+    report = decode.report
+    running = 0 if report is None else report.running
+    shortest, longest = (report.shortest_tokens, report.longest_tokens) if report is not None and running else (0, 0)
+    mean = min(max(decode.mean_tokens, shortest), longest)
+    return InstanceState(running, shortest, longest, mean, decode.cost)

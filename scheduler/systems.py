@@ -22,6 +22,7 @@ from alignedserve.scheduler.colocated.base import InstanceScheduler
 from alignedserve.scheduler.policies.base import BatchPolicy
 
 ENTRY_POINTS = "alignedserve.policies"
+FOLDER_VARIABLE = "ALIGNEDSERVE_POLICY_DIR"  # where the command was given: the cluster's processes have another cwd
 Option = float | int | bool | str
 
 
@@ -139,10 +140,30 @@ def resolve(name: str) -> System:
 
 def policy_class(system: System) -> type[BatchPolicy]:
     """The batch-formation policy of a disaggregated system. Raises ConfigError where it has none."""
+    if system.topology is Topology.COLOCATED:
+        raise ConfigError(f"policy {system.name!r} is a colocated system: it runs in the simulator only for now")
     target = _imported(system.name, system.target)
     if not issubclass(target, BatchPolicy):
-        raise ConfigError(f"policy {system.name!r} is a colocated system: it runs in the simulator only for now")
+        raise ConfigError(f"policy {system.name!r}: {system.target} is no BatchPolicy")
     return target
+
+
+def served_settings(name: str) -> Mapping[str, object]:
+    """The configuration keys that a policy of the cluster fixes. Raises ConfigError where it cannot serve."""
+    system = resolve(name)
+    if policy_class(system).NEEDS_OUTPUT_LENGTHS:
+        raise ConfigError(f"policy {name!r} needs to know output lengths: it runs in the simulator only")
+    return system.settings
+
+
+def listed() -> list[System]:
+    """Those with a name: built in, then of installed packages, less those that cannot be imported."""
+    found = dict(SYSTEMS)
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        if point.name not in found:
+            with contextlib.suppress(ConfigError):
+                found[point.name] = _system_of(point.name, point.value)
+    return list(found.values())
 
 
 def scheduler_class(system: System) -> type[InstanceScheduler]:
@@ -188,8 +209,9 @@ def _system_of(name: str, target: str) -> System:
 
 def _imported(name: str, target: str) -> type[BatchPolicy] | type[InstanceScheduler]:
     module, _, attribute = target.partition(":")
-    if os.getcwd() not in sys.path:  # a policy beside the command that names it
-        sys.path.append(os.getcwd())
+    folder = os.environ.get(FOLDER_VARIABLE) or os.getcwd()
+    if folder not in sys.path:  # a policy beside the command that names it
+        sys.path.append(folder)
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

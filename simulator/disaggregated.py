@@ -9,7 +9,7 @@ from typing import Any
 from alignedserve.config import SECTIONS, Config
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.policies import POLICIES
+from alignedserve.scheduler.policies.oracle import OraclePolicy
 from alignedserve.scheduler.systems import System, Topology
 from alignedserve.simulator.cell import Cell
 from alignedserve.simulator.decode import DecodeInstance
@@ -48,6 +48,10 @@ def simulate(
         raise ConfigError(f"{system.name} is a {system.topology.value} system, and has no prefill and decode instances")
     config = _configure(config, system, prefill_instances, decode_instances, refuse_for_load)
     cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap)
+    cell.core.policy.use_cost(decode_cost)
+    if isinstance(cell.core.policy, OraclePolicy):
+        ends = {arrival.request_id: arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals}
+        cell.core.policy.reveal(ends)
     cell.run()
     cell.check_nothing_is_left()
     instances: list[PrefillInstance | DecodeInstance] = [*cell.prefills.values(), *cell.decodes.values()]
@@ -80,9 +84,11 @@ def configured(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def _configure(config: Config, system: System, prefill: int, decode: int, refuse_for_load: bool) -> Config:
-    settings: dict[str, Any] = {"cluster.prefill": prefill, "cluster.decode": decode}
-    if system.name in POLICIES.names():
-        settings["scheduler.policy"] = system.name
+    settings: dict[str, Any] = {
+        "cluster.prefill": prefill,
+        "cluster.decode": decode,
+        "scheduler.policy": system.name,
+    }
     if not refuse_for_load:
         settings |= {
             "scheduler.max_wait_s": NEVER_S,

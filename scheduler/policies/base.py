@@ -7,17 +7,43 @@ with each question. Nothing leaves a policy on its own: the core removes what it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchLimits
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.cost_model import CostModel
 from alignedserve.scheduler.quad_tree import Entry
 
-__all__ = ["BatchLimits", "BatchPolicy", "Entry"]
+__all__ = ["BatchLimits", "BatchPolicy", "Entry", "InstanceState"]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    """What runs at the decode instance that the next batch is for: its number of requests and their lengths in tokens.
+
+    `cost`: what was learnt from its iterations.
+    """
+
+    requests: int
+    shortest_tokens: int
+    longest_tokens: int
+    mean_tokens: int
+    cost: CostModel
+
+    def lengths(self) -> list[int]:
+        """Lengths with this number, extremes and (but for those) mean."""
+        extremes = [self.shortest_tokens, self.longest_tokens][: self.requests]
+        return extremes + [self.mean_tokens] * (self.requests - len(extremes))
 
 
 class BatchPolicy(ABC):
     """Seven methods. Each is at most logarithmic in the number of waiting requests, plus the size of its answer."""
+
+    NEEDS_OUTPUT_LENGTHS: ClassVar[bool] = False
+    """An oracle, which the simulator tells how long answers will be; no cluster can."""
 
     @abstractmethod
     def __init__(self, config: SchedulerConfig) -> None:
@@ -50,6 +76,14 @@ class BatchPolicy(ABC):
     @abstractmethod
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         """Waiting requests that match a running batch, best first; all of them fit."""
+
+    def look_at(self, instance: InstanceState) -> None:
+        """The instance that the next `form` is for. Most policies do not care."""
+        return
+
+    def use_cost(self, cost: StepCost) -> None:
+        """A measured cost of iterations, instead of `scheduler.cost_model`: the simulator's own. Most do not care."""
+        return
 
     @abstractmethod
     def check_integrity(self) -> None:

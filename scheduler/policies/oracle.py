@@ -14,6 +14,8 @@ _Place = tuple[int, float, RequestKey]  # tokens left, waiting since
 
 
 class OraclePolicy(BatchPolicy):
+    NEEDS_OUTPUT_LENGTHS = True
+
     def __init__(self, config: SchedulerConfig) -> None:
         self._final_tokens: Mapping[str, int] = {}
         self._entries: dict[RequestKey, Entry] = {}

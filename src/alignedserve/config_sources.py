@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,12 +22,15 @@ Tree = dict[str, dict[str, Any]]
 
 
 def load(
-    file: str | None = None, environ: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+    file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    settings_of: Callable[[str], Mapping[str, Any]] | None = None,
 ) -> Config:
     """Merge the sources and build the configuration.
 
-    `flags` maps "section.key" to a value; a None is a flag that was not given. Raises ConfigError, naming the key
-    and where it came from.
+    `flags` maps "section.key" to a value; a None is a flag that was not given. `settings_of`: the keys that the policy
+    of a name fixes. Raises ConfigError, naming the key and where it came from, or what contradicts the policy.
     """
     tree: Tree = {}
     if file:
@@ -36,6 +39,9 @@ def load(
     for name, value in (flags or {}).items():
         if value is not None:
             _put(tree, name, value, "a flag")
+    if settings_of is not None:
+        policy = tree.get("scheduler", {}).get("policy", Config().scheduler.policy)
+        _fix(tree, policy, settings_of(policy))
     return from_tree(tree)
 
 
@@ -91,6 +97,17 @@ def _merge_tree(tree: Tree, raw: Mapping[str, Any], origin: str) -> None:
             raise ConfigError(f"{section} in {origin} must hold keys, not {keys!r}")
         for key, value in keys.items():
             _put(tree, f"{section}.{key}", value, origin)
+
+
+def _fix(tree: Tree, policy: str, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        given = tree.get(section, {}).get(key, value)
+        if given != value:
+            raise ConfigError(
+                f"policy {policy!r} needs {name} {value}, and it was set to {given}: leave one of them out"
+            )
+        _put(tree, name, value, f"policy {policy!r}")
 
 
 def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:

@@ -53,6 +53,11 @@ def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
         (("--set", "decode.cach_blocks=3"), "the nearest is 'decode.cache_blocks'"),
         (("--prefil", "2"), "the nearest is --prefill"),
         (("--prefill", "0"), "cluster.prefill must be between 1 and 1024"),
+        (("--policy", "nonesuch"), "choose one of: aligned, aligned-cost, fcfs, "),
+        (("--policy", "vllm"), "runs in the simulator only for now"),
+        (("--policy", "oracle"), "runs in the simulator only"),
+        (("--policy", "aligned-no-prefetch", "--set", "cluster.prefetch=true"), "needs cluster.prefetch False"),
+        (("--cost-model", "nonesuch"), "unknown cost model 'nonesuch'"),
         (("--dtype", "int8"), "model.dtype must be one of"),
         (("--set", "kv_pool.size_gib=100000"), "of memory are available"),
         (("--config", "/no/such/file.yaml"), "cannot read configuration file"),
@@ -81,6 +86,26 @@ def test_set_takes_text_as_it_is_and_a_flag_of_its_own_says_more() -> None:
     assert done.returncode == 0, done.stderr
     config = yaml.safe_load(done.stdout)
     assert (config["model"]["served_name"], config["gateway"]["port"]) == ("007", 85)
+
+
+def test_a_policy_brings_its_settings() -> None:
+    done = run("config", "--policy", "aligned-no-prefetch-fcfs")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert (config["scheduler"]["policy"], config["cluster"]["prefetch"]) == ("aligned-no-prefetch-fcfs", False)
+
+
+def test_policies_are_listed_with_a_line_each_also_those_of_ones_own(tmp_path: Path) -> None:
+    done = run("policies", "--json")
+    systems = {system["name"]: system for system in json.loads(done.stdout)}
+    assert [name for name, system in systems.items() if system["serves"]] == [
+        "aligned",
+        "aligned-cost",
+        "fcfs",
+        "aligned-no-prefetch",
+        "aligned-no-prefetch-fcfs",
+    ]
+    assert len(run("policies").stdout.splitlines()) == len(systems) + 1
 
 
 def test_more_gpus_than_there_are_is_refused() -> None:
