@@ -16,6 +16,7 @@ from alignedserve.scheduler import events
 from alignedserve.scheduler.actions import Action, CancelAt
 from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
+from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.events import Event, RequestMeta
 from alignedserve.scheduler.instances import DecodeView, PrefillView
 from alignedserve.scheduler.overload import Overload, Room
@@ -37,6 +38,7 @@ class SchedulerCore:
         self._dispatch = PrefillDispatch(self._books, self._admission)
         self._prefetcher = Prefetcher(self._books)
         self._relief = PoolRelief(self._books, self._admission)
+        self._new_cost_model = cost_model_factory(config)
         self.events_handled = 0
         self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
             events.Submitted: self._submitted,
@@ -275,9 +277,10 @@ class SchedulerCore:
     def _instance_joined(self, event: events.InstanceJoined, now_s: float) -> None:
         instances = self._books.instances
         if event.role == "prefill" and event.instance_id not in instances.prefill:
-            instances.prefill[event.instance_id] = PrefillView(event.instance_id, PrefillLoad(event.instance_id))
+            load = PrefillLoad(event.instance_id, cost=self._new_cost_model())
+            instances.prefill[event.instance_id] = PrefillView(event.instance_id, load)
         elif event.role == "decode" and event.instance_id not in instances.decode:
-            instances.decode[event.instance_id] = DecodeView(event.instance_id)
+            instances.decode[event.instance_id] = DecodeView(event.instance_id, cost=self._new_cost_model())
 
     def _instance_lost(self, event: events.InstanceLost, now_s: float) -> None:
         """What an instance decided about is submitted again, in a new epoch: the old one may still be alive somewhere.

@@ -15,14 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.cost.fit import fit_grid
 from alignedserve.scheduler.cost.grid import Curve, Grid4, Surface
 from alignedserve.scheduler.cost.load import default_hardware, load_parts, load_step_cost, shipped_names
 from alignedserve.scheduler.cost.makespan import makespan, makespan_bound
 from alignedserve.scheduler.cost.measured import MeasuredCost
+from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.skew import AXES, SkewTable
 from alignedserve.scheduler.cost.step import KERNEL_MODES, ChunkShape
+from alignedserve.scheduler.cost_model import LinearCostModel, Passes
 from alignedserve.simulator.hardware import Hardware
 
 DATA = Path(os.environ.get("ALIGNEDSERVE_DATA", Path(__file__).parents[3] / "shared/data"))
@@ -365,3 +370,26 @@ def test_unequal_lengths_are_predicted(source: str | Path, equal: float, unequal
 def test_tables_bring_the_hardware_of_the_model_fitted_to_them() -> None:
     assert default_hardware(TABLES) == default_hardware(RTX)
     assert load_parts(TABLES).sm_count == 188
+
+
+def test_a_prior_predicts_at_once_and_is_corrected_by_what_is_measured() -> None:
+    cost = loaded(RTX)
+    model = cost_model_factory(from_tree({"scheduler": {"cost_model": RTX}, "prefill": {"token_budget": 512}}))()
+    lengths = [300] * 15 + [5000]
+    assert model.predict_iteration_s(lengths) == cost.step_s((), lengths)
+    full, rest = cost.step_s([ChunkShape(512)], ()), cost.step_s([ChunkShape(76)], ())
+    assert model.predict_prefill_s(1100) == pytest.approx(2 * full + rest)
+    assert model.predict_prefill_s(0) == 0.0
+    for _ in range(40):
+        model.observe_iterations(Passes(10, 160, 160 * 500, 10 * 1.5 * cost.step_s((), [500] * 16)))
+        model.observe_chunks(Passes(4, 2048, 0, 4 * 0.8 * full))
+    assert model.predict_iteration_s(lengths) == pytest.approx(1.5 * cost.step_s((), lengths), rel=0.05)
+    assert model.predict_prefill_s(512) == pytest.approx(0.8 * full, rel=0.05)
+    model.observe_iterations(Passes(1, 16, 16 * 500, 1000.0))
+    assert model.predict_iteration_s(lengths) < 2.5 * cost.step_s((), lengths), "a machine that stood still"
+
+
+def test_without_one_the_scheduler_learns_as_it_goes() -> None:
+    assert isinstance(cost_model_factory(Config())(), LinearCostModel)
+    with pytest.raises(ConfigError, match="unknown cost model 'magic'"):
+        SchedulerCore(from_tree({"scheduler": {"cost_model": "magic"}}), 16)
