@@ -21,23 +21,12 @@ from alignedserve.scheduler.colocated.base import InstanceScheduler, MixedPlan, 
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.systems import Option, System, scheduler_class, with_options
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.results import RequestResult, RunResult
+from alignedserve.simulator.steps import StepRecorder, merge
 from alignedserve.simulator.workload import Workload
 
 ROUTINGS = ("least-loaded", "round-robin", "random")
 MOST_LEAP = 4096  # passes in one leap
-ROW = (  # columns of the steps, in the order of a row
-    "start_s",
-    "instance",
-    "seconds",
-    "balanced_s",
-    "gap_s",
-    "decodes",
-    "prefill_tokens",
-    "shortest",
-    "longest",
-    "total",
-)
 SHORTEST_S = 1e-6  # of a pass, to guess how many there are before the next arrival
 
 
@@ -59,6 +48,7 @@ class _Instance:
     scheduler: InstanceScheduler
     passes: deque[_Pass] = field(default_factory=deque)
     stage_free_s: list[float] = field(default_factory=list)
+    steps: StepRecorder = field(default_factory=StepRecorder)
     armed: bool = False  # the end of its oldest pass is among the events
 
 
@@ -107,8 +97,7 @@ class _Simulation:
         self._arrivals = workload.arrivals
         self._next = 0  # the first arrival that has not been routed
         self._results = {RequestKey(arrival.request_id): RequestResult(arrival) for arrival in workload.arrivals}
-        self._unused_tokens = self._passes = 0
-        self._rows: list[tuple[float | int, ...]] = []
+        self._unused_tokens = 0
         blocks = hardware.kv_tokens // hardware.block_size
         totals = [arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals]
         self._max_total = max((total for total in totals if total <= blocks * hardware.block_size), default=0)
@@ -257,37 +246,30 @@ class _Simulation:
         """The first `ahead` passes of a leap have run; as many as were planned before are planned now."""
         passes, oldest = instance.passes, instance.passes[0]
         depth, gap_s = len(passes), oldest.gap_s
-        for number in range(ahead + depth):
-            plan = _later(oldest.plan, number)
-            if number < depth:
-                one = passes.popleft()
-            else:
-                lengths = [decode.kv_tokens for decode in plan.decodes]
-                balanced_s = self._cost.balanced_step_s((), lengths)
-                one = _Pass(plan, ends_s[number - 1] + gap_s, seconds[number], balanced_s, ends_s[number], gap_s)
-            if number < ahead:
-                self._record(instance, one)
-            else:
-                passes.append(one)
+        lengths = [decode.kv_tokens + depth for decode in oldest.plan.decodes]
+        balanced_s = self._cost.balanced_run_s(lengths, ahead)
+        for _ in range(min(ahead, depth)):
+            self._record(instance, passes.popleft())
+        if ahead > depth:
+            starts_s = [end_s + gap_s for end_s in ends_s[depth - 1 : ahead - 1]]
+            run_s = seconds[depth:ahead], balanced_s[: ahead - depth]
+            instance.steps.add_decodes(starts_s, *run_s, _extent(lengths), switching=False)
+        for number in range(max(ahead, depth), ahead + depth):
+            times = ends_s[number - 1] + gap_s, seconds[number], balanced_s[number - depth], ends_s[number], gap_s
+            passes.append(_Pass(_later(oldest.plan, number), *times))
         instance.stage_free_s[0] = passes[-1].end_s
 
     def _record(self, instance: _Instance, one: _Pass) -> None:
-        lengths = [decode.kv_tokens for decode in one.plan.decodes]
         prefill_tokens = sum(chunk.tokens for chunk in one.plan.chunks)
-        shortest, longest = (min(lengths), max(lengths)) if lengths else (0, 0)
-        times = (one.start_s, instance.number, one.seconds, one.balanced_s, one.gap_s)
-        self._rows.append((*times, len(lengths), prefill_tokens, shortest, longest, sum(lengths)))
+        extent = _extent([decode.kv_tokens for decode in one.plan.decodes])
+        instance.steps.add_mixed(one.start_s, one.seconds, one.balanced_s, prefill_tokens, extent)
 
     # results
 
     def _result(self, end_s: float) -> RunResult:
         for instance in self._instances:
             instance.scheduler.check_integrity()
-        steps = StepColumns()
-        self._rows.sort()
-        for place, name in enumerate(ROW):
-            getattr(steps, name).extend([row[place] for row in self._rows])
-        steps.switching.extend([0] * len(self._rows))
+        steps = merge([instance.steps for instance in self._instances], self._hardware.host_overhead_s)
         results = list(self._results.values())
         counters: dict[str, float] = {
             "preemptions": sum(result.preemptions for result in results),
@@ -311,3 +293,8 @@ class _Simulation:
 def _later(plan: MixedPlan, passes: int) -> MixedPlan:
     """The same decodes, so many passes later."""
     return MixedPlan((), tuple(PlannedDecode(decode.key, decode.kv_tokens + passes) for decode in plan.decodes))
+
+
+def _extent(lengths: list[int]) -> tuple[int, int, int, int]:
+    """How many, the shortest, the longest, and the sum."""
+    return (len(lengths), min(lengths), max(lengths), sum(lengths)) if lengths else (0, 0, 0, 0)

@@ -36,6 +36,18 @@ class StepRecorder:
         self.balanced_s.append(seconds)
         self.prefill_tokens.append(tokens)
 
+    def add_mixed(
+        self, start_s: float, seconds: float, balanced_s: float, tokens: int, lengths: tuple[int, int, int, int]
+    ) -> None:
+        """One pass of prompt tokens and decodes, either perhaps none. `lengths` as in `add_decodes`, of this pass."""
+        self.start_s.append(start_s)
+        self.seconds.append(seconds)
+        self.balanced_s.append(balanced_s)
+        self.prefill_tokens.append(tokens)
+        for column, figure in zip((self.decodes, self.shortest, self.longest, self.total), lengths, strict=True):
+            column.append(figure)
+        self.switching.append(0)
+
     def add_decodes(
         self,
         start_s: Sequence[float],
