@@ -161,6 +161,7 @@ class DecodeLoop:
             return False
         plan = self._scheduler.plan(time.monotonic())
         self._start_copies(plan, outcome)
+        cached_tokens = sum(item.kv_tokens for item in plan.run)
         if plan.run:
             if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
                 self._post(outcome)
@@ -170,7 +171,7 @@ class DecodeLoop:
         self._publish(outcome)
         if not plan.run:
             return self._wait()
-        self.pass_meter.add(len(plan.run), sum(item.kv_tokens for item in plan.run), time.perf_counter() - begun_s)
+        self.pass_meter.add(len(plan.run), cached_tokens, time.perf_counter() - begun_s)
         return True
 
     def _drain(self, outcome: Outcome) -> bool:

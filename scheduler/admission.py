@@ -22,6 +22,7 @@ class Admission:
         self._queue = books.queue
         self._ledger = books.ledger
         self._decode_cache_blocks = 0  # as last known
+        self._max_request_tokens: int | None = None  # None: to be worked out again
 
     def ready(self) -> bool:
         """Whether each role has reported: before that nothing can be judged or started."""
@@ -32,8 +33,17 @@ class Admission:
 
         It has to fit in a decode cache, in the pool, and, since it may have to be prefilled again, in a prefill cache.
         While no decode instance is up the last one's cache counts: its successor's will be the same, and what it left
-        can be prefilled until then.
+        can be prefilled until then. Asked for several times an event: kept until `sizes_changed`.
         """
+        if self._max_request_tokens is None:
+            self._max_request_tokens = self._find_max_request_tokens()
+        return self._max_request_tokens
+
+    def sizes_changed(self) -> None:
+        """An instance has come, gone or reported."""
+        self._max_request_tokens = None
+
+    def _find_max_request_tokens(self) -> int:
         decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
         self._decode_cache_blocks = decode = decode or self._decode_cache_blocks
         prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)

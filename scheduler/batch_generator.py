@@ -6,8 +6,9 @@
                                                          then right siblings from left to right, until there are enough
 
 "Fits": at most K blocks (and as many requests as an instance can run). "Enough": N requests. What the paper leaves open
-(systems.md): where K and N cannot both hold K wins, and the largest contiguous range that fits is taken; a leaf over K
-is cut at K, oldest first; a request larger than K is a batch alone.
+(systems.md, ADR 24): where the search does not reach N, the contiguous range that fits and has the most requests is
+taken, so that a batch has N wherever any range does; a leaf over K is cut at K, oldest first; a request larger than K
+is a batch alone.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ class Selection:
 
     def add_part(self, entries: Iterable[Entry]) -> None:
         """As many as fit, in their order; the first alone may be larger than K."""
+        requests, blocks = self.requests, self.blocks
+        most_requests, most_blocks = self.limits.max_requests, self.limits.max_blocks
         for entry in entries:
-            if not self.fits(1, entry.blocks) and self.requests:
+            if (requests >= most_requests or blocks + entry.blocks > most_blocks) and requests:
                 break
             self.parts.append(entry)
-            self.requests += 1
-            self.blocks += entry.blocks
+            requests += 1
+            blocks += entry.blocks
+        self.requests, self.blocks = requests, blocks
 
 
 class BatchGenerator:
@@ -70,9 +74,9 @@ class BatchGenerator:
     def generate(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
         """The next batch, oldest first; empty only where the tree is.
 
-        `seed`: this request (an overdue one, the oldest of its leaf) goes first: the search starts at its leaf
-        (section 3.5), so that its batch is as aligned as any. A tree with fewer than N requests is the batch whole,
-        if it fits: whether to wait for more is the caller's to decide.
+        `seed`: this request (an overdue one) is in it whatever else: the search starts at its leaf (section 3.5), so
+        that its batch is as aligned as any. A tree with fewer than N requests is the batch whole, if it fits: whether
+        to wait for more is the caller's to decide.
         """
         return self.entries(self.select(limits, seed))
 
@@ -83,9 +87,9 @@ class BatchGenerator:
             return Selection(limits)
         selection = self._densest(limits) if seed is None else self._around(seed, limits)
         if seed is None and not selection.enough and len(tree) > selection.requests:
-            widest = self._largest_range(limits)
-            if widest.requests > selection.requests:
-                selection = widest
+            shortest = self._shortest(limits)
+            if shortest.requests > selection.requests:
+                selection = shortest
         return selection
 
     def entries(self, selection: Selection) -> list[Entry]:
@@ -117,7 +121,7 @@ class BatchGenerator:
         tree = self._tree
         level, index = tree.depth, tree.leaf_of(tree.entry(seed).tokens)
         if not self._node_fits(limits, level, index):
-            return self._cut_leaf(limits, index)
+            return self._cut_leaf(limits, index, tree.entry(seed))
         while level and tree.requests[level][index] < limits.min_requests:
             if not self._node_fits(limits, level - 1, index // FAN_OUT):
                 break
@@ -148,59 +152,40 @@ class BatchGenerator:
     def _add_node(self, selection: Selection, node: Node) -> None:
         level, index = node
         tree = self._tree
-        width = FAN_OUT ** (tree.depth - level)
-        leaves = tree.leaves_between(index * width, (index + 1) * width - 1)
-        selection.add(leaves, tree.requests[level][index], tree.blocks[level][index])
+        selection.add(tree.leaves_below(node), tree.requests[level][index], tree.blocks[level][index])
 
     def _add_nearest(self, selection: Selection, node: Node, leftwards: bool) -> None:
-        """Part of a sibling: its leaves, the nearest first, until there are enough; the last one in part."""
-        level, index = node
-        tree = self._tree
-        width = FAN_OUT ** (tree.depth - level)
-        leaves = list(tree.leaves_between(index * width, (index + 1) * width - 1))
-        for leaf in reversed(leaves) if leftwards else leaves:
-            if selection.enough:
+        """Part of a node: its leaves, the nearest first, until there are enough; the last one in part."""
+        for leaf in self._tree.leaves_below(node, leftwards=leftwards):
+            if selection.enough or not self._add_leaf(selection, leaf):
                 return
-            requests, blocks = tree.requests[tree.depth][leaf], tree.blocks[tree.depth][leaf]
-            if not selection.fits(requests, blocks):
-                selection.add_part(tree.oldest(leaf))
-                return
-            selection.add((leaf,), requests, blocks)
 
-    def _cut_leaf(self, limits: BatchLimits, leaf: int) -> Selection:
+    def _add_leaf(self, selection: Selection, leaf: int) -> bool:
+        """A leaf, or the part of it that fits; whether all of it did."""
+        tree = self._tree
+        requests, blocks = tree.requests[tree.depth][leaf], tree.blocks[tree.depth][leaf]
+        if selection.fits(requests, blocks):
+            selection.add((leaf,), requests, blocks)
+            return True
+        selection.add_part(tree.oldest(leaf))
+        return False
+
+    def _cut_leaf(self, limits: BatchLimits, leaf: int, seed: Entry | None = None) -> Selection:
         selection = Selection(limits)
-        selection.add_part(self._tree.oldest(leaf))
+        if seed is not None:
+            selection.add_part((seed,))
+        selection.add_part(entry for entry in self._tree.oldest(leaf) if entry is not seed)
         return selection
 
-    def _largest_range(self, limits: BatchLimits) -> Selection:
-        """The contiguous range of leaves that fits and has the most requests, and a part of the leaf beside it.
+    def _shortest(self, limits: BatchLimits) -> Selection:
+        """The shortest requests, until there are enough or no more fit: no contiguous range that fits has more then.
 
-        Where the density-first search cannot reach N. O(leaves).
+        (One that begins further right holds, for each of these that it leaves out, one that is at least as large.)
+        At most as many leaves are looked at as the batch has requests.
         """
-        tree = self._tree
-        requests, blocks = tree.requests[tree.depth], tree.blocks[tree.depth]
-        best = Selection(limits)
-        first = best_first = best_last = 0
-        count = total = 0  # requests and blocks of the leaves first .. last
-        for last, added in enumerate(requests):
-            if not added:
-                continue
-            count += added
-            total += blocks[last]
-            while total > limits.max_blocks or count > limits.max_requests:
-                count -= requests[first]
-                total -= blocks[first]
-                first += 1
-            if count > best.requests:
-                best.requests, best.blocks = count, total
-                best_first, best_last = first, last
-        if not best.requests:
-            return best
-        best.leaves.extend(tree.leaves_between(best_first, best_last))
-        for beside in (best_first - 1, best_last + 1):
-            if not best.enough and 0 <= beside < len(requests):
-                best.add_part(tree.oldest(beside))
-        return best
+        selection = Selection(limits)
+        self._add_nearest(selection, (0, 0), leftwards=False)
+        return selection
 
     def _densest_child(self, level: int, index: int) -> int:
         """The child with the most requests; of equals the one that has not yielded a batch for the longest time."""

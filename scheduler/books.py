@@ -130,6 +130,7 @@ class Books:
         decode = self.instances.decode[decode_id]
         decode.candidates[kind][record.key] = record
         decode.candidate_blocks[kind] += record.blocks
+        decode.add_length(record.kv_tokens)
         if prefill_id:
             prefill = self.instances.prefill[prefill_id]
             prefill.buffered[record.key] = None
@@ -153,6 +154,7 @@ class Books:
         self.table.move(record, RequestState.DECODING, now_s)
         decode = self.instances.decode[record.decode_id]
         decode.decoding[record.key] = record
+        decode.add_length(record.kv_tokens)
         self.decode_times.begin(now_s)
         decode.joined_blocks += record.blocks
         record.joined_iteration = decode.iterations
@@ -177,6 +179,7 @@ class Books:
                     del decode.candidates[record.buffer][key]
                     decode.candidate_blocks[record.buffer] -= record.blocks
                     decode.overdue.pop(key, None)
+                    decode.drop_length(record.kv_tokens)
                 if prefill is not None:
                     del prefill.buffered[key]
                     prefill.buffers[record.buffer].committed -= record.blocks
@@ -184,6 +187,7 @@ class Books:
                 self.decode_times.leave(record.entered_s[RequestState.DECODING])
                 if decode is not None:
                     del decode.decoding[key]
+                    decode.drop_length(record.kv_tokens)
         record.prefill_tokens = 0
 
     # endings

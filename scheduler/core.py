@@ -275,6 +275,7 @@ class SchedulerCore:
     # instances
 
     def _instance_joined(self, event: events.InstanceJoined, now_s: float) -> None:
+        self._admission.sizes_changed()
         instances = self._books.instances
         if event.role == "prefill" and event.instance_id not in instances.prefill:
             load = PrefillLoad(event.instance_id, cost=self._new_cost_model())
@@ -289,6 +290,7 @@ class SchedulerCore:
         instance may just have taken over: only a new epoch tells the two apart.
         """
         books = self._books
+        self._admission.sizes_changed()
         keys: list[RequestKey] = []
         if event.role == "prefill":
             prefill = books.instances.prefill.pop(event.instance_id, None)
@@ -308,6 +310,7 @@ class SchedulerCore:
         if prefill is None:
             return
         prefill.report(event, self._books.block_size)
+        self._admission.sizes_changed()
         if event.pool_wait_blocks:
             self._relief.relieve(now_s)
         for decode_id, prefill_ids in instances.pairs.items():
@@ -319,12 +322,14 @@ class SchedulerCore:
         if decode is not None:
             waited = decode.report is not None and decode.report.pool_wait_blocks
             decode.take_report(event)
+            self._admission.sizes_changed()
             self._books.change(event.decode_id)
             if waited or event.pool_wait_blocks:
                 self._relief.relieve(now_s)
 
     def _pool_reported(self, event: events.PoolReported, now_s: float) -> None:
         self._books.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)
+        self._admission.sizes_changed()
         self._relief.relieve(now_s)
 
     def _inventory_taken(self, event: events.InventoryTaken, now_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from alignedserve.config import Config
 from alignedserve.request import RequestKey
@@ -92,6 +93,7 @@ class DecodeView:
     mean_tokens: int = 0  # prefix length of those that ran lately; 0: not known yet
     iterations: int = 0  # that it has reported; up to a tenth of a second behind
     most_requests: int = 0  # in the largest batch that was measured
+    _coming: tuple[int, int] | None = None  # (shortest, longest) that is here or on its way; None: to be looked up
 
     def take_report(self, report: DecodeReported) -> None:
         self.report, self.joined_blocks, self.bounced = report, 0, False
@@ -121,8 +123,21 @@ class DecodeView:
         """
         if self.report is not None and self.report.running:
             return self.report.shortest_tokens, self.report.longest_tokens
-        coming = [record.kv_tokens for held in (self.decoding, *self.candidates.values()) for record in held.values()]
-        return (min(coming), max(coming)) if coming else None
+        if self._coming is None:
+            held = chain(self.decoding.values(), *(held.values() for held in self.candidates.values()))
+            coming = [record.kv_tokens for record in held]
+            self._coming = (min(coming), max(coming)) if coming else None
+        return self._coming
+
+    def add_length(self, tokens: int) -> None:
+        """Such a request decodes here from now on, or will."""
+        if self._coming is not None:
+            shortest, longest = self._coming
+            self._coming = min(shortest, tokens), max(longest, tokens)
+
+    def drop_length(self, tokens: int) -> None:
+        if self._coming is not None and tokens in self._coming:
+            self._coming = None
 
     def distance(self, tokens: int) -> int:
         """Tokens between a length and the range of those that run here."""

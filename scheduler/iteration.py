@@ -334,15 +334,12 @@ class IterationScheduler:
 
     def _cover_next_tokens(self) -> tuple[list[RunItem], int]:
         """The requests that run, and how many must sit out for want of a block."""
-        run = []
-        stalled = 0
-        size = self._batch.block_size
-        for key, member in self._batch.running.items():
-            if len(member.block_ids) * size > member.kv_tokens or self._batch.cover_next_token(member):
-                run.append(RunItem(key, member.kv_tokens, member.block_ids))
-            else:
-                stalled += 1
-        return run, stalled
+        size, cover = self._batch.block_size, self._batch.cover_next_token
+        running = self._batch.running.values()
+        run: list[RunItem] = [
+            member for member in running if len(member.block_ids) * size > member.kv_tokens or cover(member)
+        ]
+        return run, len(running) - len(run)
 
     def _join(self, now_s: float, evictions: list[Evict]) -> list[Join]:
         """Cases 1 and 2: overdue candidates, then the requests buffer, then, where that is empty, the batch buffer."""

@@ -88,7 +88,7 @@ class Overload:
         tokens = record.meta.prefix_tokens
         self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
         if record.meta.key.epoch == 0 and self._predictable:
-            record.first_token_due_s = now_s + self.predict(0, group, now_s).first_s  # its tokens are in the queue
+            record.first_token_due_s = now_s + self._first_s(0, group)[0]  # its tokens are in the queue
 
     def prefilled(self, record: Record, now_s: float) -> None:
         """Learn how far off the prediction was."""
@@ -118,8 +118,7 @@ class Overload:
 
     def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0) -> Outlook:
         """For a group of `requests` answers to a prompt of `tokens`, that its gateway has had for `age_s` already."""
-        pool_s = self._pool_wait_s(tokens, requests)
-        first_s = self._prefill_s(tokens) + pool_s
+        first_s, pool_s = self._first_s(tokens, requests)
         iteration_s, wait_s, per_request_s = self._decode(requests, tokens, now_s, first_s)
         gaps = max(1.0, self._times.mean_tokens)
         ttft_s = age_s + first_s + min(self._late.value, MOST_MARGIN * self._config.ttft_objective_s)
@@ -133,6 +132,11 @@ class Overload:
         return Outlook(first_s, ttft_s, tpot_s, pool_s + wait_s, retry_s)
 
     # parts of a prediction
+
+    def _first_s(self, tokens: int, requests: int) -> tuple[float, float]:
+        """Until the first token, and what of it is the wait for room in the pool."""
+        pool_s = self._pool_wait_s(tokens, requests)
+        return self._prefill_s(tokens) + pool_s, pool_s
 
     @property
     def _predictable(self) -> bool:

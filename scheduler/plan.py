@@ -58,13 +58,17 @@ class GiveBack:
     keys: tuple[RequestKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunItem:
-    """One request of the next iteration: computes position `kv_tokens`; `block_ids` cover `kv_tokens + 1` tokens."""
+    """One request of the next iteration: computes position `kv_tokens`; `block_ids` cover `kv_tokens + 1` tokens.
+
+    The iteration scheduler's own book: to be read only, and only until `advance`. A copy for each request and each
+    iteration would be most of what a decision costs.
+    """
 
     key: RequestKey
     kv_tokens: int
-    block_ids: tuple[int, ...] | list[int]
+    block_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

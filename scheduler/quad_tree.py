@@ -20,7 +20,7 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A waiting request as the tree knows it. `since_s`: waiting since then."""
+    """A waiting request as the tree knows it. `since_s`: waiting since then. `blocks`: never fewer for more tokens."""
 
     key: RequestKey
     tokens: int
@@ -44,6 +44,7 @@ class QuadTree:
         self.requests: list[list[int]] = [[0] * size for size in sizes]
         self.blocks: list[list[int]] = [[0] * size for size in sizes]
         self.last_batch_s: list[list[float]] = [[0.0] * size for size in sizes]  # when it last yielded a batch
+        self._bottom_up = list(zip(reversed(self.requests), reversed(self.blocks), strict=True))
         self._leaves: list[AgeOrder | None] = [None] * sizes[-1]
         self._entries: dict[RequestKey, Entry] = {}
 
@@ -93,21 +94,34 @@ class QuadTree:
         leaf = self._leaves[index]
         return iter(()) if leaf is None else (self._entries[key] for key in leaf)
 
-    def leaves_between(self, first: int, last: int) -> Iterator[int]:
-        """Indices of the leaves with entries in `first .. last` (both included), from left to right."""
-        yield from self._descend(0, 0, first, last)
+    def leaves_between(self, first: int, last: int, *, leftwards: bool = False) -> Iterator[int]:
+        """Indices of the leaves with entries in `first .. last` (both included), from left to right, or from right to
+        left. Found as they are asked for, each in O(depth). The tree is not to be changed meanwhile.
+        """
+        level, index, end = self.depth, first, last
+        while index < end:  # up to the smallest subtree that holds both
+            level, index, end = level - 1, index // FAN_OUT, end // FAN_OUT
+        return self._walk((level, index), first, last, leftwards)
 
-    def _descend(self, level: int, index: int, first: int, last: int) -> Iterator[int]:
-        if not self.requests[level][index]:
-            return
-        width = FAN_OUT ** (self.depth - level)
-        if (index + 1) * width <= first or index * width > last:
-            return
-        if level == self.depth:
-            yield index
-            return
-        for child in range(FAN_OUT * index, FAN_OUT * index + FAN_OUT):
-            yield from self._descend(level + 1, child, first, last)
+    def leaves_below(self, node: Node, *, leftwards: bool = False) -> Iterator[int]:
+        """Indices of the leaves with entries below a node; otherwise as `leaves_between`."""
+        return self._walk(node, 0, len(self._leaves), leftwards)
+
+    def _walk(self, top: Node, first: int, last: int, leftwards: bool) -> Iterator[int]:
+        to_visit = [top]
+        while to_visit:
+            level, index = to_visit.pop()
+            if not self.requests[level][index]:
+                continue
+            if level == self.depth:
+                if first <= index <= last:
+                    yield index
+                continue
+            width = FAN_OUT ** (self.depth - level)
+            if (index + 1) * width <= first or index * width > last:
+                continue
+            children = range(FAN_OUT * index, FAN_OUT * index + FAN_OUT)
+            to_visit += [(level + 1, child) for child in (children if leftwards else reversed(children))]
 
     def stamp(self, entries: Iterable[Entry], now_s: float) -> None:
         """These yielded a batch: note the time on their leaves and on every node above."""
@@ -136,7 +150,7 @@ class QuadTree:
                 raise AccountingError(f"leaf {index} of the quad-tree is out of order")
 
     def _count(self, index: int, requests: int, blocks: int) -> None:
-        for level in range(self.depth, -1, -1):
-            self.requests[level][index] += requests
-            self.blocks[level][index] += blocks
+        for count, sums in self._bottom_up:
+            count[index] += requests
+            sums[index] += blocks
             index //= FAN_OUT

@@ -20,7 +20,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind, RequestMeta
 
 
-class RequestState(enum.Enum):
+class RequestState(enum.StrEnum):
     QUEUED = "queued"
     PREFILLING = "prefilling"
     WAITING = "waiting"

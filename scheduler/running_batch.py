@@ -18,7 +18,7 @@ from itertools import chain
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.plan import Candidate, Join
+from alignedserve.scheduler.plan import Candidate, Join, RunItem
 
 
 class Phase(enum.IntEnum):
@@ -28,15 +28,12 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class Member:
+class Member(RunItem):
     """A request that holds blocks. `kv_tokens` have been computed; `block_ids` cover at least one token more."""
 
-    key: RequestKey
     max_total_tokens: int
     candidate: Candidate
     batch_id: int  # the candidate batch that it belongs to
-    kv_tokens: int
-    block_ids: list[int]
     phase: Phase
     iterations: int = 0  # since it joined
     left_s: float = 0.0  # when it was evicted
@@ -108,7 +105,8 @@ class RunningBatch:
         self.allocator.retain(resident, key)
         block_ids = resident + own
         kv_tokens = candidate.kv_tokens
-        member = Member(key, candidate.max_total_tokens, candidate, batch_id, kv_tokens, block_ids, Phase.ENTERING)
+        most = candidate.max_total_tokens
+        member = Member(key, kv_tokens, block_ids, most, candidate, batch_id, Phase.ENTERING)
         self.entering[key] = member
         self._count(member, 1)
         if candidate.group_id:

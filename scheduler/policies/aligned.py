@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import merge
+
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchGenerator
@@ -35,7 +37,9 @@ class AlignedPolicy(BatchPolicy):
         """The nearest to the middle of the range first, oldest first within a leaf."""
         tree = self.tree
         first, last = tree.leaf_of(shortest_tokens), tree.leaf_of(longest_tokens)
-        leaves = sorted(tree.leaves_between(first, last), key=lambda leaf: (abs(2 * leaf - first - last), leaf))
+        middle = (first + last) // 2
+        left, right = tree.leaves_between(first, middle, leftwards=True), tree.leaves_between(middle + 1, last)
+        leaves = merge(left, right, key=lambda leaf: abs(2 * leaf - first - last))
         found: list[Entry] = []
         blocks = 0
         for leaf in leaves:

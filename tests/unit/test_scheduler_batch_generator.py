@@ -61,7 +61,7 @@ def test_a_sibling_that_does_not_fit_is_taken_in_part_or_not_at_all(cut_sibling,
 
 def test_where_both_cannot_hold_the_block_limit_wins_with_the_largest_range_that_fits():
     lengths = [40, 40, 41, 20, 21]
-    assert generate(lengths, max_blocks=85, min_requests=4) == [40, 40]
+    assert generate(lengths, max_blocks=85, min_requests=4) == [40, 20, 21]  # more than in the densest leaf
     assert generate([*lengths, 1, 3, 6], max_blocks=60, min_requests=4) == [20, 21, 1, 3, 6]
 
 

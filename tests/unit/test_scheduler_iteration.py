@@ -92,7 +92,9 @@ def test_a_request_grows_by_a_token_and_its_blocks_are_freed_when_it_finishes():
     worker = Worker(10)
     worker.offer("a", 7, most=10)
     worker.step()
-    assert worker.step().run[0].kv_tokens == 7
+    plan = worker.plan()
+    assert plan.run[0].kv_tokens == 7
+    worker.run(plan)
     plan = worker.plan()
     assert plan.run[0].kv_tokens == 8
     assert len(plan.run[0].block_ids) == 3
