@@ -32,7 +32,7 @@ class Books:
         self.instances = Instances()
         self.queue = PrefillQueue()
         self.ledger = PoolLedger()
-        self.clock = WaitingClock(config.scheduler.starvation_after_s)
+        self.clock = WaitingClock(config.scheduler.starvation_after_s, config.scheduler.late_share)
         self.decode_times = DecodeTimes()
         self.policy = policy_class(resolve(config.scheduler.policy))(config.scheduler)
         self.in_pool: dict[RequestKey, Record] = {}  # WAITING, in the order in which they came
@@ -118,7 +118,7 @@ class Books:
         record.recalled = False
         self.table.move(record, RequestState.WAITING, now_s)
         self.in_pool[record.key] = record
-        self.clock.start(record.key, since_s)
+        self.clock.start(record.key, since_s, record.meta.wait_objective_s)
         self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s))
 
     def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
@@ -149,7 +149,7 @@ class Books:
     def join(self, record: Record, now_s: float) -> None:
         """PREFETCHED -> DECODING: its copy in the pool could go now."""
         self._detach(record)
-        self.clock.stop(record.key)
+        self.clock.decode(record.key, now_s)
         record.prefill_id = ""
         self.table.move(record, RequestState.DECODING, now_s)
         decode = self.instances.decode[record.decode_id]

@@ -148,6 +148,8 @@ class SchedulerCore:
         gauges: dict[str, float] = {
             "requests_refused_for_load_total": self._overload.refused,
             "requests_dropped_for_room_total": self.dropped_for_room,
+            "late_requests_share": self._books.clock.late,
+            "starvation_threshold_share": self._books.clock.threshold_share,
         }
         outlook = self._overload.outlook(now_s)
         if outlook is not None:

@@ -25,7 +25,8 @@ class RequestMeta:
     grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: of so many of them the pool holds
     the KV already, in `base_blocks` blocks that an earlier epoch committed (`own_blocks` of them nobody else's);
     `whole`: it needs no more to decode.
-    `age_s`: how long its gateway has had it.
+    `age_s`: how long its gateway has had it. `wait_objective_s`: it should not wait longer between its prefill (or an
+    eviction) and its next token; 0: the configured default.
     """
 
     key: RequestKey
@@ -38,6 +39,7 @@ class RequestMeta:
     own_blocks: int = 0
     whole: bool = False
     age_s: float = 0.0
+    wait_objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 Waiting is counted for each request, from the end of its prefill (or its eviction) until it decodes, whatever store it
 is in meanwhile: the time stamp of a node says nothing of one old request in a subtree that keeps yielding batches.
+The threshold is tied to the request's objective, and adjusted at run time (ADR 24).
 """
 
 from __future__ import annotations
@@ -18,66 +19,108 @@ def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tupl
     return int(shortest_tokens * (1.0 - window)), int(longest_tokens * (1.0 + window)) + 1
 
 
+GAIN = 0.02  # of the late share: the last fifty requests or so
+SHORTER, LONGER = 0.98, 1.005  # the threshold's steps, one for each request that begins to decode
+LEAST_SHARE = 0.25  # of an objective: the threshold is never shorter
+
+
 @dataclass(slots=True)
 class _Wait:
     since_s: float
+    objective_s: float
     in_pool: bool = True
     overdue: bool = False
 
+    @property
+    def due_s(self) -> float:
+        return self.since_s + self.objective_s
+
 
 class WaitingClock:
-    """Who has waited past the threshold, in the pool or prefetched. O(1) an operation, but for the few out of order."""
+    """Who has waited past the threshold, in the pool or prefetched. O(1) an operation, but for the few out of order.
 
-    def __init__(self, threshold_s: float) -> None:
-        self.threshold_s = threshold_s
+    The threshold is a share of each request's objective (`objective_s` where it has none): all of it, as long as no
+    more than `late_share` of the requests that began to decode lately were late, that is, past their objective; else
+    less, so that what is about to be late goes first sooner. It is not shortened while most of what waits is overdue:
+    going first would then mean going in the order of arrival, with less throughput, and more would be late.
+    """
+
+    def __init__(self, objective_s: float, late_share: float = 1.0) -> None:
+        self.late = 0.0  # share of the requests that began to decode lately
+        self.threshold_share = 1.0  # of an objective
+        self._objective_s = objective_s
+        self._most_late = late_share
         self._waits: dict[RequestKey, _Wait] = {}
-        self._in_time = AgeOrder()
-        self._overdue_in_pool = AgeOrder()
+        self._in_time: dict[float, AgeOrder] = {}  # by objective
+        self._overdue_in_pool = AgeOrder()  # by when they are due, not since when they wait
+        self._overdue = 0
 
     def __len__(self) -> int:
         return len(self._waits)
 
-    def start(self, key: RequestKey, since_s: float) -> None:
-        """The request waits in the pool, since `since_s`."""
+    def start(self, key: RequestKey, since_s: float, objective_s: float = 0.0) -> None:
+        """The request waits in the pool, since `since_s`. Its objective counts to two digits; 0: it has none."""
         if key in self._waits:
             raise AccountingError(f"{key} waits already", request_id=key.request_id)
-        self._waits[key] = _Wait(since_s)
-        self._in_time.add(key, since_s)
+        objective_s = float(f"{objective_s:.1e}") if objective_s else self._objective_s
+        self._waits[key] = _Wait(since_s, objective_s)
+        self._in_time.setdefault(objective_s, AgeOrder()).add(key, since_s)
 
     def leave_pool(self, key: RequestKey) -> None:
         """It was prefetched, and waits on in a candidate buffer."""
         wait = self._waits[key]
         if wait.overdue and wait.in_pool:
-            self._overdue_in_pool.remove(key, wait.since_s)
+            self._overdue_in_pool.remove(key, wait.due_s)
         wait.in_pool = False
 
     def stop(self, key: RequestKey) -> float:
-        """It decodes, was given back, or has ended. Since when it waited."""
+        """It was given back, or has ended. Since when it waited."""
         wait = self._waits.pop(key)
+        self._overdue -= wait.overdue
         if not wait.overdue:
-            self._in_time.remove(key, wait.since_s)
+            order = self._in_time[wait.objective_s]
+            order.remove(key, wait.since_s)
+            if not len(order):
+                del self._in_time[wait.objective_s]
         elif wait.in_pool:
-            self._overdue_in_pool.remove(key, wait.since_s)
+            self._overdue_in_pool.remove(key, wait.due_s)
         return wait.since_s
 
+    def decode(self, key: RequestKey, now_s: float) -> None:
+        """It decodes: the wait is over, and says whether the threshold is right."""
+        late = now_s >= self._waits[key].due_s
+        mostly_overdue = 2 * self._overdue > len(self._waits)
+        self.stop(key)
+        self.late += GAIN * (late - self.late)
+        if self.late > self._most_late and not mostly_overdue:
+            self.threshold_share = max(LEAST_SHARE, self.threshold_share * SHORTER)
+        elif self.late <= self._most_late / 2 or self.late > self._most_late:
+            self.threshold_share = min(1.0, self.threshold_share * LONGER)
+
     def newly_overdue(self, now_s: float) -> list[RequestKey]:
-        """Those that passed the threshold since this was last asked, oldest first."""
+        """Those that passed the threshold since this was last asked, the one that is due first first."""
         found = []
-        while (oldest := self._in_time.first()) is not None and now_s - oldest[0] >= self.threshold_s:
-            since_s, key = oldest
-            self._in_time.remove(key, since_s)
-            wait = self._waits[key]
-            wait.overdue = True
-            if wait.in_pool:
-                self._overdue_in_pool.add(key, since_s)
-            found.append(key)
-        return found
+        for objective_s, order in list(self._in_time.items()):
+            since_most_s = now_s - objective_s * self.threshold_share
+            while (oldest := order.first()) is not None and oldest[0] <= since_most_s:
+                since_s, key = oldest
+                order.remove(key, since_s)
+                wait = self._waits[key]
+                wait.overdue = True
+                self._overdue += 1
+                if wait.in_pool:
+                    self._overdue_in_pool.add(key, wait.due_s)
+                found.append((wait.due_s, key))
+            if not len(order):
+                del self._in_time[objective_s]
+        return [key for _, key in sorted(found)]
 
     def is_overdue(self, key: RequestKey) -> bool:
         wait = self._waits.get(key)
         return wait is not None and wait.overdue
 
     def oldest_overdue_in_pool(self) -> RequestKey | None:
+        """The one that is, or was, due first."""
         oldest = self._overdue_in_pool.first()
         return None if oldest is None else oldest[1]
 
@@ -85,5 +128,9 @@ class WaitingClock:
         """Raises AccountingError where the orders do not match the requests."""
         in_time = sum(not wait.overdue for wait in self._waits.values())
         late = sum(wait.overdue and wait.in_pool for wait in self._waits.values())
-        if in_time != len(self._in_time) or late != len(self._overdue_in_pool):
+        if (in_time, late, len(self._waits) - in_time) != (
+            sum(map(len, self._in_time.values())),
+            len(self._overdue_in_pool),
+            self._overdue,
+        ):
             raise AccountingError("the waiting times do not match the requests that wait")

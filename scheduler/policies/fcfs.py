@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
@@ -33,11 +35,11 @@ class FcfsPolicy(BatchPolicy):
         return len(self._entries), self._blocks
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        """The oldest that fit. The oldest overdue one is the oldest of all."""
+        """The oldest that fit; before them the seed, which with an objective of its own need not be the oldest."""
         oldest = self._order.first()
         if oldest is None:
             return []
-        return self._oldest(limits) or [self._entries[oldest[1]]]
+        return self._oldest(limits, seed) or [self._entries[seed or oldest[1]]]
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
         """Any length does."""
@@ -53,10 +55,10 @@ class FcfsPolicy(BatchPolicy):
         if self._blocks != sum(entry.blocks for entry in self._entries.values()):
             raise AccountingError("the blocks that wait do not match a recount")
 
-    def _oldest(self, limits: BatchLimits) -> list[Entry]:
+    def _oldest(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
         found: list[Entry] = []
         blocks = 0
-        for key in self._order:
+        for key in chain((seed,) if seed is not None else (), (key for key in self._order if key != seed)):
             entry = self._entries[key]
             if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
                 break

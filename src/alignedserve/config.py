@@ -87,7 +87,12 @@ class SchedulerConfig:
     cut_sibling: bool = _key(True, "take part of a sibling, nearest lengths first, where all of it would pass K")
     flush_after_s: float = _key(0.0, "an idle instance waits so long for a batch of N before it takes less", low=0.0)
     join_window: float = _key(0.25, "a length matches the running batch within this share of it", low=0.0)
-    starvation_after_s: float = _key(5.0, "a request that waited so long goes before density", low=0.0)
+    starvation_after_s: float = _key(
+        5.0, "a request without an objective of its own that waited so long goes before density", low=0.0
+    )
+    late_share: float = _key(
+        0.05, "where more of the requests wait past their objective, they go first sooner; 1: never", low=0.0, high=1.0
+    )
     max_queue: int = _key(65536, "most requests that wait for prefill; more are refused", low=1)
     ttft_objective_s: float = _key(0.0, "refuse what would get its first token later; 0: no objective", low=0.0)
     tpot_objective_s: float = _key(0.0, "refuse what would take longer for each further token; 0: none", low=0.0)

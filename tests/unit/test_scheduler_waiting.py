@@ -67,3 +67,54 @@ def test_nobody_waits_twice():
 def test_the_join_window_is_a_share_of_the_running_lengths():
     assert join_range(100, 200, 0.25) == (75, 251)
     assert join_range(100, 200, 0.0) == (100, 201)
+
+
+def test_a_request_with_an_objective_of_its_own_is_overdue_by_that_and_the_first_due_goes_first():
+    clock = WaitingClock(10.0)
+    clock.start(A, 0.0)
+    clock.start(B, 6.0, objective_s=2.0)
+    assert clock.newly_overdue(8.0) == [B]
+    assert clock.newly_overdue(10.0) == [A]
+    assert clock.oldest_overdue_in_pool() == B
+    clock.start(C, 1.0, objective_s=2.0)
+    clock.newly_overdue(10.0)
+    assert clock.oldest_overdue_in_pool() == C  # due at 3 s, long ago
+    clock.check_integrity()
+
+
+def serve_when_overdue(late_share, service_s, requests=2000):
+    """Each request is served `service_s` after it was found overdue, and others that nobody forgets come in between."""
+    clock = WaitingClock(5.0, late_share)
+    late = 0
+    for number in range(requests):
+        key, other = RequestKey(f"lonely-{number}"), RequestKey(f"other-{number}")
+        clock.start(key, 100.0 * number)
+        clock.start(other, 100.0 * number)
+        clock.decode(other, 100.0 * number)
+        after_s = 5.0 * clock.threshold_share
+        assert clock.newly_overdue(100.0 * number + after_s) == [key]
+        clock.start(other, 100.0 * number + after_s)  # not all that waits is overdue
+        clock.decode(key, 100.0 * number + after_s + service_s)
+        clock.stop(other)
+        late += number >= requests // 2 and after_s + service_s >= 5.0
+    clock.check_integrity()
+    return late / requests, clock
+
+
+def test_the_threshold_comes_forward_until_no_more_are_late_than_may_be():
+    """Half of the requests are served only once they are overdue: at the full threshold each of those is late."""
+    share, clock = serve_when_overdue(late_share=0.05, service_s=1.0)
+    assert share <= 0.05
+    assert 0.25 <= clock.threshold_share <= 0.85
+    assert serve_when_overdue(late_share=1.0, service_s=1.0)[0] == 0.5
+
+
+def test_the_threshold_is_not_shortened_while_most_of_what_waits_is_overdue():
+    clock = WaitingClock(1.0, late_share=0.05)
+    for number in range(200):
+        clock.start(RequestKey(str(number)), 0.0)
+    clock.newly_overdue(100.0)
+    for number in range(200):
+        clock.decode(RequestKey(str(number)), 100.0 + number)
+    assert clock.late > 0.9
+    assert clock.threshold_share == 1.0
