@@ -86,6 +86,7 @@ def bars(groups: Mapping[str, Mapping[str, float | None]], labels: Mapping[str, 
         colours = [f"C{number % 10}" for number in range(len(policies))]
         places = axes.bar(policies, [value or 0.0 for value in values], color=colours)
         axes.bar_label(places, ["none" if value is None else f"{value:.3g}" for value in values], fontsize=8)
+        axes.margins(y=0.12)
         axes.set_ylabel(labels[metric])
         axes.tick_params(axis="x", rotation=30)
 
@@ -101,9 +102,9 @@ def lines(
     """`series`: policy to points. `top`: where the axis ends."""
 
     def draw(axes: Axes, _: str) -> None:
-        for policy, points in series.items():
+        for number, (policy, points) in enumerate(series.items()):
             known = [(x, y) for x, y in points if x is not None and y is not None]
-            axes.plot([x for x, _ in known], [y for _, y in known], marker="o", markersize=4, label=policy)
+            axes.plot([x for x, _ in known], [y for _, y in known], marker="o", ls=_dash(number), label=policy)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_ylim(0.0, top)
         axes.legend(fontsize=8, loc="lower left")
@@ -116,8 +117,8 @@ def cumulative(drawn: Sequence[Drawn], curves: Mapping[str, str]) -> str:
 
     def draw(axes: Axes, name: str) -> None:
         found = [(one.policy, one.quantiles[name]) for one in drawn if name in one.quantiles]
-        for policy, values in found:
-            axes.plot(values, _LEVELS, label=policy)
+        for number, (policy, values) in enumerate(found):
+            axes.plot(values, _LEVELS, label=policy, linestyle=_dash(number))
         if any(values[20] > 0 and values[-1] > 20 * values[20] for _, values in found):
             axes.set_xscale("log")
         axes.set(title=curves[name], xlabel="seconds", ylabel="share")
@@ -146,14 +147,20 @@ def occupancy(drawn: Sequence[Drawn], capacity_blocks: int) -> str:
     """Blocks of the KV pool in use, over time."""
 
     def draw(axes: Axes, _: str) -> None:
-        for one in drawn:
+        for number, one in enumerate(drawn):
             points = [*one.pool, (one.end_s, one.pool[-1][1])]
-            axes.step([time for time, _ in points], [blocks for _, blocks in points], where="post", label=one.policy)
+            seconds, blocks = zip(*points, strict=True)
+            axes.step(seconds, blocks, where="post", label=one.policy, linestyle=_dash(number))
         axes.set(xlabel="seconds", ylabel=f"blocks owned, of {capacity_blocks}")
         axes.set_ylim(0.0)
         axes.legend(fontsize=8, loc="upper right")
 
     return _panels(["pool"], draw, width=7.0)
+
+
+def _dash(number: int) -> str:
+    """Lines that lie on each other are told apart."""
+    return ("-", "--", "-.", ":")[number % 4]
 
 
 def _panels(names: Sequence[str], draw: Callable[[Axes, str], None], across: int = 3, width: float = 4.2) -> str:
