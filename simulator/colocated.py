@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from alignedserve.errors import ConfigError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import InstanceScheduler, MixedPlan, MixedRequest, PlannedDecode
@@ -269,6 +269,9 @@ class _Simulation:
     def _result(self, end_s: float) -> RunResult:
         for instance in self._instances:
             instance.scheduler.check_integrity()
+        for key, one in self._results.items():
+            if not one.refused and len(one.token_s) < one.arrival.output_tokens:
+                raise AccountingError(f"policy {self._system.name!r} runs nothing any more, and {key} has not ended")
         steps = merge([instance.steps for instance in self._instances], self._hardware.host_overhead_s)
         results = list(self._results.values())
         counters: dict[str, float] = {

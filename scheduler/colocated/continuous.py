@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
-from alignedserve.errors import AccountingError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import (
@@ -16,6 +16,14 @@ from alignedserve.scheduler.colocated.base import (
     PlannedChunk,
     PlannedDecode,
 )
+
+
+def whole(options: Options, key: str, low: int = 1) -> int:
+    """The option as a whole number. Raises ConfigError where it is less than `low`."""
+    value = int(options[key])
+    if value < low:
+        raise ConfigError(f"option {key} must be at least {low}, not {value}")
+    return value
 
 
 class Member:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
 
 
 class FastGenScheduler(ContinuousScheduler):
@@ -16,8 +16,8 @@ class FastGenScheduler(ContinuousScheduler):
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         super().__init__(options, allocator, block_size)
-        self._max_num_seqs = int(options["max_num_seqs"])
-        self._budget = int(options["token_budget"])
+        self._max_num_seqs = whole(options, "max_num_seqs")
+        self._budget = whole(options, "token_budget", low=self._max_num_seqs)
 
     def _fill(self, draft: Draft, now_s: float) -> None:
         self._schedule(draft)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import MixedPlan, Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, whole
 
 
 class OrcaScheduler(ContinuousScheduler):
@@ -19,8 +19,8 @@ class OrcaScheduler(ContinuousScheduler):
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         super().__init__(options, allocator, block_size)
-        self._max_batch = int(options["max_batch"])
-        self._workers = int(options["n_workers"])
+        self._max_batch = whole(options, "max_batch")
+        self._workers = whole(options, "n_workers")
         self._in_flight: set[RequestKey] = set()
 
     @property

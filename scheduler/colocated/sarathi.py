@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from alignedserve.errors import ConfigError
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
 
 
 class SarathiScheduler(ContinuousScheduler):
@@ -17,12 +18,16 @@ class SarathiScheduler(ContinuousScheduler):
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         super().__init__(options, allocator, block_size)
-        self._max_num_seqs = int(options["max_num_seqs"])
+        self._max_num_seqs = whole(options, "max_num_seqs")
         self._reserve = int(allocator.capacity * float(options["watermark"]))
-        self._sizes = [int(options["token_budget"])]
-        self._step_tokens = int(options["chunk_tokens"])
-        if options["dynamic"]:
-            high, low, steps = (int(options[key]) for key in ("chunk_high", "chunk_low", "chunk_steps"))
+        if not 0 <= self._reserve < max(allocator.capacity, 1):
+            raise ConfigError(f"option watermark must be at least 0 and below 1, not {options['watermark']}")
+        self._step_tokens = whole(options, "chunk_tokens")
+        if not options["dynamic"]:
+            self._sizes = [whole(options, "token_budget", low=self._max_num_seqs)]
+        else:
+            low = whole(options, "chunk_low", low=self._max_num_seqs)
+            high, steps = whole(options, "chunk_high", low), whole(options, "chunk_steps")
             self._sizes = [high - (high - low) * step // max(steps - 1, 1) for step in range(steps)]
             self._step_tokens = max(self._step_tokens // steps, 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, whole
 
 
 class StaticScheduler(ContinuousScheduler):
@@ -15,7 +15,7 @@ class StaticScheduler(ContinuousScheduler):
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         super().__init__(options, allocator, block_size)
-        self._max_batch = int(options["max_batch"])
+        self._max_batch = whole(options, "max_batch")
 
     def _fill(self, draft: Draft, now_s: float) -> None:
         if not self._running:

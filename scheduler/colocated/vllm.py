@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
 
 
 class VllmScheduler(ContinuousScheduler):
@@ -18,8 +18,8 @@ class VllmScheduler(ContinuousScheduler):
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         super().__init__(options, allocator, block_size)
-        self._max_num_seqs = int(options["max_num_seqs"])
-        self._budget = int(options["max_num_batched_tokens"])
+        self._max_num_seqs = whole(options, "max_num_seqs")
+        self._budget = whole(options, "max_num_batched_tokens", low=self._max_num_seqs)
         self._depth = 2 if options["async_scheduling"] else 1
 
     @property

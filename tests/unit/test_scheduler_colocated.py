@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.errors import AccountingError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import MixedRequest
@@ -78,7 +78,7 @@ def test_vllm_plans_the_next_pass_while_one_runs():
 
 
 def test_sarathi_never_stalls_a_decode_and_fills_what_the_budget_leaves():
-    scheduler = make("sarathi", token_budget=64)
+    scheduler = make("sarathi", token_budget=64, max_num_seqs=8)
     add(scheduler, 30, 100, 20)
     assert passes(scheduler, 4) == [
         "r0:0+30! r1:0+34",
@@ -95,13 +95,15 @@ def test_sarathi_admits_with_room_for_the_whole_prompt_and_the_watermark():
 
 
 def test_sarathi_chunks_fall_in_equal_steps_as_the_prompt_goes_on():
-    scheduler = make("sarathi", dynamic=True, chunk_high=80, chunk_low=20, chunk_steps=4, chunk_tokens=160)
+    scheduler = make(
+        "sarathi", max_num_seqs=8, dynamic=True, chunk_high=80, chunk_low=20, chunk_steps=4, chunk_tokens=160
+    )
     add(scheduler, 250)
     assert passes(scheduler, 4) == ["r0:0+80", "r0:80+40", "r0:120+20", "r0:140+20"]
 
 
 def test_fastgen_fuses_prompts_to_passes_of_one_size():
-    scheduler = make("fastgen", token_budget=50)
+    scheduler = make("fastgen", token_budget=50, max_num_seqs=8)
     add(scheduler, 20, 60, 30)
     assert passes(scheduler, 4) == [
         "r0:0+20! r1:0+30",
@@ -159,6 +161,24 @@ def test_a_request_is_added_once_and_cancelled_once():
     assert [scheduler.cancel(RequestKey(name)) for name in ("r0", "later", "r0")] == [True, True, False]
     assert shown(scheduler.plan(0.0)) == "r1@10"
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("vllm", {"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ("vllm", {"max_num_batched_tokens": 64}, "max_num_batched_tokens must be at least 128"),
+        ("sarathi", {"token_budget": 100}, "token_budget must be at least 128"),
+        ("sarathi", {"dynamic": True, "chunk_high": 100}, "chunk_high must be at least 512"),
+        ("sarathi", {"watermark": 1.0}, "watermark must be at least 0 and below 1"),
+        ("fastgen", {"token_budget": -1}, "token_budget must be at least 256"),
+        ("orca", {"n_workers": 0}, "n_workers must be at least 1"),
+        ("static", {"max_batch": 0}, "max_batch must be at least 1"),
+    ],
+)
+def test_options_that_would_starve_requests_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(name, **options)
 
 
 request = st.tuples(st.integers(1, 200), st.integers(1, 60))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.config import SchedulerConfig
+from alignedserve.config import Config, SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import systems
@@ -13,6 +13,10 @@ from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
 from alignedserve.scheduler.systems import SYSTEMS, Topology, policy_class, resolve, scheduler_class, with_options
+from alignedserve.simulator.disaggregated import simulate
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.workload import Arrival, Workload
+from alignedserve.testing.linear_cost import LinearStepCost
 
 FCFS = "alignedserve.scheduler.policies.fcfs:FcfsPolicy"
 
@@ -117,3 +121,7 @@ def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
     policy.remove(RequestKey("short"))
     assert policy.totals() == (2, 1200)
     policy.check_integrity()
+    workload = Workload(tuple(Arrival(f"r{i}", 0.01 * i, 50 + 70 * (i % 7), 20 + i) for i in range(30)))
+    hardware = Hardware(kv_tokens=2048, kv_bytes_per_token=1024, pool_tokens=20000)
+    result = simulate(workload, system, Config(), hardware, LinearStepCost(), LinearStepCost())
+    assert [len(one.token_s) for one in result.requests] == list(range(20, 50))

@@ -1,15 +1,18 @@
 """Colocated systems in virtual time: everything is kept, leaping is stepping, and small cases come out as by hand."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignedserve.errors import ConfigError
+from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.systems import SYSTEMS, Topology, resolve
+from alignedserve.scheduler.systems import SYSTEMS, System, Topology, resolve, scheduler_class
 from alignedserve.simulator.colocated import ROUTINGS, simulate_colocated
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.workload import Arrival, Workload
@@ -79,10 +82,8 @@ small = st.fixed_dictionaries(
 @given(arrivals, small, st.sampled_from([160, 512, 4096]), st.integers(1, 3), st.sampled_from(ROUTINGS))
 def test_everything_is_kept_and_a_leap_is_what_stepping_gives(name, workload, changes, kv_tokens, instances, routing):
     options = {key: value for key, value in changes.items() if key in SYSTEMS[name].options}
-    seats = max(int(options.get("max_num_seqs", 1)), 1)
-    for key in ("token_budget", "max_num_batched_tokens"):
-        if key in options:
-            options[key] = max(options[key], seats)
+    if "max_num_seqs" in SYSTEMS[name].options:
+        options.setdefault("max_num_seqs", 6)
     hardware = replace(HARDWARE, kv_tokens=kv_tokens, host_overhead_s=0.001)
     runs = [
         simulate(workload, name, options, hardware, instances=instances, routing=routing, leap=leap)
@@ -168,3 +169,21 @@ def test_a_system_of_ones_own_runs_like_the_others(monkeypatch):
     assert frozen(runs[0]) == frozen(runs[1])
     assert [len(one.token_s) for one in runs[0].requests] == [30, 30, 30]
     assert sorted(runs[0].steps.prefill_tokens)[-4:] == [0, 50, 100, 200]  # alone, each of them
+
+
+class Lazy(scheduler_class(SYSTEMS["vllm"])):
+    """Never runs a prompt of more than ten tokens."""
+
+    OPTIONS: ClassVar = SYSTEMS["vllm"].options
+
+    def _fill(self, draft, now_s):
+        if all(member.left <= 10 for member in self._waiting.values()):
+            super()._fill(draft, now_s)
+
+
+def test_a_system_that_forgets_requests_is_found_out():
+    system = System("lazy", Topology.COLOCATED, f"{__name__}:Lazy", "", {}, Lazy.OPTIONS)
+    sys.modules.setdefault(__name__, SimpleNamespace(Lazy=Lazy))
+    assert simulate_colocated(workload_of((0.0, 10, 2)), system, {}, HARDWARE, LinearCost()).requests[0].token_s
+    with pytest.raises(AccountingError, match="'lazy' runs nothing any more"):
+        simulate_colocated(workload_of((0.0, 11, 2)), system, {}, HARDWARE, LinearCost())
