@@ -147,4 +147,5 @@ def _usage(message: pb.Usage) -> Usage:
 
 
 def _timings(message: pb.RequestTimings) -> Timings:
-    return Timings(**{field.name: getattr(message, field.name) for field in fields(Timings)})
+    known = {field.name: getattr(message, field.name) for field in fields(Timings)}
+    return Timings(**known | {"bubble_s": message.bubble_s if message.HasField("bubble_s") else None})

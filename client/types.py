@@ -40,7 +40,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds that the request spent in each stage, and the instances that served it."""
+    """Seconds that the request spent in each stage, and the instances that served it.
+
+    `bubble_s`: of `decode_s`, predicted to be owed to unequal lengths; None where the server has no cost model.
+    """
 
     queue_s: float
     prefill_s: float
@@ -50,6 +53,7 @@ class Timings:
     decode_s: float
     prefill_id: str
     decode_id: str
+    bubble_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

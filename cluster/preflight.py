@@ -33,9 +33,9 @@ def check_model(config: Config) -> Path:
 def check_cost_model(config: Config) -> None:
     """Raises ConfigError where there is to be a measured cost, and it cannot be read."""
     if config.scheduler.cost_model:
-        from alignedserve.scheduler.cost.load import load_step_cost  # and numpy, which a start without does not need
+        from alignedserve.scheduler.cost.load import configured_cost  # and numpy, which a start without does not need
 
-        load_step_cost(config.scheduler.cost_model, config.scheduler.kernel_mode)
+        configured_cost(config.scheduler)
 
 
 def policy_note(config: Config) -> str:

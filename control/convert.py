@@ -75,13 +75,16 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 def timings_to_proto(stopwatch: Stopwatch) -> pb.Timings:
     spent = {f"{stage}_s": seconds for stage, seconds in stopwatch.spent_s.items()}
     begun = {str(stage): since_ns for stage, since_ns in stopwatch.begun_ns.items()}
-    return pb.Timings(stage=stopwatch.stage, since_ns=stopwatch.since_ns, begun_ns=begun, **spent)
+    return pb.Timings(
+        stage=stopwatch.stage, since_ns=stopwatch.since_ns, begun_ns=begun, bubble_s=stopwatch.bubble_s, **spent
+    )
 
 
 def timings_from_proto(message: pb.Timings) -> Stopwatch:
     spent = {stage: value for stage in Stage if (value := getattr(message, f"{stage}_s"))}
     begun = {stage: message.begun_ns[stage] for stage in Stage if stage in message.begun_ns}
-    return Stopwatch(Stage(message.stage or Stage.QUEUE), message.since_ns, spent, begun)
+    bubble_s = message.bubble_s if message.HasField("bubble_s") else None
+    return Stopwatch(Stage(message.stage or Stage.QUEUE), message.since_ns, spent, begun, bubble_s)
 
 
 def spec_to_proto(spec: RequestSpec) -> pb.RequestSpec:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -38,3 +39,33 @@ def store_lines(instance: str, stores: Iterable[StoreCount]) -> list[str]:
 def counter_lines(instance: str, values: Mapping[str, float]) -> list[str]:
     """One sample a name, labelled with the instance."""
     return [f'alignedserve_{name}{{instance="{instance}"}} {value!r}' for name, value in values.items()]
+
+
+class Histogram:
+    """Counts by upper bound, and the sum. One thread observes; any may read."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def lines(self, name: str, instance: str) -> list[str]:
+        """The samples of a Prometheus histogram, with its TYPE line."""
+        family, lines, below = f"alignedserve_{name}", [], 0
+        counts = list(self._counts)
+        for bound, count in zip((*map(repr, self._bounds), "+Inf"), counts, strict=True):
+            below += count
+            lines.append(f'{family}_bucket{{instance="{instance}",le="{bound}"}} {below}')
+        ends = [
+            f'{family}_sum{{instance="{instance}"}} {self.sum!r}',
+            f'{family}_count{{instance="{instance}"}} {below}',
+        ]
+        return [f"# TYPE {family} histogram", *lines, *ends]

@@ -85,7 +85,10 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             **instance.copier.counters(),
         }
         lines = store_lines(self.settings.id, [self._count()]) + counter_lines(self.settings.id, values)
-        beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
+        lines += instance.compute.iterations.lines(self.settings.id) + channel_lines(
+            self.settings.id, instance.channels
+        )
+        beat.metrics = "\n".join(lines)
         return beat
 
     async def check_integrity(self) -> list[sv.BookCheck]:

@@ -23,6 +23,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.iteration import IterationScheduler
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
@@ -95,7 +96,8 @@ class DecodeInstance:
             starvation_after_s=config.scheduler.starvation_after_s,
             join_window=config.scheduler.join_window,
         )
-        compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post)
+        cost = configured_cost(config.scheduler)
+        compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post, cost)
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
         self.compute.start()

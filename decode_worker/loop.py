@@ -17,12 +17,14 @@ from alignedserve.control.convert import failure_event, key_from_proto, spec_fro
 from alignedserve.control.passes import PassMeter
 from alignedserve.control.steps import StepMeter
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
+from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
 from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join, RunItem
@@ -50,6 +52,7 @@ class DecodeLoop:
         tokenizer: Tokenizer | None,
         pull: Pull,
         post: Callable[[Outcome], None],
+        cost: StepCost | None = None,
     ) -> None:
         self._decode_id = decode_id
         self._runner = runner
@@ -65,6 +68,7 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
         self._status: IterationStatus = scheduler.status()
         self.pass_meter = PassMeter()
+        self.iterations = IterationMeter(cost)
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self.meter = StepMeter()
 
@@ -170,6 +174,7 @@ class DecodeLoop:
                 self._iterate(plan.run, outcome)
         self._publish(outcome)
         if not plan.run:
+            self.iterations.pause()
             return self._wait()
         self.pass_meter.add(len(plan.run), cached_tokens, time.perf_counter() - begun_s)
         return True
@@ -379,6 +384,7 @@ class DecodeLoop:
                 live.spec.stopwatch.enter(Stage.DECODE, now_ns)
             lives.append(live)
             items.append(ForwardItem([live.spec.output_token_ids[-1]], item.kv_tokens, list(item.block_ids)))
+        self.iterations.begin()
         try:
             logits = self._runner.forward(items)
         except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
@@ -386,17 +392,23 @@ class DecodeLoop:
             for live in lives:
                 self._end(live, error, outcome)
             self._scheduler.advance([(live.key, True) for live in lives])
+            self.iterations.pause()
             return
-        self._take(lives, logits, outcome)
+        self._take(run, lives, logits, outcome)
 
-    def _take(self, lives: Sequence[LiveRequest], logits: torch.Tensor, outcome: Outcome) -> None:
+    def _take(
+        self, run: Sequence[RunItem], lives: Sequence[LiveRequest], logits: torch.Tensor, outcome: Outcome
+    ) -> None:
         """Choose each request's token. One that cannot be chosen for ends alone."""
         results: list[tuple[RequestKey, bool]] = []
         try:
             sampled: list[SampledToken | Exception] = list(self._sampler.sample(logits, [live.row for live in lives]))
         except Exception:  # find out whose fault it is
             sampled = [self._sample_alone(live, logits[row : row + 1]) for row, live in enumerate(lives)]
+        self.iterations.end()
+        bubble_s = self.iterations.bubble_s([item.kv_tokens for item in run])
         for live, token in zip(lives, sampled, strict=True):
+            live.spec.stopwatch.waste(bubble_s)
             if isinstance(token, Exception):
                 self._end(live, token, outcome)
                 results.append((live.key, True))

@@ -69,8 +69,10 @@ class Parts:
 
 
 def timings(answer: Answer) -> dict[str, Any]:
-    """Seconds in each stage, and the instances that served it."""
+    """Seconds in each stage, and the instances that served it; with a cost model also the bubble."""
     spent = {f"{stage}_s": round(answer.stopwatch.spent_s.get(stage, 0.0), 6) for stage in Stage}
+    if answer.stopwatch.bubble_s is not None:
+        spent["bubble_s"] = round(answer.stopwatch.bubble_s, 6)
     return {**spent, "prefill_id": answer.prefill_id, "decode_id": answer.decode_id}
 
 

@@ -127,7 +127,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "stage", "since_ns", "begun_ns")
+    __slots__ = ("queue_s", "prefill_s", "pool_s", "prefetch_s", "handover_s", "decode_s", "stage", "since_ns", "begun_ns", "bubble_s")
     class BegunNsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Timings(_message.Message):
     STAGE_FIELD_NUMBER: _ClassVar[int]
     SINCE_NS_FIELD_NUMBER: _ClassVar[int]
     BEGUN_NS_FIELD_NUMBER: _ClassVar[int]
+    BUBBLE_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     pool_s: float
@@ -153,7 +154,8 @@ class Timings(_message.Message):
     stage: str
     since_ns: int
     begun_ns: _containers.ScalarMap[str, int]
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage: _Optional[str] = ..., since_ns: _Optional[int] = ..., begun_ns: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    bubble_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage: _Optional[str] = ..., since_ns: _Optional[int] = ..., begun_ns: _Optional[_Mapping[str, int]] = ..., bubble_s: _Optional[float] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
     __slots__ = ("key", "prompt_token_ids", "output_token_ids", "sampling", "gateway_id", "gateway_address", "group_id", "group_size", "arrival_ns", "deadline_ns", "timings")

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.fitted import load_fitted
 from alignedserve.scheduler.cost.measured import STEP_COSTS, MeasuredCost
 from alignedserve.scheduler.cost.parts import CostParts
-from alignedserve.scheduler.cost.step import KERNEL_MODES
+from alignedserve.scheduler.cost.step import KERNEL_MODES, StepCost
 from alignedserve.scheduler.cost.tables import load_tables
 
 _DATA = Path(__file__).parent / "data"
@@ -42,6 +43,11 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
     return STEP_COSTS[kernel_mode](
         parts, **{name: options[name] for name in MODE_OPTIONS[kernel_mode] if name in options}
     )
+
+
+def configured_cost(config: SchedulerConfig) -> StepCost | None:
+    """The cost model that the scheduler is configured with; None where there is none. Raises as `load_step_cost`."""
+    return load_step_cost(config.cost_model, config.kernel_mode) if config.cost_model else None
 
 
 def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostParts:

@@ -39,9 +39,9 @@ class AlignedCostPolicy(AlignedPolicy):
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
         if config.cost_model:
-            from alignedserve.scheduler.cost.load import load_step_cost
+            from alignedserve.scheduler.cost.load import configured_cost
 
-            self._cost = load_step_cost(config.cost_model, config.kernel_mode)
+            self._cost = configured_cost(config)
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost

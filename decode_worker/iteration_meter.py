@@ -1,0 +1,61 @@
+"""What iterations cost beside computing: the gap between two of them, and the bubble of unequal lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from alignedserve.control.metrics import Histogram
+from alignedserve.scheduler.cost.step import StepCost
+
+GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
+BUBBLE_BOUNDS_S = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+
+
+class IterationMeter:
+    """Written by the decode thread, read by any.
+
+    The gap: from the last token chosen in one iteration to the forward pass of the next, all that is decided, sent and
+    begun at the boundary included; not where nothing ran in between. The bubble: what an iteration is predicted to
+    take, less what the same bytes at equal lengths are (`scheduler.cost_model`); without a cost model there is none.
+    """
+
+    def __init__(self, cost: StepCost | None) -> None:
+        self._cost = cost
+        self._ended_s: float | None = None
+        self.gaps = Histogram(GAP_BOUNDS_S)
+        self.bubbles = Histogram(BUBBLE_BOUNDS_S)
+        self.predicted_s = 0.0
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        if self._ended_s is not None:
+            self.gaps.observe(time.perf_counter() - self._ended_s)
+
+    def end(self) -> None:
+        """Its tokens have been chosen."""
+        self._ended_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """Nothing runs: what follows is no gap."""
+        self._ended_s = None
+
+    def bubble_s(self, lengths: Sequence[int]) -> float | None:
+        """Of the iteration of requests that read so many KV tokens each; None without a cost model."""
+        if self._cost is None:
+            return None
+        predicted_s = self._cost.step_s((), lengths)
+        bubble_s = max(0.0, predicted_s - self._cost.balanced_step_s((), lengths))
+        self.predicted_s += predicted_s
+        self.bubbles.observe(bubble_s)
+        return bubble_s
+
+    def lines(self, instance: str) -> list[str]:
+        """Prometheus text."""
+        lines = self.gaps.lines("iteration_gap_seconds", instance)
+        if self._cost is not None:
+            lines += self.bubbles.lines("iteration_bubble_seconds", instance)
+            lines.append(
+                f'alignedserve_iteration_predicted_seconds_total{{instance="{instance}"}} {self.predicted_s!r}'
+            )
+        return lines
