@@ -188,7 +188,7 @@ class SchedulerCore:
 
     def _full(self, group: tuple[RequestMeta, ...], now_s: float) -> AlignedServeError | None:
         """Why a group is refused for load: only new ones are, never those that a gateway submits again."""
-        if any(meta.key.epoch for meta in group):
+        if not self._books.config.scheduler.refuse_for_load or any(meta.key.epoch for meta in group):
             return None
         return self._admission.queue_full(len(group)) or self._overload.refusal(group, now_s)
 

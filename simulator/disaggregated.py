@@ -19,8 +19,6 @@ from alignedserve.simulator.results import RequestResult, RunResult
 from alignedserve.simulator.steps import merge
 from alignedserve.simulator.workload import Workload
 
-NEVER_S = 1e18
-
 
 def simulate(
     workload: Workload,
@@ -38,7 +36,7 @@ def simulate(
 ) -> RunResult:
     """Replay the workload to its end. Pure: the same arguments give the same result, to the last bit.
 
-    `refuse_for_load`: admission by prediction and the limits of queues, as configured; else every request is served
+    `refuse_for_load`: refusals by prediction and the limits of queues, as configured; else every request is served
     that the stores can hold. `seed` is only noted: nothing here is drawn. `leap`: False takes every iteration alone,
     which gives the same, slowly.
 
@@ -88,14 +86,8 @@ def _configure(config: Config, system: System, prefill: int, decode: int, refuse
         "cluster.prefill": prefill,
         "cluster.decode": decode,
         "scheduler.policy": system.name,
+        "scheduler.refuse_for_load": refuse_for_load,
     }
-    if not refuse_for_load:
-        settings |= {
-            "scheduler.max_wait_s": NEVER_S,
-            "scheduler.max_queue": 1 << 62,
-            "scheduler.ttft_objective_s": 0.0,
-            "scheduler.tpot_objective_s": 0.0,
-        }
     return configured(config, {**settings, **system.settings})
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alignedserve.config import Config, DecodeConfig, PrefillConfig, SchedulerConfig
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.systems import System, Topology
-from alignedserve.simulator.disaggregated import simulate
+from alignedserve.simulator.disaggregated import configured, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.results import RunResult
+from alignedserve.simulator.steps import StepRecorder
 from alignedserve.simulator.workload import Arrival, Workload
 from alignedserve.testing.linear_cost import LinearStepCost
 
@@ -44,7 +49,7 @@ def run(load: Workload, system: System, config: Config, machine: Hardware, **opt
 @st.composite
 def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str, int]]:
     """From comfortable to a pool that a few requests fill, arrivals alone and in crowds."""
-    times = draw(st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3]), min_size=1, max_size=40))
+    times = draw(st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.001, 0.02]), min_size=1, max_size=40))
     prompts = st.one_of(st.integers(8, 16), st.integers(1, 150))
     shapes, now_s = [], 0.0
     for gap_s in times:
@@ -57,15 +62,15 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         join_window=draw(st.sampled_from([0.0, 0.25, 1.0])),
     )
     machine = hardware(
-        kv_tokens=draw(st.sampled_from([640, 1200, 4000])),
-        pool_tokens=draw(st.sampled_from([700, 1500, 20000])),
+        kv_tokens=draw(st.sampled_from([320, 480, 640, 4000])),
+        pool_tokens=draw(st.sampled_from([330, 500, 700, 20000])),
         block_size=draw(st.sampled_from([1, 4, 16])),
     )
     counts = {"prefill_instances": draw(st.integers(1, 3)), "decode_instances": draw(st.integers(1, 3))}
     return workload(*shapes), system, config, machine, counts
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cells())
 def test_every_request_ends_whole_and_a_leap_is_its_steps(
     cell: tuple[Workload, System, Config, Hardware, dict[str, int]],
@@ -83,3 +88,91 @@ def test_every_request_ends_whole_and_a_leap_is_its_steps(
         assert sum(leapt.steps.prefill_tokens) == sum(request.arrival.input_tokens for request in served)
     stepped = run(load, system, config, machine, **counts, leap=False)
     assert pickle.dumps(stepped) == pickle.dumps(leapt)
+
+
+def crowd(requests: int = 40) -> Workload:
+    """All at once, of lengths that no order is in."""
+    return workload(*((0.0, 8 + number * 37 % 100, 1 + number * 53 % 110) for number in range(requests)))
+
+
+def test_the_same_arguments_give_the_same_bytes() -> None:
+    machine = hardware(kv_tokens=480, pool_tokens=700)
+    first, second = (run(crowd(), SYSTEMS["aligned"], small_config(), machine, seed=3) for _ in range(2))
+    assert pickle.dumps(first) == pickle.dumps(second)
+
+
+def test_what_no_store_can_hold_is_refused_with_the_reason_and_the_others_are_served() -> None:
+    result = run(workload((0.0, 500, 10), (0.0, 20, 10)), SYSTEMS["aligned"], small_config(), hardware())
+    large, small = result.requests
+    assert "may grow to 510 tokens" in large.refused
+    assert not large.token_s
+    assert len(small.token_s) == 10
+    assert result.counters["refused"] == 1
+
+
+def test_one_request_takes_what_its_passes_copies_and_messages_take() -> None:
+    machine = hardware(kv_tokens=640, pool_tokens=4000)
+    result = run(workload((1.0, 16, 3)), SYSTEMS["aligned"], small_config(), machine)
+    (request,) = result.requests
+    prefill_s = COST.step_s([ChunkShape(16)], ())
+    first_s, second_s, third_s = request.token_s
+    assert first_s == pytest.approx(1.0 + machine.message_s + prefill_s)
+    assert third_s - second_s == pytest.approx(COST.step_s((), [17]))
+    block_bytes = 4 * machine.kv_bytes_per_token
+    pool_copy_s = 4 * block_bytes / machine.pool_bandwidth + machine.copy_latency_s
+    peer_copy_s = (4 + 0) * block_bytes / machine.peer_bandwidth + machine.copy_latency_s
+    # Prefilled, Prefetch and the offer are a message each.
+    moved_s = 2 * pool_copy_s + peer_copy_s + 3 * machine.message_s
+    assert request.pool_wait_s == pytest.approx(moved_s)
+    assert second_s - first_s == pytest.approx(moved_s + COST.step_s((), [16]))
+    assert sum(request.stages_s.values()) == pytest.approx(third_s - 1.0)
+    assert result.end_s == third_s
+
+
+def test_without_prefetch_the_pool_is_read_by_the_decode_instance_alone() -> None:
+    result = run(crowd(3), NO_PREFETCH, small_config(), hardware())
+    assert result.counters["from_peers_bytes"] == 0
+    assert result.counters["from_pool_bytes"] == result.counters["to_pool_bytes"] > 0
+
+
+def test_an_overcrowded_cell_evicts_and_drops_and_loses_nothing() -> None:
+    machine = hardware(kv_tokens=320, pool_tokens=330, block_size=1)
+    results = [run(crowd(60), system, small_config(), machine) for system in SYSTEMS.values()]
+    for request in (request for result in results for request in result.requests):
+        assert request.refused or len(request.token_s) == request.arrival.output_tokens
+    assert sum(result.counters["evictions"] for result in results) > 0
+    assert sum(result.counters.get("dropped_copies", 0) for result in results) > 0
+    assert all(any(request.preemptions for request in result.requests) for result in results)
+
+
+def test_the_pool_s_occupancy_begins_and_ends_empty() -> None:
+    result = run(crowd(), SYSTEMS["fcfs"], small_config(), hardware(pool_tokens=700))
+    blocks = [blocks for _, blocks in result.pool_blocks]
+    assert blocks[0] == 0
+    assert 0 < max(blocks) <= 175
+    assert blocks[-1] <= 2  # changes of a hundredth and less are not noted
+
+
+def test_the_settings_of_a_system_are_its_configuration() -> None:
+    result = run(crowd(5), NO_PREFETCH, small_config(), hardware(), decode_instances=2)
+    config = result.configuration["config"]
+    assert isinstance(config, dict)
+    assert config["cluster"]["prefetch"] is False
+    assert config["cluster"]["decode"] == 2
+    assert result.instances == ("prefill-0", "decode-0", "decode-1")
+    with pytest.raises(ConfigError, match=r"no configuration key cluster\.speed"):
+        configured(Config(), {"cluster.speed": 1})
+    with pytest.raises(ConfigError, match="colocated"):
+        run(crowd(5), System("vllm", Topology.COLOCATED, "", ""), small_config(), hardware())
+
+
+def test_passes_are_listed_by_their_start_and_none_overlaps_another_of_its_instance() -> None:
+    result = run(crowd(), SYSTEMS["aligned"], small_config(), hardware(), decode_instances=2)
+    steps = result.steps
+    assert list(steps.start_s) == sorted(steps.start_s)
+    for number in range(len(result.instances)):
+        own = [i for i, instance in enumerate(steps.instance) if instance == number]
+        for before, after in itertools.pairwise(own):
+            assert steps.start_s[before] + steps.seconds[before] <= steps.start_s[after] + 1e-9
+    for column in StepRecorder.__slots__:
+        assert len(getattr(steps, column)) == len(steps.instance) == len(steps.gap_s)
