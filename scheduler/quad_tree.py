@@ -98,6 +98,8 @@ class QuadTree:
         """Indices of the leaves with entries in `first .. last` (both included), from left to right, or from right to
         left. Found as they are asked for, each in O(depth). The tree is not to be changed meanwhile.
         """
+        if first > last:
+            return iter(())
         level, index, end = self.depth, first, last
         while index < end:  # up to the smallest subtree that holds both
             level, index, end = level - 1, index // FAN_OUT, end // FAN_OUT

@@ -48,6 +48,12 @@ def test_late_joins_match_by_length_under_aligned_and_by_age_under_fcfs():
     assert make("fcfs").matches(116, 101, 115)
 
 
+def test_lengths_beyond_the_range_of_the_tree_match_too():
+    assert tokens(make("aligned", (65_530, 70_000, 90_000, 10)).matching(66_000, 80_000, BatchLimits(10**6, 1, 9))) == [
+        70_000
+    ]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_keeps_its_books(name):
     policy = make(name)

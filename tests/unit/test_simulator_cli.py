@@ -86,6 +86,18 @@ def test_files_are_written_and_are_the_same_each_time(
     assert summary["vllm"]["ttft_mean_s"] == pytest.approx(mean)
 
 
+def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ("--trace", MIX, "--limit", "3", "--json")
+    assert simulate(capsys, *arguments)[0]["aligned"]["completed"] == 3
+    _, error = simulate(capsys, *arguments, "--out", str(tmp_path / "out"), status=2)
+    assert "pip install 'alignedserve[simulate]'" in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
