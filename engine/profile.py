@@ -18,7 +18,7 @@ from alignedserve.scheduler.cost.step import ChunkShape
 
 BLOCK_SIZE = 16
 MOST_TOKENS = 32768  # KV of one pass
-CHUNKS = (16, 32, 64, 128, 256, 512)
+CHUNKS = (16, 30, 61, 125, 187, 250, 379, 509)  # few prompts are a multiple of anything
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (16, 128, 512, 1024, 4096)
 FEWEST = 3  # passes of a kind that are measured however long they take

@@ -72,7 +72,7 @@ def _times(measurements: Sequence[Measurement]) -> Floats:
 def _fit_decode(measurements: Sequence[Measurement], layers: int) -> dict[str, Any]:
     """A part by the number of requests, and one that is linear in their length, at each number."""
     points = np.array([(len(m.shape.lengths), m.shape.lengths[0]) for m in measurements], dtype=np.float64)
-    counts, length = sorted(set(points[:, 0])), float(points[:, 1].max())
+    counts, length = sorted(set(points[:, 0].tolist())), float(points[:, 1].max())
     by_count = hats([counts], points[:, :1])
     found = fit_bounded(np.hstack([by_count, by_count * points[:, 1:] / length]), _times(measurements))
     fixed = np.maximum.accumulate(found[: len(counts)])
