@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alignedserve.errors import ConfigError
-from alignedserve.scheduler.cost.grid import Curve
+from alignedserve.scheduler.cost.grid import Curve, Floats
 from alignedserve.scheduler.cost.makespan import makespan, makespan_bound
 from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.skew import long_share
@@ -68,6 +68,16 @@ class MeasuredCost(StepCost):
             return self._mixed_s(chunks, None, len(lengths), mean, mean, 0.0)
         return (self._decode_fixed_us(len(lengths)) + self._layers * self._balanced_us(len(lengths), mean)) * US
 
+    def balanced_run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
+        if not lengths or steps <= 0:
+            return [0.0] * max(0, steps)
+        count, total = len(lengths), sum(lengths)
+        means = (total + count * np.arange(steps, dtype=np.int64)) / count
+        result: list[float] = (
+            (self._decode_fixed_us(count) + self._layers * self._balanced_run_us(count, means)) * US
+        ).tolist()
+        return result
+
     def describe(self) -> dict[str, Any]:
         shape = self.parts.shape
         return {
@@ -115,6 +125,9 @@ class MeasuredCost(StepCost):
 
     def _balanced_us(self, count: int, mean: float) -> float:
         return self.parts.decode.curve(count).at(mean)
+
+    def _balanced_run_us(self, count: int, means: Floats) -> Floats:
+        return self.parts.decode.curve(count).at_each(means)
 
     # -- passes with prompts -----------------------------------------------------------------------------------------
 
@@ -209,6 +222,9 @@ class OneBlockCost(MeasuredCost):
 
     def _balanced_us(self, count: int, mean: float) -> float:
         return max(super()._balanced_us(count, mean), self._equal_us(count, mean))
+
+    def _balanced_run_us(self, count: int, means: Floats) -> Floats:
+        return np.array([self._balanced_us(count, mean) for mean in means.tolist()])
 
     def _equal_us(self, count: int, mean: float) -> float:
         """Jobs of one length are done in rounds."""

@@ -128,6 +128,8 @@ def test_a_run_of_passes_is_each_of_them_bit_for_bit(lengths: list[int], steps: 
         steps = steps if mode == "split_kv" else min(steps, 4)
         expected = [cost.step_s((), [length + step for length in lengths]) for step in range(steps)]
         assert cost.run_s(lengths, steps) == expected
+        balanced = [cost.balanced_step_s((), [length + step for length in lengths]) for step in range(steps)]
+        assert cost.balanced_run_s(lengths, steps) == balanced
 
 
 @given(lengths=LENGTHS, longer=st.integers(0, 5000))
