@@ -92,7 +92,7 @@ class Admission:
         share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
         evictable = 0
         for view in self._instances.decode.values():
-            if view.report is not None and view.size > 1:
+            if view.report is not None and (len(view.decoding) > 1 or view.size > 1):
                 evictable += self._books.blocks_for(view.report.longest_tokens) + 1
         return min(max(share, evictable), self._ledger.capacity // 2)
 

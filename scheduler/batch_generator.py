@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.quad_tree import FAN_OUT, Entry, Node, QuadTree
@@ -96,7 +97,7 @@ class BatchGenerator:
         """Oldest first."""
         oldest = self._tree.oldest
         entries = [entry for leaf in selection.leaves for entry in oldest(leaf)] + selection.parts
-        entries.sort(key=lambda entry: entry.since_s)
+        entries.sort(key=attrgetter("since_s"))
         return entries
 
     def lengths(self, selection: Selection) -> list[int]:
@@ -172,8 +173,10 @@ class BatchGenerator:
 
     def _cut_leaf(self, limits: BatchLimits, leaf: int, seed: Entry | None = None) -> Selection:
         selection = Selection(limits)
-        if seed is not None:
-            selection.add_part((seed,))
+        if seed is None:
+            selection.add_part(self._tree.oldest(leaf))
+            return selection
+        selection.add_part((seed,))
         selection.add_part(entry for entry in self._tree.oldest(leaf) if entry is not seed)
         return selection
 

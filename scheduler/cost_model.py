@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 RIDGE = 1e-4  # how much the prior weighs, in observations of typical size
 OUTLIER = 4.0  # what took longer than so many times the prediction counts as that: a machine that stood still
@@ -92,7 +93,8 @@ class LinearFit:
         self.late = RunningQuantile()
 
     def predict(self, x: Sequence[float]) -> float:
-        return sum(weight * value for weight, value in zip(self.weights, x, strict=True))
+        seconds: float = sum(map(mul, self.weights, x))
+        return seconds
 
     def observe(self, x: Sequence[float], y: float) -> None:
         predicted = self.predict(x)

@@ -196,9 +196,12 @@ class Overload:
         blocks = min(view.cache_blocks for view in views)
         fits = max(1, min(self._books.config.decode.max_running, blocks // self._books.blocks_for(length)))
         decode_s = math.inf
+        running = -1
         for _ in range(ROUNDS):
             each = math.ceil((self._decoding_at(now_s, after_s, decode_s) + requests) / len(views))
-            running = min(each, fits)
+            before, running = running, min(each, fits)
+            if running == before:  # nor would anything else change
+                break
             iteration_s = min(self._iteration_s(view, [length] * running) for view in views)
             if not self._times.mean_tokens:
                 break

@@ -47,7 +47,7 @@ class Prefetcher:
             if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
                 continue
             if self._takes_late(decode):
-                self._late_matches(decode, now_s)
+                self._late_matches(decode, now_s, record.blocks)
             if record.state is not RequestState.WAITING:
                 return
         for decode in nearest:
@@ -170,12 +170,15 @@ class Prefetcher:
         lengths = decode.lengths()
         return None if lengths is None else join_range(*lengths, self._config.scheduler.join_window)
 
-    def _late_matches(self, decode: DecodeView, now_s: float) -> None:
-        """Dynamic scheduling: requests of the pool whose length has come to match the running batch."""
+    def _late_matches(self, decode: DecodeView, now_s: float, least_room: int = 1) -> None:
+        """Dynamic scheduling: requests of the pool whose length has come to match the running batch.
+
+        `least_room`: with less there is nothing to look for (what else waits did not fit before, either).
+        """
         lengths = self._range(decode)
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
         slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
-        if lengths is None or room <= 0 or slots <= 0:
+        if lengths is None or room < least_room or slots <= 0:
             return
         entries = self._policy.matching(*lengths, BatchLimits(room, 1, slots))
         records = self._fitting(decode, entries)

@@ -92,7 +92,7 @@ class QuadTree:
     def oldest(self, index: int) -> Iterator[Entry]:
         """The entries of a leaf, oldest first. Not to be changed while it is iterated over."""
         leaf = self._leaves[index]
-        return iter(()) if leaf is None else (self._entries[key] for key in leaf)
+        return iter(()) if leaf is None else map(self._entries.__getitem__, leaf)
 
     def leaves_between(self, first: int, last: int, *, leftwards: bool = False) -> Iterator[int]:
         """Indices of the leaves with entries in `first .. last` (both included), from left to right, or from right to
@@ -127,7 +127,7 @@ class QuadTree:
 
     def stamp(self, entries: Iterable[Entry], now_s: float) -> None:
         """These yielded a batch: note the time on their leaves and on every node above."""
-        touched = {self.leaf_of(entry.tokens) for entry in entries}
+        touched = {self.leaf_of(tokens) for tokens in {entry.tokens for entry in entries}}
         for level in range(self.depth, -1, -1):
             stamps = self.last_batch_s[level]
             for index in touched:
