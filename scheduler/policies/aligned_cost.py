@@ -16,11 +16,10 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.age_order import AgeOrder
-from alignedserve.scheduler.batch_generator import BatchGenerator, Selection
+from alignedserve.scheduler.batch_generator import Selection
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState
-from alignedserve.scheduler.quad_tree import FAN_OUT, QuadTree
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ class AlignedCostPolicy(AlignedPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._batches = BatchGenerator(self.tree, config.cut_sibling)
         self._objective_s = config.tpot_objective_s
         self._ages = AgeOrder()
         self._instance: InstanceState | None = None
@@ -63,16 +61,16 @@ class AlignedCostPolicy(AlignedPolicy):
         self._ages.remove(key, entry.since_s)
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        best = self._batches.select(limits, seed)
+        best = self._generator.select(limits, seed)
         if best.enough and best.requests < len(self.tree):
             best = self._best([best, *self._others(best, limits, seed)])
-        batch = self._batches.entries(best)
+        batch = self._generator.entries(best)
         self.tree.stamp(batch, now_s)
         return batch
 
     def _others(self, first: Selection, limits: BatchLimits, seed: RequestKey | None) -> Iterator[Selection]:
         """What could be instead of `first`: with the seed where there is one, and with enough requests."""
-        select, tree = self._batches.select, self.tree
+        select, tree = self._generator.select, self.tree
         taken = {*first.leaves, *(tree.leaf_of(entry.tokens) for entry in first.parts)}
         about = seed or next(tree.oldest(min(taken))).key
         found = [select(replace(limits, min_requests=limits.max_requests), about)]
@@ -83,21 +81,25 @@ class AlignedCostPolicy(AlignedPolicy):
         return (other for other in found if other.requests >= limits.min_requests)
 
     def _elsewhere(self, taken: Collection[int]) -> Iterator[int]:
-        """Leaves to form a batch around: the neighbours of those `taken`, near what runs, the shortest, the oldest."""
+        """Leaves to form a batch around: beside those `taken`, the shortest, near what runs, the oldest."""
         tree = self.tree
-        leaves = [_beside(tree, min(taken), leftwards=True), _beside(tree, max(taken), leftwards=False)]
-        running = self._instance
+        last = tree.leaf_of(tree.max_tokens)
+        found = [
+            tree.leaves_between(0, min(taken) - 1, leftwards=True),
+            tree.leaves_between(max(taken) + 1, last),
+            tree.leaves_between(0, last),
+        ]
+        running, oldest = self._instance, self._ages.first()
         if running is not None and running.requests:
-            leaves.append(_beside(tree, tree.leaf_of(running.mean_tokens) - 1, leftwards=False))
-        leaves.append(_beside(tree, -1, leftwards=False))
-        oldest = self._ages.first()
+            found.append(tree.leaves_between(tree.leaf_of(running.mean_tokens), last))
+        leaves = [next(some, None) for some in found]
         if oldest is not None:
             leaves.append(tree.leaf_of(tree.entry(oldest[1]).tokens))
         return (leaf for leaf in dict.fromkeys(leaves) if leaf is not None and leaf not in taken)
 
     def _best(self, batches: Sequence[Selection]) -> Selection:
         """The first of the best."""
-        lengths = [self._batches.lengths(batch) for batch in batches]
+        lengths = [self._generator.lengths(batch) for batch in batches]
         best: Sequence[int] = range(len(batches))
         if self._objective_s:
             alone_s = [self._iteration_s(of_one) for of_one in lengths]
@@ -119,29 +121,3 @@ class AlignedCostPolicy(AlignedPolicy):
         super().check_integrity()
         if len(self._ages) != len(self.tree) or any(key not in self.tree for key in self._ages):
             raise AccountingError("the order of age does not match the requests that wait")
-
-
-def _beside(tree: QuadTree, leaf: int, *, leftwards: bool) -> int | None:
-    """The nearest leaf with entries on one side of a leaf; None where there is none. O(depth)."""
-    if leaf < 0:
-        if not tree.requests[0][0]:
-            return None
-        return _end(tree, 0, 0, leftwards=False)
-    level, index = tree.depth, leaf
-    while level:
-        first = index - index % FAN_OUT
-        siblings = range(index - 1, first - 1, -1) if leftwards else range(index + 1, first + FAN_OUT)
-        for sibling in siblings:
-            if tree.requests[level][sibling]:
-                return _end(tree, level, sibling, leftwards=leftwards)
-        level, index = level - 1, index // FAN_OUT
-    return None
-
-
-def _end(tree: QuadTree, level: int, index: int, *, leftwards: bool) -> int:
-    """The last leaf with entries below a node that has some, or the first."""
-    while level < tree.depth:
-        level, first = level + 1, FAN_OUT * index
-        children = range(first + FAN_OUT - 1, first - 1, -1) if leftwards else range(first, first + FAN_OUT)
-        index = next(child for child in children if tree.requests[level][child])
-    return index
