@@ -229,9 +229,10 @@ class BlockAllocator:
         if not block_ids:
             return
         held = self._held.setdefault(holder, {})
+        held.update(dict.fromkeys(block_ids))
+        sole = self._sole
         for block in block_ids:
-            held[block] = None
-            self._sole[block] = holder
+            sole[block] = holder
         self._owned += len(block_ids)
 
     def _drop(self, block: int, holder: Holder) -> None:
