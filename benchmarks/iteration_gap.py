@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--policy", default="aligned")
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--cache-blocks", type=int, default=160)
+    parser.add_argument("--cache-blocks", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--serve", nargs="*", default=[], help="options for `alignedserve serve`")
     parser.add_argument("--json", type=Path)
