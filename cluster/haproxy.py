@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import resource
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from alignedserve.cluster import haproxy_exec
@@ -30,6 +32,7 @@ START = "RAY_SERVE_HAPROXY_BINARY_PATH"
 WILDCARDS = ("0.0.0.0", "::", "")
 LEAST_CONNECTIONS = 64
 REPLICA_PORTS = 500
+PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # of these `free_ports` takes some
 FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's own and those that systems give to outgoing connections
 DISCARD = "127.0.0.1:9"  # the access log goes to syslog otherwise
 
@@ -102,7 +105,7 @@ class HaProxyFolder:
 
     def environment(self, config: Config) -> dict[str, str]:
         """Variables for Serve's processes, with ports that are free now."""
-        metrics, statistics, http, grpc = free_ports(4)
+        metrics, statistics, http, grpc = free_ports(4, but=(config.gateway.port, config.gateway.grpc_port))
         connections = str(most_connections(config))
         replica_http, replica_grpc = free_range(REPLICA_PORTS), free_range(REPLICA_PORTS, 1)
         host = config.gateway.host
@@ -154,14 +157,25 @@ def clean_stale() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports on which nobody listens now."""
+def free_ports(count: int, but: Collection[int] = ()) -> list[int]:
+    """Different TCP ports on which nobody listens now, and none of `but`.
+
+    Outside of the range from which the kernel takes ports for outgoing connections, where that leaves enough: there
+    one could be gone before it is used.
+    """
+    draw = random.SystemRandom()
+    candidates = draw.sample(PRIVATE_PORTS, min(len(PRIVATE_PORTS), 64 * count))
     with contextlib.ExitStack() as probes:
-        ports = []
-        for _ in range(count):
+        ports: list[int] = []
+        for port in [*candidates, *[0] * count]:
+            if len(ports) == count:
+                break
+            if port in but:
+                continue
             probe = probes.enter_context(socket.socket())
-            probe.bind(("", 0))
-            ports.append(int(probe.getsockname()[1]))
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                ports.append(int(probe.getsockname()[1]))
         return ports
 
 

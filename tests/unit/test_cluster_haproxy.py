@@ -263,3 +263,13 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_free_ports_are_not_those_of_outgoing_connections_nor_those_that_are_spoken_for() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first != 32768 or last != 60999:
+        pytest.skip(f"this system gives ports {first} to {last} to outgoing connections")
+    taken = haproxy.PRIVATE_PORTS[:5000]
+    for port in haproxy.free_ports(20, but=taken):
+        assert not first <= port <= last
+        assert port not in taken

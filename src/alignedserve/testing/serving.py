@@ -33,7 +33,7 @@ class ServeProcess:
     """
 
     def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> None:
-        self.port, self.grpc_port = free_port(), free_port()
+        self.port, self.grpc_port = free_ports(2)
         self.start_s = 0.0
         self._timeout_s = timeout_s
         self._arguments = arguments
