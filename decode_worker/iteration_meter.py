@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from alignedserve.control.metrics import Histogram
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.plan import RunItem
 
 GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 BUBBLE_BOUNDS_S = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -40,10 +41,11 @@ class IterationMeter:
         """Nothing runs: what follows is no gap."""
         self._ended_s = None
 
-    def bubble_s(self, lengths: Sequence[int]) -> float | None:
-        """Of the iteration of requests that read so many KV tokens each; None without a cost model."""
+    def bubble_s(self, run: Sequence[RunItem]) -> float | None:
+        """Of the iteration that was these; None without a cost model."""
         if self._cost is None:
             return None
+        lengths = [item.kv_tokens for item in run]
         predicted_s = self._cost.step_s((), lengths)
         bubble_s = max(0.0, predicted_s - self._cost.balanced_step_s((), lengths))
         self.predicted_s += predicted_s

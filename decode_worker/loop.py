@@ -406,9 +406,11 @@ class DecodeLoop:
         except Exception:  # find out whose fault it is
             sampled = [self._sample_alone(live, logits[row : row + 1]) for row, live in enumerate(lives)]
         self.iterations.end()
-        bubble_s = self.iterations.bubble_s([item.kv_tokens for item in run])
+        bubble_s = self.iterations.bubble_s(run)
+        if bubble_s is not None:
+            for live in lives:
+                live.spec.stopwatch.waste(bubble_s)
         for live, token in zip(lives, sampled, strict=True):
-            live.spec.stopwatch.waste(bubble_s)
             if isinstance(token, Exception):
                 self._end(live, token, outcome)
                 results.append((live.key, True))

@@ -27,7 +27,7 @@ COPIED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What a pass holds: prompt chunks, and the KV tokens that each decode request reads, its new one included."""
+    """What a pass holds: prompt chunks, and the KV tokens that each decode request has before it."""
 
     chunks: tuple[ChunkShape, ...] = ()
     lengths: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Measurement:
 
 def plan_measurements(longest: int, seed: int = 0) -> list[Measurement]:
     """Passes to measure for a model of at most `longest` positions: grids, and random ones to judge the fit by."""
-    lengths = [length for length in LENGTHS if length <= longest]
+    lengths = [length for length in LENGTHS if length < longest]  # its new token has a position too
     chunks = [tokens for tokens in CHUNKS if tokens <= longest]
     plan = [
         Measurement(PassShape(lengths=(length,) * count), "decode")
@@ -101,7 +101,7 @@ class PassBench:
         begun = time.perf_counter()
         for tokens, start in (
             *((chunk.tokens, chunk.cached_tokens) for chunk in shape.chunks),
-            *((1, length - 1) for length in shape.lengths),
+            *((1, length) for length in shape.lengths),
         ):
             count = self._geometry.blocks_for(tokens + start)
             items.append(ForwardItem([1] * tokens, start, self._blocks[used : used + count]))
@@ -112,7 +112,7 @@ class PassBench:
 
 
 def _widths(shape: PassShape) -> list[int]:
-    return [*(chunk.tokens + chunk.cached_tokens for chunk in shape.chunks), *shape.lengths]
+    return [*(chunk.tokens + chunk.cached_tokens for chunk in shape.chunks), *(length + 1 for length in shape.lengths)]
 
 
 def measure(

@@ -33,7 +33,8 @@ class StepCost(ABC):
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         """Seconds of one pass: these prompt chunks, and one token each for requests with these prefix lengths.
 
-        `lengths`: KV tokens that each decode request reads, in any order. Both empty: 0.
+        `lengths`: KV tokens that each decode request has before the pass, without the one that it adds, in any order.
+        Both empty: 0.
         """
 
     @abstractmethod

@@ -6,6 +6,9 @@
     skew_fit.csv      pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha   alpha by bucket
     meta.yaml         model, gpu, and the bounds of the buckets (skew_fit.bucket_axes)
 
+KV lengths are those before the pass: LLMServingSim's profiler gives each decode `kv_decode` computed tokens and one new
+(profiler/core/hooks/batch.py), each chunk `kv_prefill`.
+
 The tables are taken as those of the whole model (tensor-parallel degree 1); `hf_overrides` in meta.yaml, which may be
 those of another degree's run, is not read. A model whose shape is not known by name gives it as options.
 """

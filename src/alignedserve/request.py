@@ -122,10 +122,9 @@ class Stopwatch:
     bubble_s: float | None = None
     """Of `decode`: predicted to be owed to unequal lengths in its iterations. None: there is no cost model."""
 
-    def waste(self, bubble_s: float | None) -> None:
-        """An iteration is predicted to have lasted so much longer for unequal lengths; None: it is not known."""
-        if bubble_s is not None:
-            self.bubble_s = (self.bubble_s or 0.0) + bubble_s
+    def waste(self, bubble_s: float) -> None:
+        """An iteration is predicted to have lasted so much longer for unequal lengths."""
+        self.bubble_s = (self.bubble_s or 0.0) + bubble_s
 
     def enter(self, stage: Stage, now_ns: int) -> None:
         """Close the current stage at `now_ns` and open `stage`."""

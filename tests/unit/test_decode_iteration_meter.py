@@ -10,8 +10,9 @@ from alignedserve.control.convert import timings_from_proto, timings_to_proto
 from alignedserve.control.metrics import Histogram
 from alignedserve.decode_worker import iteration_meter
 from alignedserve.decode_worker.iteration_meter import IterationMeter
-from alignedserve.request import Stopwatch
+from alignedserve.request import RequestKey, Stopwatch
 from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.plan import RunItem
 
 
 @pytest.fixture
@@ -20,6 +21,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr(iteration_meter.time, "perf_counter", lambda: now[0])
     return now
+
+
+def run_of(lengths: list[int]) -> list[RunItem]:
+    return [RunItem(RequestKey(str(number)), length, []) for number, length in enumerate(lengths)]
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -32,6 +37,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 def test_a_gap_is_from_the_last_token_to_the_next_pass_and_not_where_nothing_ran(clock: list[float]) -> None:
     meter = IterationMeter(None)
+    assert meter.bubble_s(run_of([700, 300])) is None
     for begin_s, end_s in ((1.0, 1.1), (1.104, 1.2), (1.26, 1.3)):
         clock[0] = begin_s
         meter.begin()
@@ -50,8 +56,8 @@ def test_a_gap_is_from_the_last_token_to_the_next_pass_and_not_where_nothing_ran
 
 def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
     meter = IterationMeter(load_step_cost("rtxpro6000-llama-3.1-8b"))
-    assert meter.bubble_s([700] * 64) == 0.0
-    bubble_s = meter.bubble_s([8000] * 4 + [300] * 60)
+    assert meter.bubble_s(run_of([700] * 64)) == 0.0
+    bubble_s = meter.bubble_s(run_of([8000] * 4 + [300] * 60))
     assert bubble_s is not None
     assert bubble_s > 1e-5
     pages = ["\n".join(meter.lines(name)) for name in ("decode-0", "decode-1")]
@@ -65,7 +71,6 @@ def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
 
 def test_a_request_carries_the_bubble_of_its_iterations_wherever_it_goes() -> None:
     stopwatch = Stopwatch()
-    stopwatch.waste(None)
     assert timings_from_proto(timings_to_proto(stopwatch)).bubble_s is None
     stopwatch.waste(0.0)
     stopwatch.waste(0.25)
