@@ -69,8 +69,12 @@ class Cell:
         hardware: Hardware,
         costs: tuple[StepCost, StepCost],
         leap: bool,
+        iteration_gap_s: float = 0.0,
     ) -> None:
-        """`config.cluster` says how many instances there are. `costs`: of prefill and of decode instances."""
+        """`config.cluster` says how many instances there are. `costs`: of prefill and of decode instances.
+
+        `iteration_gap_s`: before each decode iteration, beside the hardware's overhead.
+        """
         self.config = config
         self.hardware = hardware
         self.block_size = hardware.block_size
@@ -87,11 +91,12 @@ class Cell:
         self._starting = True
         self.pool = Pool(self, self.sizes.pool)
         prefill, decode = config.cluster.prefill, config.cluster.decode
+        gap_s = hardware.host_overhead_s + iteration_gap_s
         self.prefills = {
             name: PrefillInstance(self, name, costs[0]) for name in (f"prefill-{number}" for number in range(prefill))
         }
         self.decodes = {
-            f"decode-{number}": DecodeInstance(self, f"decode-{number}", costs[1], number + 1, leap)
+            f"decode-{number}": DecodeInstance(self, f"decode-{number}", costs[1], number + 1, leap, gap_s)
             for number in range(decode)
         }
         self._pairs = self._pair_up()

@@ -272,7 +272,8 @@ class _Simulation:
         for key, one in self._results.items():
             if not one.refused and len(one.token_s) < one.arrival.output_tokens:
                 raise AccountingError(f"policy {self._system.name!r} runs nothing any more, and {key} has not ended")
-        steps = merge([instance.steps for instance in self._instances], self._hardware.host_overhead_s)
+        recorders = [instance.steps for instance in self._instances]
+        steps = merge(recorders, [self._hardware.host_overhead_s] * len(recorders))
         results = list(self._results.values())
         counters: dict[str, float] = {
             "preemptions": sum(result.preemptions for result in results),

@@ -36,9 +36,12 @@ DEADLINE_MARGIN_S = 1e-6  # so long before a candidate becomes overdue passes ar
 
 
 class DecodeInstance:
-    """`rank` is its own in the clock. `leap`: False takes every pass alone, with the same results."""
+    """`rank` is its own in the clock. `leap`: False takes every pass alone, with the same results.
 
-    def __init__(self, cell: Cell, name: str, cost: StepCost, rank: int, leap: bool) -> None:
+    `gap_s`: what is charged before each pass.
+    """
+
+    def __init__(self, cell: Cell, name: str, cost: StepCost, rank: int, leap: bool, gap_s: float) -> None:
         self.name = name
         self.steps = StepRecorder()
         self.cache = BlockAllocator(cell.sizes.decode_cache, f"{name}/cache")
@@ -54,7 +57,7 @@ class DecodeInstance:
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self._cell = cell
         self._clock = cell.clock
-        self._gap_s = cell.hardware.host_overhead_s
+        self.gap_s = gap_s
         self._rank = rank
         self._leaps = leap
         self._source: dict[RequestKey, str] = {}  # of what is held: the prefill instance with its candidate, or ""
@@ -64,7 +67,7 @@ class DecodeInstance:
         self._begun: dict[RequestKey, int] = {}  # of what runs: its first pass
         self._due: dict[RequestKey, int] = {}  # and how many passes there will have been when it ends
         self._keys: list[RequestKey] = []  # what runs in the pass under way
-        self._leap = Leap(cost, self._gap_s, leap)
+        self._leap = Leap(cost, gap_s, leap)
         self._wake: Event | None = None  # the next boundary
         self._moves = 0  # requests that came, went or began
         self._reported: tuple[int, ...] = ()
@@ -266,7 +269,7 @@ class DecodeInstance:
     def _take_measured(self) -> Passes:
         steps, first = self.steps, self._measured
         self._measured = last = len(steps)
-        seconds = sum(steps.seconds[first:last]) + self._gap_s * (last - first)
+        seconds = sum(steps.seconds[first:last]) + self.gap_s * (last - first)
         return Passes(last - first, sum(steps.decodes[first:last]), sum(steps.total[first:last]), seconds)
 
     def _tell(self, waits: int, measured: Passes | None) -> None:

@@ -33,19 +33,20 @@ def simulate(
     seed: int = 0,
     refuse_for_load: bool = False,
     leap: bool = True,
+    iteration_gap_s: float = 0.0,
 ) -> RunResult:
     """Replay the workload to its end. Pure: the same arguments give the same result, to the last bit.
 
     `refuse_for_load`: refusals by prediction and the limits of queues, as configured; else every request is served
     that the stores can hold. `seed` is only noted: nothing here is drawn. `leap`: False takes every iteration alone,
-    which gives the same, slowly.
+    which gives the same, slowly. `iteration_gap_s`: charged before each decode pass, beside the hardware's.
 
     Raises ConfigError where the system is a colocated one, or no request fits in the hardware's stores.
     """
     if system.topology is not Topology.DISAGGREGATED:
         raise ConfigError(f"{system.name} is a {system.topology.value} system, and has no prefill and decode instances")
     config = _configure(config, system, prefill_instances, decode_instances, refuse_for_load)
-    cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap)
+    cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
     cell.core.policy.use_cost(decode_cost)
     if isinstance(cell.core.policy, OraclePolicy):
         ends = {arrival.request_id: arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals}
@@ -56,7 +57,7 @@ def simulate(
     return RunResult(
         policy=system.name,
         requests=[cell.requests[arrival.request_id].result for arrival in workload.arrivals],
-        steps=merge([instance.steps for instance in instances], hardware.host_overhead_s),
+        steps=merge([instance.steps for instance in instances], [instance.gap_s for instance in instances]),
         instances=tuple(instance.name for instance in instances),
         end_s=max((request.token_s[-1] for request in _results(cell) if request.token_s), default=0.0),
         pool_blocks=cell.pool.occupancy,
@@ -67,6 +68,7 @@ def simulate(
             "prefill_cost": prefill_cost.describe(),
             "decode_cost": decode_cost.describe(),
             "seed": seed,
+            "iteration_gap_s": iteration_gap_s,
         },
     )
 

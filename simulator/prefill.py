@@ -38,6 +38,7 @@ class PrefillInstance:
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self.lease_blocks = 0  # of the requests buffer, for each decode instance; 0: none is paired
+        self.gap_s = cell.hardware.host_overhead_s  # before each pass
         self._cell = cell
         self._cost = cost
         self._busy = False
@@ -92,7 +93,7 @@ class PrefillInstance:
             return
         self._busy = True
         seconds = self._cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
-        start_s = clock.now_s + self._cell.hardware.host_overhead_s
+        start_s = clock.now_s + self.gap_s
         tokens = cached = 0
         for chunk in plan:
             tokens += chunk.count

@@ -19,17 +19,22 @@ from alignedserve.simulator.traces import Load, Trace
 from alignedserve.simulator.workload import Workload
 
 ROUTING = "routing"
+ITERATION_GAP = "iteration_gap_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy as it is to run. `config`: of a disaggregated one; `options`: of a colocated one, all of them."""
+    """A policy as it is to run. `config`: of a disaggregated one; `options`: of a colocated one, all of them.
+
+    `iteration_gap_s`: charged to a disaggregated one before each decode iteration, on top of the hardware's overhead.
+    """
 
     name: str
     system: System
     config: Config
     options: Mapping[str, Any]
     routing: str
+    iteration_gap_s: float = 0.0
 
     @property
     def colocated(self) -> bool:
@@ -37,12 +42,16 @@ class Candidate:
 
     @classmethod
     def of(cls, name: str, settings: Mapping[str, str], config_file: str | None) -> Candidate:
-        """`settings`: texts by option (colocated), or by section.key of the configuration. Raises ConfigError."""
+        """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`).
+
+        Raises ConfigError.
+        """
         system = resolve(name)
         own = dict(settings)
         if system.topology is Topology.COLOCATED:
             routing = own.pop(ROUTING, "least-loaded")
             return cls(name, system, Config(), with_options(system, own), routing)
+        gap_s = _gap_s(name, own.pop(ITERATION_GAP, "0"))
         if wrong := [key for key in own if "." not in key]:
             raise ConfigError(f"--set {name}.{wrong[0]}: a disaggregated policy takes SECTION.KEY of the configuration")
         typed = {key: value_of(key, text, "--set") for key, text in own.items()}
@@ -50,13 +59,13 @@ class Candidate:
             if key in typed and typed[key] != fixed:
                 raise ConfigError(f"--set {name}.{key}: this policy has it fixed at {fixed}")
         config = load(config_file, environ={}, flags={**typed, **system.settings})
-        return cls(name, system, config, {}, "")
+        return cls(name, system, config, {}, "", gap_s)
 
     def describe(self) -> dict[str, object]:
         shared = {"topology": self.system.topology.value, "target": self.system.target}
         if self.colocated:
             return {**shared, "options": dict(self.options), ROUTING: self.routing}
-        return {**shared, "config": to_tree(self.config)}
+        return {**shared, "config": to_tree(self.config), ITERATION_GAP: self.iteration_gap_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +132,15 @@ class Plan:
             prefill_instances=self.prefill,
             decode_instances=self.decode,
             seed=seed,
+            iteration_gap_s=candidate.iteration_gap_s,
         )
+
+
+def _gap_s(policy: str, text: str) -> float:
+    try:
+        gap_s = float(text)
+    except ValueError:
+        gap_s = -1.0
+    if not 0 <= gap_s < float("inf"):
+        raise ConfigError(f"--set {policy}.{ITERATION_GAP}: wants seconds, at least 0, not {text!r}")
+    return gap_s

@@ -73,8 +73,11 @@ class StepRecorder:
         self.switching.extend([switching] * passes)
 
 
-def merge(recorders: Sequence[StepRecorder], gap_s: float) -> StepColumns:
-    """All passes in the order of their start, those that start together in the order of their instances."""
+def merge(recorders: Sequence[StepRecorder], gaps_s: Sequence[float]) -> StepColumns:
+    """All passes in the order of their start, those that start together in the order of their instances.
+
+    `gaps_s`: of each recorder, what was charged before each of its passes.
+    """
     columns = StepColumns()
     start_s = np.concatenate([np.array(recorder.start_s) for recorder in recorders])
     instance = np.repeat(np.arange(len(recorders)), [len(recorder) for recorder in recorders])
@@ -84,5 +87,5 @@ def merge(recorders: Sequence[StepRecorder], gap_s: float) -> StepColumns:
         column = getattr(columns, name)
         column.frombytes(whole[order].astype(column.typecode).tobytes())
     columns.instance.frombytes(instance[order].astype(columns.instance.typecode).tobytes())
-    columns.gap_s.extend([gap_s] * len(order))
+    columns.gap_s.frombytes(np.array(gaps_s, dtype=np.float64)[instance[order]].tobytes())
     return columns

@@ -63,6 +63,15 @@ def test_rates_and_seeds_are_swept_and_settings_reach_their_policy(capsys: pytes
     assert chosen["aligned"]["config"]["scheduler"]["min_batch_requests"] == 3
 
 
+def test_an_iteration_gap_is_charged_to_the_policy_that_it_was_set_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--trace", MIX, "--policy", "aligned,fcfs", "--set", "fcfs.iteration_gap_s=0.01", "--json")
+    summary, _ = simulate(capsys, *arguments)
+    assert summary["fcfs"]["iteration_gap_mean_s"] == pytest.approx(0.01)
+    assert summary["aligned"]["iteration_gap_mean_s"] == 0
+    assert summary["fcfs"]["itl_mean_s"] > summary["aligned"]["itl_mean_s"] + 0.009
+    assert summary["run"]["configuration"]["policies"]["fcfs"]["iteration_gap_s"] == 0.01
+
+
 def test_files_are_written_and_are_the_same_each_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +121,15 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             "has no option 'max_seqs'",
         ),
         (("--trace", MIX, "--set", "aligned.scheduler.leaf=1"), "unknown configuration key 'scheduler.leaf'"),
+        (("--trace", MIX, "--set", "aligned.iteration_gap_s=-1"), "iteration_gap_s: wants seconds, at least 0"),
+        (
+            ("--trace", MIX, "--set", "aligned.iteration_gap_s=ten"),
+            "iteration_gap_s: wants seconds, at least 0",
+        ),
+        (
+            ("--trace", MIX, "--policy", "vllm", "--set", "vllm.iteration_gap_s=1"),
+            "has no option 'iteration_gap_s'",
+        ),
         (("--trace", MIX, "--set", "fcfs.x=1"), "with a policy of --policy (aligned)"),
         (("--trace", MIX, "--rate", "fast"), "--rate takes R or A:B:STEP"),
         (("--trace", MIX, "--cv", "2"), "needs --rate"),

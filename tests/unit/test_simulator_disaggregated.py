@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -47,7 +48,7 @@ def run(load: Workload, system: System, config: Config, machine: Hardware, **opt
 
 
 @st.composite
-def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str, int]]:
+def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str, float]]:
     """From comfortable to a pool that a few requests fill, arrivals alone and in crowds."""
     times = draw(st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.001, 0.02]), min_size=1, max_size=40))
     prompts = st.one_of(st.integers(8, 16), st.integers(1, 150))
@@ -66,17 +67,21 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         pool_tokens=draw(st.sampled_from([330, 500, 700, 20000])),
         block_size=draw(st.sampled_from([1, 4, 16])),
     )
-    counts = {"prefill_instances": draw(st.integers(1, 3)), "decode_instances": draw(st.integers(1, 3))}
-    return workload(*shapes), system, config, machine, counts
+    options = {
+        "prefill_instances": draw(st.integers(1, 3)),
+        "decode_instances": draw(st.integers(1, 3)),
+        "iteration_gap_s": draw(st.sampled_from([0.0, 0.003])),
+    }
+    return workload(*shapes), system, config, machine, options
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cells())
 def test_every_request_ends_whole_and_a_leap_is_its_steps(
-    cell: tuple[Workload, System, Config, Hardware, dict[str, int]],
+    cell: tuple[Workload, System, Config, Hardware, dict[str, float]],
 ) -> None:
-    load, system, config, machine, counts = cell
-    leapt = run(load, system, config, machine, **counts)
+    load, system, config, machine, options = cell
+    leapt = run(load, system, config, machine, **options)
     for request in leapt.requests:
         times_s = list(request.token_s)
         assert bool(request.refused) != (len(times_s) == request.arrival.output_tokens)
@@ -86,7 +91,7 @@ def test_every_request_ends_whole_and_a_leap_is_its_steps(
     if not leapt.counters.get("dropped_requests"):
         assert sum(leapt.steps.decodes) == sum(len(request.token_s) - 1 for request in served)
         assert sum(leapt.steps.prefill_tokens) == sum(request.arrival.input_tokens for request in served)
-    stepped = run(load, system, config, machine, **counts, leap=False)
+    stepped = run(load, system, config, machine, **options, leap=False)
     assert pickle.dumps(stepped) == pickle.dumps(leapt)
 
 
@@ -127,6 +132,18 @@ def test_one_request_takes_what_its_passes_copies_and_messages_take() -> None:
     assert second_s - first_s == pytest.approx(moved_s + COST.step_s((), [16]))
     assert sum(request.stages_s.values()) == pytest.approx(third_s - 1.0)
     assert result.end_s == third_s
+
+
+def test_an_iteration_gap_is_charged_to_decode_iterations_alone() -> None:
+    load, machine = workload((1.0, 16, 4)), replace(hardware(), host_overhead_s=0.001)
+    plain = run(load, SYSTEMS["fcfs"], small_config(), machine)
+    charged = run(load, SYSTEMS["fcfs"], small_config(), machine, iteration_gap_s=0.01)
+    (before,), (after,) = plain.requests, charged.requests
+    assert after.token_s[0] == before.token_s[0]
+    for number in (1, 2, 3):
+        assert after.token_s[number] - before.token_s[number] == pytest.approx(number * 0.01)
+    assert list(charged.steps.gap_s) == pytest.approx([0.001, 0.011, 0.011, 0.011])  # a prompt, then three decodes
+    assert list(charged.steps.seconds) == list(plain.steps.seconds)
 
 
 def test_without_prefetch_the_pool_is_read_by_the_decode_instance_alone() -> None:
