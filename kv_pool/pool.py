@@ -153,9 +153,7 @@ class KvPool:
             self._over.end(key.request_id, key.epoch)
             holding = self._holdings.get(key.request_id)
             if holding is not None and holding.key.epoch <= key.epoch:
-                del self._holdings[key.request_id]
-                self._blocks.release_all(key.request_id)
-                self._write_down(Released(key.request_id))
+                self._free(key.request_id)
         return self._serve()
 
     def adopt(self, wanted: Iterable[tuple[RequestKey, int]]) -> tuple[list[Holding], list[Grant]]:
@@ -166,33 +164,37 @@ class KvPool:
         found = []
         for key, most_tokens in wanted:
             holding = self._holdings.get(key.request_id)
-            if holding is None or holding.key.epoch > key.epoch or self._over.newest(key.request_id) >= key.epoch:
+            if holding and (holding.key.epoch > key.epoch or self._over.newest(key.request_id) >= key.epoch):
+                holding = None  # not of an older epoch, or of one that is over
+            if holding and holding.key != key and not most_tokens:
+                self._free(key.request_id)
+                holding = None
+            if holding is None:
                 # Older epochs are over: a late commit of theirs would not be of the tokens that were delivered.
                 self._over.end(key.request_id, key.epoch - 1)
                 found.append(Holding(key, 0, ()))
-                continue
-            if holding.key == key:  # asked again; it may have gone on since
+            elif holding.key == key:  # asked again; it may have gone on since
                 found.append(holding)
-                continue
-            if not most_tokens:
-                self._blocks.release_all(key.request_id)
-                del self._holdings[key.request_id]
-                self._write_down(Released(key.request_id))
-                self._over.end(key.request_id, key.epoch - 1)
-                found.append(Holding(key, 0, ()))
-                continue
-            kv_tokens = min(holding.kv_tokens, most_tokens)
-            kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
-            adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)])
-            try:
-                self._write_ahead(Held(adopted))
-            except TransferError:  # no room to write it down: it is prefilled anew, and then replaces this
-                adopted = Holding(key, 0, ())
             else:
-                self._holdings[key.request_id] = adopted
-                self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
-            found.append(adopted)
+                found.append(self._take_over(holding, key, most_tokens))
         return found, self._serve()
+
+    def _take_over(self, holding: Holding, key: RequestKey, most_tokens: int) -> Holding:
+        kv_tokens = min(holding.kv_tokens, most_tokens)
+        kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
+        adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)])
+        try:
+            self._write_ahead(Held(adopted))
+        except TransferError:  # no room to write it down: it is prefilled anew, and then replaces this
+            return Holding(key, 0, ())
+        self._holdings[key.request_id] = adopted
+        self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
+        return adopted
+
+    def _free(self, request_id: str) -> None:
+        del self._holdings[request_id]
+        self._blocks.release_all(request_id)
+        self._write_down(Released(request_id))
 
     def own_blocks(self, request_id: str) -> int:
         """Blocks that nobody but this request holds."""
@@ -204,9 +206,7 @@ class KvPool:
         for key, kv_tokens in copies:
             holding = self._holdings.get(key.request_id)
             if holding is not None and holding.key == key and holding.kv_tokens == kv_tokens:
-                del self._holdings[key.request_id]
-                self._blocks.release_all(key.request_id)
-                self._write_down(Released(key.request_id))
+                self._free(key.request_id)
         return self._serve()
 
     def waited_for(self) -> WriterKey | None:
