@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from alignedserve.cancellation import task_is_cancelled
 from alignedserve.client.attempts import Attempts
 from alignedserve.client.calls import DEFAULT_ADDRESS, DEFAULT_RESUME_S, Call, CallPlanner, open_stub
 from alignedserve.client.options import ChatTurn, Options
@@ -209,7 +210,6 @@ async def _answer(call: Call[Any], response: Any) -> Any:
     try:
         return await response
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if task_is_cancelled():
             raise
         raise call.closed_here() from None  # gRPC's word for a call that its own side closed

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from alignedserve.cancellation import task_is_cancelled
 from alignedserve.errors import AlignedServeError, UnavailableError
 
 Out = TypeVar("Out")
@@ -123,8 +124,7 @@ class DuplexLink(Generic[Out, In]):
             quiet = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s %s", code.name, error.details())
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if task_is_cancelled():
                 raise
             logger.warning("a peer did not read what was sent to it: its stream is opened anew")  # gRPC's own cancel
         except Exception:  # whatever it was, the link must come back

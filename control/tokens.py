@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from alignedserve.cancellation import task_is_cancelled
 from alignedserve.control.link import Outbox
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.proto import common_pb2 as pb
@@ -51,8 +52,7 @@ class TokenEmitter:
         try:
             await gw_grpc.TokenSinkStub(channel).Push(aiter(outbox))
         except (Exception, asyncio.CancelledError) as error:  # gRPC cancels a call whose outbox runs over
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and task_is_cancelled():
                 raise
             # Whatever broke it, the gateway is not there for these requests any more.
             level = logging.DEBUG if address == self._told else logging.WARNING
