@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from alignedserve.config import Config
-from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.cost_model import OUTLIER, CostModel, LinearCostModel, Passes, RunningQuantile
 
@@ -76,5 +75,7 @@ def cost_model_factory(config: Config) -> Callable[[], CostModel]:
     settings = config.scheduler
     if not settings.cost_model:
         return LinearCostModel
+    from alignedserve.scheduler.cost.load import load_step_cost  # numpy: not for a scheduler that learns as it goes
+
     cost = load_step_cost(settings.cost_model, settings.kernel_mode)
     return lambda: PriorCostModel(cost, config.prefill.token_budget)

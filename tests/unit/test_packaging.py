@@ -162,6 +162,14 @@ def test_nothing_but_tests_imports_the_test_helpers() -> None:
     ]
 
 
+def loaded_by(code: str, names: tuple[str, ...]) -> str:
+    """Those of the modules that a process has imported once it has run this."""
+    code = f"{code}\nimport sys; print(*[name for name in {names!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.strip()
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -175,10 +183,29 @@ def test_nothing_but_tests_imports_the_test_helpers() -> None:
     ],
 )
 def test_light_processes_come_up_without_heavy_libraries(module: str) -> None:
-    code = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == ""
+    assert loaded_by(f"import {module}", HEAVY) == ""
+
+
+@pytest.mark.parametrize("command", ["version", "--help", "serve --help", "simulate --help", "policies"])
+def test_a_command_that_only_prints_loads_nothing_heavy(command: str) -> None:
+    code = f"""
+from alignedserve.cluster.cli import main
+try:
+    main({command.split()!r})
+except SystemExit as end:
+    assert end.code == 0
+"""
+    assert loaded_by(code, (*HEAVY, "grpc", "numpy", "matplotlib", "pyarrow", "yaml")) == ""
+
+
+def test_a_scheduler_without_a_cost_model_does_not_load_numpy() -> None:
+    code = """
+import alignedserve.scheduler.actor
+from alignedserve.config import Config
+from alignedserve.scheduler.cost.prior import cost_model_factory
+cost_model_factory(Config())()
+"""
+    assert loaded_by(code, (*HEAVY, "numpy")) == ""
 
 
 @pytest.fixture(scope="module")
