@@ -1,6 +1,6 @@
 """A policy of one's own, in the cluster and in the simulator: --policy examples.shortest_first:ShortestFirst"""
 
-from alignedserve.scheduler.policies.base import BatchPolicy
+from alignedserve.scheduler.policies.base import BatchPolicy, as_many_as_fit
 
 
 class ShortestFirst(BatchPolicy):
@@ -20,22 +20,13 @@ class ShortestFirst(BatchPolicy):
 
     def form(self, limits, seed, now_s):
         order = sorted(self.waiting.values(), key=lambda entry: (entry.key != seed, entry.tokens, entry.since_s))
-        return self.take(order, limits) or order[:1]  # larger than the limit: a batch alone
+        return as_many_as_fit(order, limits) or order[:1]  # larger than the limit: a batch alone
 
     def matches(self, tokens, shortest_tokens, longest_tokens):
         return tokens <= longest_tokens
 
     def matching(self, shortest_tokens, longest_tokens, limits):
-        return self.take(sorted(self.waiting.values(), key=lambda entry: entry.tokens), limits)
-
-    def take(self, order, limits):
-        blocks, batch = 0, []
-        for entry in order[: limits.max_requests]:
-            blocks += entry.blocks
-            if blocks > limits.max_blocks:
-                break
-            batch.append(entry)
-        return batch
+        return as_many_as_fit(sorted(self.waiting.values(), key=lambda entry: entry.tokens), limits)
 
     def check_integrity(self):
         assert all(entry.key == key for key, entry in self.waiting.items())

@@ -118,5 +118,8 @@ class InstanceScheduler(ABC):
         return 0
 
     def repeat(self, plan: MixedPlan, passes: int) -> None:
-        """As many `plan` and `done` as `passes`, at most `quiet_passes(plan)`, with nobody finished."""
+        """As many `plan` and `done` as `passes`, at most `quiet_passes(plan)`, with nobody finished.
+
+        Never called where `quiet_passes` says 0: who does not override one need not override the other.
+        """
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 
@@ -146,9 +147,9 @@ class ContinuousScheduler(InstanceScheduler):
 
     # for subclasses
 
+    @abstractmethod
     def _fill(self, draft: Draft, now_s: float) -> None:
         """Add to the draft what the next pass computes, with blocks for it."""
-        raise NotImplementedError
 
     def _cover(self, member: Member, tokens: int) -> bool:
         """Blocks for so many tokens behind the computed ones. False, and nothing changes, where too few are free."""

@@ -45,7 +45,7 @@ class AlignedPolicy(BatchPolicy):
         for leaf in leaves:
             for entry in tree.oldest(leaf):
                 if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
-                    return found
+                    return found  # outside of the range too: the leaf may hold thousands that are
                 if leaf not in (first, last) or shortest_tokens <= entry.tokens <= longest_tokens:
                     found.append(entry)
                     blocks += entry.blocks

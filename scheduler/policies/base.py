@@ -7,6 +7,7 @@ with each question. Nothing leaves a policy on its own: the core removes what it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.cost_model import CostModel
 from alignedserve.scheduler.quad_tree import Entry
 
-__all__ = ["BatchLimits", "BatchPolicy", "Entry", "InstanceState"]
+__all__ = ["BatchLimits", "BatchPolicy", "Entry", "InstanceState", "as_many_as_fit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,18 @@ class InstanceState:
         """Lengths with this number, extremes and (but for those) mean."""
         extremes = [self.shortest_tokens, self.longest_tokens][: self.requests]
         return extremes + [self.mean_tokens] * (self.requests - len(extremes))
+
+
+def as_many_as_fit(entries: Iterable[Entry], limits: BatchLimits) -> list[Entry]:
+    """The first of these, in their order, up to the first that is too many or too large."""
+    found: list[Entry] = []
+    blocks = 0
+    for entry in entries:
+        blocks += entry.blocks
+        if len(found) >= limits.max_requests or blocks > limits.max_blocks:
+            break
+        found.append(entry)
+    return found
 
 
 class BatchPolicy(ABC):

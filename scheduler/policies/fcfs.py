@@ -8,7 +8,7 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.age_order import AgeOrder
-from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, as_many_as_fit
 
 
 class FcfsPolicy(BatchPolicy):
@@ -56,12 +56,5 @@ class FcfsPolicy(BatchPolicy):
             raise AccountingError("the blocks that wait do not match a recount")
 
     def _oldest(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
-        found: list[Entry] = []
-        blocks = 0
-        for key in chain((seed,) if seed is not None else (), (key for key in self._order if key != seed)):
-            entry = self._entries[key]
-            if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
-                break
-            found.append(entry)
-            blocks += entry.blocks
-        return found
+        order = chain((seed,) if seed is not None else (), (key for key in self._order if key != seed))
+        return as_many_as_fit((self._entries[key] for key in order), limits)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, as_many_as_fit
 
 _Place = tuple[int, float, RequestKey]  # tokens left, waiting since
 
@@ -67,13 +67,5 @@ class OraclePolicy(BatchPolicy):
 
     def _fewest_left(self, limits: BatchLimits, first: RequestKey | None) -> list[Entry]:
         """`first`, then those with the fewest tokens left, as far as they fit."""
-        found: list[Entry] = []
-        blocks = 0
         keys = ([] if first is None else [first]) + [key for _, _, key in self._order[: limits.max_requests + 1]]
-        for key in dict.fromkeys(keys):
-            entry = self._entries[key]
-            if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
-                break
-            found.append(entry)
-            blocks += entry.blocks
-        return found
+        return as_many_as_fit((self._entries[key] for key in dict.fromkeys(keys)), limits)
