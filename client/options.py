@@ -24,6 +24,8 @@ class Options(TypedDict, total=False):
     """A name of your own, for `cancel`, logs and errors; unique among running requests. The server makes one up."""
     timeout_s: float | None
     """Seconds until the request is given up with `DeadlineError`, a stream's last chunk included. `math.inf`: never."""
+    wait_objective_s: float | None
+    """The longest that it should wait between its prefill (or an eviction) and its next token; 0.01 to 86,400 s."""
 
     max_tokens: int | None
     """Most tokens to generate (prompts: 16; chat: what the model's positions leave)."""

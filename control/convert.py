@@ -99,6 +99,7 @@ def spec_to_proto(spec: RequestSpec) -> pb.RequestSpec:
         group_size=spec.group_size,
         arrival_ns=spec.arrival_ns,
         deadline_ns=spec.deadline_ns,
+        wait_objective_s=spec.wait_objective_s,
         timings=timings_to_proto(spec.stopwatch),
     )
 
@@ -115,6 +116,7 @@ def spec_from_proto(message: pb.RequestSpec) -> RequestSpec:
         group_size=message.group_size,
         arrival_ns=message.arrival_ns,
         deadline_ns=message.deadline_ns,
+        wait_objective_s=message.wait_objective_s,
         stopwatch=timings_from_proto(message.timings),
     )
 

@@ -38,6 +38,7 @@ class Held:
             kv_tokens=prompt + len(answer) - 1 if self.resident else self.stored.kv_tokens,
             blocks=len(self.stored.block_ids),
             store_id=self.stored.store_id,
+            wait_objective_s=spec.wait_objective_s,
         )
 
     def current(self) -> pb.StoredRequest:

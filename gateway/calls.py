@@ -123,6 +123,7 @@ class Answer:
             group_size=group_size,
             arrival_ns=self.call.arrival_ns,
             deadline_ns=self.call.deadline_ns,
+            wait_objective_s=self.call.plan.wait_objective_s or 0.0,
             stopwatch=Stopwatch(since_ns=time.time_ns()),
         )
 

@@ -40,6 +40,7 @@ _OPTIONAL = (
     "frequency_penalty",
     "logprobs",
     "timeout_s",
+    "wait_objective_s",
 )
 
 

@@ -46,6 +46,7 @@ class CallPlan:
     reply: ReplyOptions
     n: int = 1
     timeout_s: float | None = None
+    wait_objective_s: float | None = None
     scored_only: bool = False
     internal_id: str = ""
     resume: tuple[Delivered, ...] = ()  # one an answer, where the call goes on with one whose connection broke
@@ -203,6 +204,7 @@ def _call_plan(
         reply=request.reply,
         n=request.n,
         timeout_s=request.timeout_s,
+        wait_objective_s=request.wait_objective_s,
         scored_only=scored_only,
         # A client may choose its id, and two clients the same one: what the cluster sees is unique all the same.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",

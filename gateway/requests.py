@@ -17,6 +17,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 4096
+WAIT_OBJECTIVE_S = (0.01, 86_400.0)  # less than an iteration takes could not be kept
 
 TextPrompt = str
 TokenPrompt = tuple[int, ...]
@@ -47,6 +48,11 @@ _COMMON = (
     f.boolean("return_token_ids", "Add prompt_token_ids, and token_ids to each choice."),
     f.boolean("include_timings", "Add timings: seconds in each stage."),
     f.number("timeout_s", "The request is given up after so many seconds.", 0.0, 1e9, above_low=True),
+    f.number(
+        "wait_objective_s",
+        "The longest wait, in seconds, between the prompt's prefill (or an eviction) and the next token.",
+        *WAIT_OBJECTIVE_S,
+    ),
     *_SAMPLING,
 )
 COMPLETION_FIELDS = (
@@ -110,6 +116,7 @@ class CompletionRequest:
     reply: ReplyOptions = ReplyOptions()
     n: int = 1
     timeout_s: float | None = None
+    wait_objective_s: float | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -123,6 +130,7 @@ class ChatRequest:
     reply: ReplyOptions = ReplyOptions()
     n: int = 1
     timeout_s: float | None = None
+    wait_objective_s: float | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -145,6 +153,7 @@ def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:
         reply=reply,
         n=values.pop("n", 1),
         timeout_s=values.pop("timeout_s", None),
+        wait_objective_s=values.pop("wait_objective_s", None),
         sampling=SamplingOptions(**values),
         ignored=(*(name for name in body if name not in _COMPLETION_NAMES), *ignored),
     )
@@ -173,6 +182,7 @@ def parse_chat(body: Any) -> ChatRequest:
         reply=reply,
         n=values.pop("n", 1),
         timeout_s=values.pop("timeout_s", None),
+        wait_objective_s=values.pop("wait_objective_s", None),
         sampling=SamplingOptions(**values),
         ignored=(*(name for name in body if name not in _CHAT_NAMES), *unread, *ignored),
     )

@@ -19,6 +19,15 @@ def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tupl
     return int(shortest_tokens * (1.0 - window)), int(longest_tokens * (1.0 + window)) + 1
 
 
+def _two_digits(seconds: float) -> float:
+    """Never more than the request asked for; so that there are no more orders than a few hundred."""
+    rounded = float(f"{seconds:.1e}")
+    if rounded <= seconds:
+        return rounded
+    digits, _, exponent = f"{seconds:.15e}".partition("e")
+    return float(f"{digits[:3]}e{exponent}")
+
+
 GAIN = 0.02  # of the late share: the last fifty requests or so
 SHORTER, LONGER = 0.98, 1.005  # the threshold's steps, one for each request that begins to decode
 LEAST_SHARE = 0.25  # of an objective: the threshold is never shorter
@@ -59,10 +68,10 @@ class WaitingClock:
         return len(self._waits)
 
     def start(self, key: RequestKey, since_s: float, objective_s: float = 0.0) -> None:
-        """The request waits in the pool, since `since_s`. Its objective counts to two digits; 0: it has none."""
+        """The request waits in the pool, since `since_s`. Its objective counts to two digits, cut; 0: it has none."""
         if key in self._waits:
             raise AccountingError(f"{key} waits already", request_id=key.request_id)
-        objective_s = float(f"{objective_s:.1e}") if objective_s else self._objective_s
+        objective_s = _two_digits(objective_s) if objective_s else self._objective_s
         self._waits[key] = _Wait(since_s, objective_s)
         self._in_time.setdefault(objective_s, AgeOrder()).add(key, since_s)
 

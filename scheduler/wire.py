@@ -27,6 +27,7 @@ def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
         group_id=spec.group_id,
         gateway_id=spec.gateway_id,
         age_s=max(0.0, (time.time_ns() - spec.arrival_ns) / 1e9),
+        wait_objective_s=spec.wait_objective_s,
     )
 
 
@@ -34,7 +35,12 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
     """What a decode instance says that it decides about."""
     for held in inventory.requests:
         meta = RequestMeta(
-            key_from_proto(held.key), held.prefix_tokens, held.max_total_tokens, held.group_id, held.gateway_id
+            key=key_from_proto(held.key),
+            prefix_tokens=held.prefix_tokens,
+            max_total_tokens=held.max_total_tokens,
+            group_id=held.group_id,
+            gateway_id=held.gateway_id,
+            wait_objective_s=held.wait_objective_s,
         )
         prefill_id, _, buffer = held.store_id.partition("/")
         kind = BufferKind.REQUESTS if buffer.startswith("requests") else BufferKind.BATCH

@@ -158,7 +158,7 @@ class Timings(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., pool_s: _Optional[float] = ..., prefetch_s: _Optional[float] = ..., handover_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stage: _Optional[str] = ..., since_ns: _Optional[int] = ..., begun_ns: _Optional[_Mapping[str, int]] = ..., bubble_s: _Optional[float] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("key", "prompt_token_ids", "output_token_ids", "sampling", "gateway_id", "gateway_address", "group_id", "group_size", "arrival_ns", "deadline_ns", "timings")
+    __slots__ = ("key", "prompt_token_ids", "output_token_ids", "sampling", "gateway_id", "gateway_address", "group_id", "group_size", "arrival_ns", "deadline_ns", "timings", "wait_objective_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class RequestSpec(_message.Message):
     ARRIVAL_NS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -181,7 +182,8 @@ class RequestSpec(_message.Message):
     arrival_ns: int
     deadline_ns: int
     timings: Timings
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., gateway_address: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    wait_objective_s: float
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., gateway_address: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., wait_objective_s: _Optional[float] = ...) -> None: ...
 
 class StoredRequest(_message.Message):
     __slots__ = ("spec", "store_id", "kv_tokens", "block_ids", "pool_id", "pool_tokens", "pool_block_ids", "prefill_id", "checksums", "pool_checksums")

@@ -145,6 +145,8 @@ class RequestSpec:
     `prompt_token_ids` is the client's prompt. `output_token_ids` are the tokens generated so far, in this epoch or
     delivered in an earlier one: penalties, stop strings and the seed's position count them.
     Requests of one `group_id` are the `n` answers to one prompt and may share its blocks.
+    `wait_objective_s`: the most that it should wait from its prefill (or an eviction) to its next token; 0: the
+    configured default.
     """
 
     key: RequestKey
@@ -157,6 +159,7 @@ class RequestSpec:
     group_size: int = 1
     arrival_ns: int = 0
     deadline_ns: int = 0
+    wait_objective_s: float = 0.0
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 import time
@@ -255,6 +256,19 @@ async def test_a_grpc_time_limit(client: AsyncClient, cluster: FakeCluster) -> N
     with pytest.raises(DeadlineError):
         await client.generate("a", timeout_s=0.1)
     await cluster.wait_for(lambda: cluster.cancelled)
+
+
+async def test_a_grpc_request_carries_an_objective_for_its_wait(client: AsyncClient, cluster: FakeCluster) -> None:
+    await client.generate("a", wait_objective_s=2.5)
+    await client.generate("a")
+    assert [spec.wait_objective_s for spec in cluster.submitted] == [2.5, 0.0]
+    for wrong in (0.0, -1.0, 1e6, math.inf, math.nan):
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.generate("a", wait_objective_s=wrong)
+        assert caught.value.param == "wait_objective_s"
+    with pytest.raises(InvalidRequestError, match="wait_objective_s"):
+        await client.generate("a", wait_objective_s="soon")  # type: ignore[arg-type]
+    assert len(cluster.submitted) == 2
 
 
 async def test_grpc_models(client: AsyncClient) -> None:

@@ -31,7 +31,12 @@ def answer(number: int, tokens: int = 3) -> Any:
     now_s = time.monotonic()
     return SimpleNamespace(
         request_id=f"r{number}",
-        call=SimpleNamespace(arrival_ns=time.time_ns(), arrival_s=now_s, plan=SimpleNamespace(resume=()), error=None),
+        call=SimpleNamespace(
+            arrival_ns=time.time_ns(),
+            arrival_s=now_s,
+            plan=SimpleNamespace(resume=(), wait_objective_s=None),
+            error=None,
+        ),
         prompt=SimpleNamespace(token_ids=[1] * 7),
         tokens=[5] * tokens,
         finish=FinishReason.STOP,

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
+from alignedserve.control.convert import spec_to_proto
 from alignedserve.gateway.planning import derive_seed, plan_completion
 from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
+from alignedserve.scheduler.wire import request_meta
 from alignedserve.testing.fake_cluster import fake_model_info
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
 
@@ -117,6 +119,16 @@ async def test_extensions_reach_the_cluster(front: Front) -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (3, 3)
     (spec,) = await front.submit(CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 2})
     assert (spec.sampling.logprobs, spec.sampling.prompt_logprobs) == (2, None)
+
+
+@pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, {"prompt": "hi", "n": 2}), (CHAT, {"messages": HI, "n": 2})])
+async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
+    front: Front, path: str, base: dict[str, Any]
+) -> None:
+    specs = await front.submit(path, {**base, "wait_objective_s": 2.5})
+    assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [2.5, 2.5]
+    specs = await front.submit(path, {**base, "wait_objective_s": None})
+    assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [0.0, 0.0]
 
 
 # ---- models without everything

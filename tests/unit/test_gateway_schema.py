@@ -41,6 +41,7 @@ TAME = {
     "max_completion_tokens": 4,
     "min_tokens": 0,
     "timeout_s": 5,
+    "wait_objective_s": 2.5,
     "logit_bias": {"7": 1},
     "stop_token_ids": [9],
     "seed": 1,

@@ -4,7 +4,7 @@ import pytest
 
 from alignedserve.errors import CancelledError
 from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import CancelAt, Forget, Reject, ReleasePool, ReportLost, StartPrefill
+from alignedserve.scheduler.actions import CancelAt, Forget, MarkUrgent, Reject, ReleasePool, ReportLost, StartPrefill
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.testing.core_cell import CoreCell as Cell
 from alignedserve.testing.core_cell import decode_report, key, only
@@ -264,8 +264,8 @@ def test_what_waits_in_a_pool_that_has_lost_it_is_submitted_again():
     assert lost.keys == (key("a"),)
 
 
-def held(name, running, epoch=0, prefill_id="p0"):
-    meta = ev.RequestMeta(key(name, epoch), 12, 30, "g", "gw")
+def held(name, running, epoch=0, prefill_id="p0", wait_objective_s=0.0):
+    meta = ev.RequestMeta(key(name, epoch), 12, 30, "g", "gw", wait_objective_s=wait_objective_s)
     return ev.HeldRequest(meta, running, 11, 3, prefill_id, BATCH)
 
 
@@ -277,6 +277,17 @@ def test_a_new_core_takes_over_what_its_decode_instances_decide_about():
     (lost,) = only(cell.do(ev.InstanceLost("decode", "d0")), ReportLost)
     assert set(lost.keys) == {key("a"), key("b")}
     assert cell.states() == {}
+
+
+def test_a_new_core_goes_by_the_objectives_that_it_was_told_of():
+    cell = Cell(starvation_after_s=5.0)
+    candidates = held("a", False), held("b", False, wait_objective_s=0.5), held("c", True, wait_objective_s=0.5)
+    cell.do(ev.InventoryTaken("d0", candidates, restore=True))
+    assert only(cell.do(ev.Tick(), after_s=0.4), MarkUrgent) == []
+    assert only(cell.do(ev.Tick(), after_s=0.2), MarkUrgent) == [MarkUrgent("d0", (key("b"),))]
+    cell.do(ev.Returned(key("c"), 14, 4))  # evicted: it waits anew, by the same objective
+    cell.do(ev.Tick(), after_s=0.6)
+    assert only(cell.do(ev.Joined("d0", (key("a"), key("b")))), MarkUrgent) == [MarkUrgent("d0", (key("c"),))]
 
 
 def test_what_a_core_has_given_up_is_cancelled_where_it_still_is():

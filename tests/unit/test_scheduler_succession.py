@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from alignedserve.decode_worker.held import Held
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.adoption import Adoption, adopted_whole
 from alignedserve.scheduler.succession import PATIENCE_S, Succession
+from alignedserve.scheduler.wire import held_requests
 
 KEY = RequestKey("a", 1)
 
@@ -23,6 +26,19 @@ def spec(epoch: int = 1, prompt: int = 6, answer: int = 3, gateway: str = "gw") 
 def holding(tokens: int, epoch: int = 1) -> kp.Holding:
     key = pb.RequestKey(request_id="a", epoch=epoch)
     return kp.Holding(key=key, kv_tokens=tokens, block_ids=range(-(-tokens // 4)))
+
+
+def test_a_new_scheduler_is_told_of_the_objective_that_a_request_has_for_its_wait() -> None:
+    asked = spec()
+    asked.wait_objective_s = 2.5
+    inventory = dw.DecodeInventory(
+        requests=[
+            Held(pb.StoredRequest(spec=asked, kv_tokens=8)).describe(),
+            Held(pb.StoredRequest(spec=spec(7))).describe(),
+        ]
+    )
+    first, second = held_requests(dw.DecodeInventory.FromString(inventory.SerializeToString()))
+    assert (first.meta.wait_objective_s, second.meta.wait_objective_s) == (2.5, 0.0)
 
 
 def test_messages_are_kept_until_everyone_who_is_up_has_said_what_it_holds() -> None:

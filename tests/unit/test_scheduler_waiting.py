@@ -1,6 +1,8 @@
 """Starvation is counted for each request, in whatever store it waits; late joins have a window."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
@@ -118,3 +120,11 @@ def test_the_threshold_is_not_shortened_while_most_of_what_waits_is_overdue():
         clock.decode(RequestKey(str(number)), 100.0 + number)
     assert clock.late > 0.9
     assert clock.threshold_share == 1.0
+
+
+@given(st.floats(0.01, 86_400.0))
+def test_an_objective_counts_to_two_digits_and_never_as_more_than_it_is(objective_s):
+    clock = WaitingClock(1e9)
+    clock.start(A, 0.0, objective_s)
+    assert clock.newly_overdue(0.9 * objective_s) == []
+    assert clock.newly_overdue(objective_s) == [A]
