@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from alignedserve import __version__
@@ -73,20 +73,35 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as every other error of the command."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
-        if nearest := difflib.get_close_matches(unknown.partition("=")[0], [*SERVE_FLAGS, *SERVE_SWITCHES], n=1):
-            message += f"; the nearest is {nearest[0]}"
         print(f"alignedserve: error: {message} (see `{self.prog} --help`)", file=sys.stderr)
         raise SystemExit(2)
 
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """The command that was given does not know these."""
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        flags = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+        if nearest := difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1):
+            message += f"; the nearest is {nearest[0]}"
+        self.error(message)
 
-def make_parser() -> argparse.ArgumentParser:
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What is unknown is refused by the command that it was given to, which names its own `--help`."""
+    parser, commands = make_parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[options.command].refuse(unknown)
+    return options
+
+
+def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
+    """The parser, and those of the commands by name."""
     parser = _Parser(
         prog="alignedserve", description="Serve a language model with prefill and decode apart.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def add(name: str, summary: str) -> argparse.ArgumentParser:
+    def add(name: str, summary: str) -> _Parser:
         return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
     serve = add("serve", "Start a cluster and serve a model until Ctrl-C.")
@@ -122,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     policies = add("policies", "List the policies that --policy takes, one a line.")
     policies.add_argument("--json", action="store_true", help="print JSON and nothing else")
     add("version", "Print the version.")
-    return parser
+    return parser, commands.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.platform.startswith("linux"):
         print(f"alignedserve: error: only Linux is supported, this is {sys.platform}", file=sys.stderr)
         return 2
-    options = make_parser().parse_args(argv)
+    options = parse(argv)
     try:
         return _run(options, sys.argv[1:] if argv is None else argv)
     except (ConfigError, ModelError) as error:

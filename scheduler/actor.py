@@ -45,12 +45,7 @@ from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.outgoing import Outgoing
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
-from alignedserve.scheduler.wire import (
-    decode_reported,
-    held_requests,
-    prefill_reported,
-    request_meta,
-)
+from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, request_meta
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)

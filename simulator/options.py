@@ -6,18 +6,13 @@ import argparse
 from decimal import Decimal, InvalidOperation
 
 from alignedserve.errors import ConfigError
+from alignedserve.simulator import trace_formats
 
 DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
 _MAX_RATES = 1000
 SUMMARY = "Replay a trace through the real scheduler in virtual time, and compare policies."
-FORMATS = """traces, recognised by their content:
-  CSV    TIMESTAMP,ContextTokens,GeneratedTokens      Azure's LLM inference traces
-  CSV    arrival_time_s,input_tokens,output_tokens
-  CSV    num_prefill_tokens,num_decode_tokens         lengths alone: --rate and --cv make the arrivals
-  JSONL  timestamp, input_length, output_length       Mooncake's traces
-  JSONL  of `alignedserve serve --request-log FILE`
-  mix:short=0.95,requests=2000                        no file: short (32 to 999 tokens) and long (1000 to 8000)
-                                                      requests, answers of 64 to 512
+EPILOG = f"""traces, recognised by their content:
+{trace_formats.EVERY}
 
 example:
   alignedserve simulate --trace mix:short=0.95,requests=500 --rate 8 --policy aligned,fcfs,vllm --out results"""
@@ -25,7 +20,7 @@ example:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = FORMATS
+    parser.epilog = EPILOG
     add = parser.add_argument
     add("--trace", metavar="FILE|mix:…", help="what is replayed (see below)")
     add("--policy", metavar="A,B,…", default="aligned", help="one or more, e.g. aligned,fcfs,vllm,package.module:Class")

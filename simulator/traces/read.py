@@ -10,10 +10,6 @@ from alignedserve.simulator.traces import records, tables
 from alignedserve.simulator.traces.mix import Mix, is_mix
 from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, Trace, in_order
 
-FORMATS = f"""{tables.FORMATS}
-{records.FORMATS}
-  mix:short=0.95,requests=2000  no file: a synthetic mix of short and long requests"""
-
 
 def read_trace(source: str) -> Trace:
     """A file, or the specification of a mix. Raises TraceError with file, line and column."""

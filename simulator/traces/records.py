@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from alignedserve.simulator import trace_formats
 from alignedserve.simulator.traces.fields import Place, seconds_of, tokens_of
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
-
-FORMATS = """  JSONL  timestamp, input_length, output_length       Mooncake's traces (times in milliseconds)
-  JSONL  arrival_unix_s, input_tokens, output_tokens  what `alignedserve serve --request-log FILE` writes"""
 
 _MOONCAKE = ("timestamp", "input_length", "output_length")
 _REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
@@ -120,5 +118,6 @@ def _choose(record: _Record) -> _Reader:
     if keys & set(_MOONCAKE[1:]):
         return _Mooncake()
     if not keys & set(_REQUEST_LOG):
-        record.place("").fail(f"the keys {', '.join(sorted(keys)[:8])} are of no trace that is known here:\n{FORMATS}")
+        shown = ", ".join(sorted(keys)[:8])
+        record.place("").fail(f"the keys {shown} are of no trace that is known here:\n{trace_formats.JSONL}")
     return _RequestLog()

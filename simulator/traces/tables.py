@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from alignedserve.errors import TraceError
+from alignedserve.simulator import trace_formats
 from alignedserve.simulator.traces.fields import Place, seconds_of, stamp_of, tokens_of
 from alignedserve.simulator.traces.trace import Row
-
-FORMATS = """  CSV  TIMESTAMP,ContextTokens,GeneratedTokens        Azure's LLM inference traces
-  CSV  arrival_time_s,input_tokens,output_tokens
-  CSV  num_prefill_tokens,num_decode_tokens           lengths alone; --rate and --cv make the arrivals"""
 
 
 @dataclass(slots=True)
@@ -62,7 +59,8 @@ def parse(text: str, file: str) -> Found:
     known = {name.lower(): position for position, name in enumerate(names)}
     chosen = next((entry for entry in _ALL if set(entry.columns) <= set(known)), None)
     if chosen is None:
-        Place(file, number, 1).fail(f"the header {','.join(names)!r} is of no trace that is known here:\n{FORMATS}")
+        shown = ",".join(names)
+        Place(file, number, 1).fail(f"the header {shown!r} is of no trace that is known here:\n{trace_formats.CSV}")
     found = Found(chosen.name, timed=bool(chosen.arrival))
     at = {name: known[name] for name in chosen.columns}
     for number, cells in lines:

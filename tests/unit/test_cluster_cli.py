@@ -52,6 +52,7 @@ def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
         (("--model", "/no/such/folder"), "'/no/such/folder' does not exist"),
         (("--set", "decode.cach_blocks=3"), "the nearest is 'decode.cache_blocks'"),
         (("--prefil", "2"), "the nearest is --prefill"),
+        (("--prot", "8123"), "the nearest is --port (see `alignedserve serve --help`)"),
         (("--prefill", "0"), "cluster.prefill must be between 1 and 1024"),
         (("--policy", "nonesuch"), "choose one of: aligned, aligned-cost, fcfs, "),
         (("--policy", "vllm"), "runs in the simulator only for now"),
@@ -141,12 +142,21 @@ def test_config_shows_flags_over_environment_over_file(tmp_path: Path) -> None:
     assert "  port: 3333  #" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("version",), ("serve", "--help"), ("config",)])
+def test_a_misspelt_flag_is_answered_by_the_command_that_it_was_given_to() -> None:
+    said = error_line(run("simulate", "--plicy", "fcfs"))
+    assert "the nearest is --policy (see `alignedserve simulate --help`)" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("version",), ("serve", "--help"), ("simulate", "--help"), ("config",), ("policies",)],
+)
 def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    heavy = ("ray", "torch", "transformers", "grpc", "numpy", "matplotlib", "pyarrow", "alignedserve.simulator.traces")
     code = (
         "import sys\nfrom alignedserve.cluster.cli import main\n"
         f"try:\n    main({list(arguments)!r})\nexcept SystemExit:\n    pass\n"
-        "print('HEAVY', *[name for name in ('ray', 'torch', 'transformers', 'grpc') if name in sys.modules])"
+        f"print('HEAVY', *[name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.splitlines()[-1] == "HEAVY", done.stderr

@@ -186,18 +186,6 @@ def test_light_processes_come_up_without_heavy_libraries(module: str) -> None:
     assert loaded_by(f"import {module}", HEAVY) == ""
 
 
-@pytest.mark.parametrize("command", ["version", "--help", "serve --help", "simulate --help", "policies"])
-def test_a_command_that_only_prints_loads_nothing_heavy(command: str) -> None:
-    code = f"""
-from alignedserve.cluster.cli import main
-try:
-    main({command.split()!r})
-except SystemExit as end:
-    assert end.code == 0
-"""
-    assert loaded_by(code, (*HEAVY, "grpc", "numpy", "matplotlib", "pyarrow", "yaml")) == ""
-
-
 def test_a_scheduler_without_a_cost_model_does_not_load_numpy() -> None:
     code = """
 import alignedserve.scheduler.actor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,12 +169,3 @@ def test_rates_and_seeds() -> None:
     for text in ("0", "a", "1,1"):
         with pytest.raises(ConfigError):
             seeds_of(0, text)
-
-
-def test_help_is_quick_to_import() -> None:
-    code = (
-        "import sys\nfrom alignedserve.cluster.cli import make_parser\nmake_parser()\n"
-        "print(*[name for name in ('numpy', 'pyarrow', 'matplotlib', 'torch', 'ray') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == ""
