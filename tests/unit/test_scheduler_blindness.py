@@ -14,12 +14,19 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.colocated.base import InstanceScheduler
 from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
-from alignedserve.scheduler.systems import SYSTEMS, Topology, policy_class, resolve
+from alignedserve.scheduler.systems import SYSTEMS, Topology, policy_class, resolve, scheduler_class
+from alignedserve.simulator.colocated import simulate_colocated
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.workload import Arrival, Workload
+from alignedserve.testing.linear_cost import LinearStepCost
 from alignedserve.testing.small_cell import Request, Shape, SmallCell
 
 PROMPT, ANSWER = 200, 37  # tokens: nothing in the cell is as many as an answer, no KV as long as both together
 TELLING = ("output", "answer", "final", "remaining")
+LONGEST = 300, 60  # prompt and answer of the longest request: colocated systems are told how long both together are
+BLOCKS = 30  # fewer than an answer has tokens: no id of a block is as large
 CONTRACTS = [BatchPolicy, InstanceScheduler]
+COLOCATED = [name for name, system in SYSTEMS.items() if system.topology is Topology.COLOCATED]
 BLIND = [name for name, system in SYSTEMS.items() if system.topology is Topology.DISAGGREGATED and name != "oracle"]
 
 
@@ -90,3 +97,74 @@ def _spy(policy: BatchPolicy, method: str, received: list[object]) -> None:
         return call(*arguments)
 
     setattr(policy, method, spied)
+
+
+def replay(name: str, answers: list[int], *, leap: bool) -> None:
+    """As many requests as answers, all at once, through one instance that has room for two; the last is the longest."""
+    longest_prompt, longest_answer = LONGEST
+    requests = [(PROMPT, answer) for answer in answers] + [(longest_prompt, longest_answer)]
+    arrivals = tuple(Arrival(f"r{number}", 0.0, *request) for number, request in enumerate(requests))
+    hardware = Hardware(block_size=16, kv_tokens=16 * BLOCKS, kv_bytes_per_token=1, pool_tokens=0)
+    result = simulate_colocated(Workload(arrivals), resolve(name), {}, hardware, LinearStepCost(), leap=leap)
+    assert [len(one.token_s) for one in result.requests] == [*answers, longest_answer]
+
+
+def numbers(objects: list[object]) -> set[int]:
+    return {value for value in reachable(objects) if isinstance(value, int)}
+
+
+@pytest.mark.parametrize("leap", [False, True])
+@pytest.mark.parametrize("name", COLOCATED)
+def test_nothing_that_a_colocated_system_receives_holds_the_length_of_an_answer(
+    name: str, leap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is given with each call, and all that it has made of that once every request has come."""
+    received: set[int] = set()
+    kept: set[int] = set()
+
+    def note(scheduler: InstanceScheduler, method: str, arguments: tuple[object, ...]) -> None:
+        received.update(numbers(list(arguments)))
+        if method == "plan" and not kept:
+            kept.update(numbers([vars(scheduler)]))
+
+    _listen(name, note, monkeypatch)
+    replay(name, [ANSWER] * 7, leap=leap)
+    for lengths in received, kept:
+        assert {PROMPT, sum(LONGEST)} <= lengths  # it does look into what is passed, and what is kept
+        assert not lengths & {ANSWER, PROMPT + ANSWER}
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_a_colocated_system_decides_the_same_until_an_answer_ends_whatever_its_length(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+
+    def note(scheduler: InstanceScheduler, method: str, arguments: tuple[object, ...]) -> None:
+        if method != "__init__":
+            told.append((method, repr(arguments)))
+
+    _listen(name, note, monkeypatch)
+    replay(name, [ANSWER] * 7, leap=False)
+    one = list(told)
+    until = next(at for at, (method, said) in enumerate(one) if method == "done" and not said.endswith("[])"))
+    assert until > ANSWER
+    told.clear()
+    replay(name, [ANSWER + 11] * 7, leap=False)
+    assert told[:until] == one[:until]
+    assert told != one
+
+
+def _listen(
+    name: str, note: typing.Callable[[InstanceScheduler, str, tuple[object, ...]], None], patch: pytest.MonkeyPatch
+) -> None:
+    """Have `note` called before each method of the system's contract."""
+    kind = scheduler_class(resolve(name))
+    for method, _ in inspect.getmembers(InstanceScheduler, inspect.isfunction):
+        call = getattr(kind, method)
+
+        def listened(self: InstanceScheduler, *arguments: object, method=method, call=call) -> object:  # type: ignore[no-untyped-def]
+            note(self, method, arguments)
+            return call(self, *arguments)
+
+        patch.setattr(kind, method, listened)
