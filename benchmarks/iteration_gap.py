@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from mixed_load import MixedLoad, run
+from mixed_load import MixedLoad, run, scrape
 
 from alignedserve.testing.metrics import value
 from alignedserve.testing.serving import ServeProcess
@@ -25,11 +24,6 @@ from alignedserve.testing.serving import ServeProcess
 GAP = "alignedserve_iteration_gap_seconds"
 BOUNDS_S = ("0.001", "0.002", "0.003", "0.005", "0.01", "0.02")
 AIM_SHARE = 0.95
-
-
-def scrape(server: ServeProcess) -> str:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-        return str(response.read().decode())
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:

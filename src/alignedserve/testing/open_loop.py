@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
@@ -26,7 +27,8 @@ _PROMPTS = 64
 class Load:
     """Poisson arrivals at `rate` a second for `seconds`; `rate` 0: `seconds` long one request after the other.
 
-    Each answer has exactly `new_tokens` tokens.
+    Each answer has exactly `new_tokens` tokens. `lengths`: (prompt, answer) tokens of each request instead, in their
+    order; the load ends with the last of them. `at_once`: all of them at its beginning.
     """
 
     port: int
@@ -38,6 +40,8 @@ class Load:
     model: str = "tiny"
     host: str = "127.0.0.1"
     drain_s: float = 120.0
+    lengths: Sequence[Sequence[int]] = ()
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class _Connection(asyncio.Protocol):
         self._driver = driver
         self._transport: asyncio.WriteTransport | None = None
         self._due_s = 0.0
+        self._gaps = 1
         self._status = 0
         self._head = b""
         self._tail = b""
@@ -86,12 +91,13 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are of no class of asyncio's
 
-    def send(self, payload: bytes, due_s: float) -> None:
+    def send(self, payload: _Payload, due_s: float) -> None:
         assert self._transport is not None
         self._due_s, self._status, self._head, self._tail = due_s, 0, b"", b""
+        self._gaps = max(1, payload.new_tokens - 1)
         self._first_s, self._failed = 0.0, False
         self._used = True
-        self._transport.write(payload)
+        self._transport.write(payload.data)
 
     @property
     def open(self) -> bool:
@@ -128,8 +134,7 @@ class _Connection(asyncio.Protocol):
         self._used = False
         outcome = self._driver.outcome
         if self._status == 200 and not self._failed:
-            gaps = self._driver.load.new_tokens - 1
-            ttft_s, tpot_s = self._first_s - self._due_s, (now_s - self._first_s) / max(1, gaps)
+            ttft_s, tpot_s = self._first_s - self._due_s, (now_s - self._first_s) / self._gaps
             outcome.served.append(Served(self._due_s - self._driver.begun_s, ttft_s, tpot_s))
         elif self._status == 429:
             outcome.refused += 1
@@ -148,6 +153,14 @@ class _Connection(asyncio.Protocol):
             self._driver.ended(None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """The bytes of a request, and the tokens that it asks for."""
+
+    data: bytes
+    new_tokens: int
+
+
 class _Driver:
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -158,16 +171,18 @@ class _Driver:
         self._one_ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         draw = random.Random(load.seed)
-        prompts = [[draw.randrange(*_MODEL_TOKENS) for _ in range(load.prompt_tokens)] for _ in range(_PROMPTS)]
-        self._payloads = [self._payload(prompt) for prompt in prompts]
+        lengths = load.lengths or ((load.prompt_tokens, load.new_tokens),) * _PROMPTS
+        self._payloads = [
+            self._payload([draw.randrange(*_MODEL_TOKENS) for _ in range(prompt)], answer) for prompt, answer in lengths
+        ]
         self._draw = draw
 
-    def _payload(self, prompt: list[int]) -> bytes:
+    def _payload(self, prompt: list[int], new_tokens: int) -> _Payload:
         body = json.dumps(
             {
                 "model": self.load.model,
                 "prompt": prompt,
-                "max_tokens": self.load.new_tokens,
+                "max_tokens": new_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
@@ -177,14 +192,16 @@ class _Driver:
             f"POST /v1/completions HTTP/1.1\r\nHost: {self.load.host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
-        return head.encode() + body
+        return _Payload(head.encode() + body, new_tokens)
 
     async def run(self) -> Outcome:
         load = self.load
         self.begun_s = time.perf_counter()
         due_s = self.begun_s
-        while True:
-            if load.rate:
+        while not load.lengths or self.outcome.offered < len(load.lengths):
+            if load.at_once:
+                due_s = self.begun_s
+            elif load.rate:
                 due_s += self._draw.expovariate(load.rate)
                 delay_s = due_s - time.perf_counter()
                 if delay_s > 0:
@@ -193,7 +210,7 @@ class _Driver:
             else:
                 await self._drain(load.drain_s)
                 due_s = time.perf_counter()
-            if due_s - self.begun_s >= load.seconds:
+            if not load.lengths and due_s - self.begun_s >= load.seconds:
                 break
             self._launch(due_s)
         await self._drain(load.drain_s)
@@ -204,9 +221,10 @@ class _Driver:
         return self.outcome
 
     def _launch(self, due_s: float) -> None:
+        in_order = self._payloads[self.outcome.offered] if self.load.lengths else None
+        payload = in_order or self._draw.choice(self._payloads)
         self.outcome.offered += 1
         self._open += 1
-        payload = self._draw.choice(self._payloads)
         while self._idle:
             connection = self._idle.pop()
             if connection.open:
@@ -216,7 +234,7 @@ class _Driver:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, payload: bytes, due_s: float) -> None:
+    async def _connect(self, payload: _Payload, due_s: float) -> None:
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: _Connection(self), self.load.host, self.load.port

@@ -1,0 +1,227 @@
+"""This machine against its simulation: profiled, put under load in the cluster, and its request log replayed.
+
+`alignedserve profile` measures the machine, idle. Then one prefill and one decode instance serve mixed lengths with
+Poisson arrivals at a share of the capacity, which a crowd of the same kind measures first, and `alignedserve simulate`
+replays the requests that `--request-log` noted, with the profile and with the stores that the cluster said it has.
+Nothing is fitted on that run. On a quiet machine:
+
+    python benchmarks/own_truth.py --requests 300 --json own_truth.json
+
+Gateway, proxy, scheduler and this load share the cores with both workers, which the simulator knows nothing of: on two
+cores `--share` is to stay where that is bearable. Time to first token is from arrival at the scheduler to the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mixed_load import MixedLoad, scrape
+
+from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
+from alignedserve.simulator.hardware_file import default_hardware
+from alignedserve.testing.open_loop import Load, Outcome, drive_apart
+from alignedserve.testing.serving import ServeProcess
+
+AIM = 0.1
+STAGES = ("queue", "prefill", "pool", "prefetch", "handover", "decode")
+STORES = {  # configuration key -> how the store's name in the metrics begins
+    "decode.cache_blocks": "decode-0/cache",
+    "prefill.cache_blocks": "prefill-0/cache",
+    "prefill.batch_buffer_blocks": "prefill-0/batch",
+    "prefill.requests_buffer_blocks": "prefill-0/requests",
+    "pool": "kv_pool-0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request's times in seconds; `tpot_s` None where it has one token. `stages_s` by name."""
+
+    ttft_s: float
+    tpot_s: float | None
+    stages_s: Mapping[str, float]
+
+
+def command(*words: str) -> None:
+    """An `alignedserve` command, its output on stderr. Raises CalledProcessError."""
+    subprocess.run([sys.executable, "-m", "alignedserve.cluster.cli", *words], check=True, stdout=sys.stderr)
+
+
+def lengths(options: argparse.Namespace, requests: int, seed: int) -> list[tuple[int, int]]:
+    short, long, answer = ((low, high) for low, high in (options.short, options.long, options.answer))
+    load = MixedLoad(requests, options.short_share, short, long, answer, seed)
+    return [(len(prompt), new_tokens) for prompt, new_tokens in load.draw()]
+
+
+def offer(server: ServeProcess, drawn: list[tuple[int, int]], rate: float, seed: int) -> Outcome:
+    """All at once with `rate` 0. Raises RuntimeError where one is not answered."""
+    load = Load(server.port, rate, 0.0, seed=seed, model="bench", lengths=drawn, at_once=not rate, drain_s=900.0)
+    outcome = asyncio.run(drive_apart(load))
+    if len(outcome.served) != len(drawn):
+        raise RuntimeError(f"{len(outcome.served)} of {len(drawn)} requests were answered: {outcome.errors}")
+    return outcome
+
+
+def measure(log: Path, trace: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the cluster; the log's lines of the measured load go to `trace`. What was offered, and the stores' blocks."""
+    serve = ("--model", options.model, "--served-model-name", "bench", "--request-log", str(log))
+    patient = ("--set", "scheduler.refuse_for_load=false", "--set", "kv_pool.size_gib=1")
+    with ServeProcess(*serve, *patient, "--policy", options.policy, *each("--set", options.set)) as server:
+        offer(server, lengths(options, options.warm_up, options.seed + 2), 0.0, 0)
+        crowd = offer(server, lengths(options, options.crowd, options.seed + 1), 0.0, 0)
+        capacity = options.crowd / crowd.wall_s
+        begun_unix_s = time.time()
+        outcome = offer(
+            server, lengths(options, options.requests, options.seed), options.share * capacity, options.seed
+        )
+        metrics = scrape(server)
+    lines = log.read_text(encoding="utf-8").splitlines()
+    wanted = [line for line in lines if json.loads(line)["arrival_unix_s"] >= begun_unix_s]
+    trace.write_text("".join(f"{line}\n" for line in wanted), encoding="utf-8")
+    return {
+        "capacity_requests_per_s": round(capacity, 3),
+        "offered_requests_per_s": round(options.share * capacity, 3),
+        "late_s": round(outcome.late_s, 4),
+        "client_cpu_share": round(outcome.cpu_s / outcome.wall_s, 3),
+        "blocks": {key: capacity_blocks(metrics, store) for key, store in STORES.items()},
+    }
+
+
+def capacity_blocks(metrics: str, store: str) -> int:
+    """Of the one store whose name begins so. Raises RuntimeError where there is none."""
+    found = re.search(rf'^alignedserve_kv_capacity_blocks{{store="{store}[^"]*".*}} (\d+)$', metrics, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"the cluster reports no store {store}")
+    return int(found[1])
+
+
+def simulate(trace: Path, profile: Path, blocks: Mapping[str, int], options: argparse.Namespace, out: Path) -> None:
+    """Replay the trace into the folder `out`, on stores as large as the cluster's."""
+    machine_of_profile = default_hardware(hardware_of_cost(profile))
+    block_size = machine_of_profile.block_size
+    hardware = replace(
+        machine_of_profile,
+        kv_tokens=blocks["decode.cache_blocks"] * block_size,
+        pool_tokens=blocks["pool"] * block_size,
+    )
+    machine = out.with_suffix(".hardware.json")
+    machine.write_text(json.dumps(asdict(hardware)), encoding="utf-8")
+    settings = [f"{key}={count}" for key, count in blocks.items() if "." in key] + options.set
+    own = each("--set", (f"{options.policy}.{setting}" for setting in settings))
+    model = ("--cost-model", str(profile), "--hardware", str(machine))
+    command("simulate", "--trace", str(trace), "--policy", options.policy, *model, *own, "--out", str(out))
+
+
+def each(flag: str, values: Iterable[str]) -> list[str]:
+    return [word for value in values for word in (flag, value)]
+
+
+def real_answers(trace: Path) -> list[Answer]:
+    answers = []
+    for line in trace.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        first_s, gaps = entry["first_token_unix_s"], entry["output_tokens"] - 1
+        tpot_s = (entry["last_token_unix_s"] - first_s) / gaps if gaps else None
+        stages_s = {stage: entry.get(f"{stage}_s", 0.0) for stage in STAGES}
+        answers.append(Answer(first_s - entry["queue_unix_s"], tpot_s, stages_s))
+    return answers
+
+
+def simulated_answers(folder: Path) -> list[Answer]:
+    with (folder / "requests.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    if refused := sum(bool(row["refused"]) for row in rows):
+        raise RuntimeError(f"the simulation refused {refused} requests that the cluster served")
+    return [
+        Answer(float(row["ttft_s"]), float(row["tpot_s"]) if row["tpot_s"] else None, json.loads(row["stages_s"]))
+        for row in rows
+    ]
+
+
+def figures(answers: Iterable[Answer]) -> dict[str, float]:
+    """Means in milliseconds: of TTFT, of TPOT, and of the time that a request spends in each stage."""
+    answers = list(answers)
+    means = {
+        "ttft": statistics.mean(answer.ttft_s for answer in answers),
+        "tpot": statistics.mean(answer.tpot_s for answer in answers if answer.tpot_s is not None),
+        **{stage: statistics.mean(answer.stages_s.get(stage, 0.0) for answer in answers) for stage in STAGES},
+    }
+    return {name: round(mean * 1e3, 3) for name, mean in means.items()}
+
+
+def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    profile = options.profile
+    if profile is None:
+        profile = folder / "profile.json"
+        words = ("--model", options.model, "--out", str(profile), "--seconds", str(options.profile_s))
+        command("profile", *words, *each("--set", options.set))
+    log, trace, out = folder / "requests.jsonl", folder / "trace.jsonl", folder / "simulated"
+    run = measure(log, trace, options)
+    simulate(trace, profile, run["blocks"], options, out)
+    real, ours = figures(real_answers(trace)), figures(simulated_answers(out))
+    errors = {name: round(ours[name] / real[name] - 1, 4) for name in ("ttft", "tpot")}
+    return {
+        "model": options.model,
+        "policy": options.policy,
+        "requests": options.requests,
+        "share_of_capacity": options.share,
+        **run,
+        "real_mean_ms": real,
+        "simulated_mean_ms": ours,
+        "simulated_less_real_ms": {name: round(ours[name] - real[name], 3) for name in real},
+        "relative_error": errors,
+        "met": all(abs(error) <= AIM for error in errors.values()),
+    }
+
+
+def pair(text: str) -> tuple[int, int]:
+    low, high = (int(part) for part in text.split(":"))
+    return low, high
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--policy", default="aligned")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--share", type=float, default=0.5, help="of the capacity (default 0.5)")
+    parser.add_argument("--crowd", type=int, default=100, help="requests at once that measure the capacity")
+    parser.add_argument("--warm-up", type=int, default=20, help="requests before that")
+    parser.add_argument("--short-share", type=float, default=0.8)
+    parser.add_argument("--short", type=pair, default=(16, 128), metavar="LOW:HIGH", help="prompt tokens (16:128)")
+    parser.add_argument("--long", type=pair, default=(256, 1024), metavar="LOW:HIGH", help="prompt tokens (256:1024)")
+    parser.add_argument("--answer", type=pair, default=(16, 128), metavar="LOW:HIGH", help="tokens (16:128)")
+    parser.add_argument("--profile", type=Path, help="what `alignedserve profile` wrote, instead of a new one")
+    parser.add_argument("--profile-s", type=float, default=90.0, help="seconds of profiling (default 90)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=(
+        "a configuration key for profile, cluster and simulation (cluster.threads=1); repeatable"
+    ))  # fmt: skip
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, log and simulation in this folder")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as own:
+        folder = options.keep or Path(own)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = benchmark(options, folder)
+    print(json.dumps(result, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if result["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
