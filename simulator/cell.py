@@ -270,7 +270,7 @@ class Cell:
         stores = [self.pool.blocks, *(decode.cache for decode in self.decodes.values())]
         for prefill in self.prefills.values():
             prefill.chunks.check_integrity()
-            stores += [prefill.cache, *prefill.buffers.values()]
+            stores += [prefill.cache, prefill.buffers.batch, prefill.buffers.requests]
         for store in stores:
             store.check_integrity()
         for decode in self.decodes.values():

@@ -19,9 +19,10 @@ from alignedserve.scheduler.actions import Prefetch
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind, DecodeReported, Finished, Joined, Returned
+from alignedserve.scheduler.events import BufferKind, Finished, Joined, Returned
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
 from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event
 from alignedserve.simulator.leap import Leap
 from alignedserve.simulator.links import transfer
@@ -138,7 +139,7 @@ class DecodeInstance:
         paired = self._cell.paired(self.name)
         for prefill in paired:
             prefill.top_up_lease(self.name)
-        self.scheduler.set_requests_buffer_lease(max((p.leased_blocks(self.name) for p in paired), default=0))
+        self.scheduler.set_requests_buffer_lease(max((p.buffers.leased_blocks(self.name) for p in paired), default=0))
 
     # boundaries
 
@@ -273,23 +274,7 @@ class DecodeInstance:
         return Passes(last - first, sum(steps.decodes[first:last]), sum(steps.total[first:last]), seconds)
 
     def _tell(self, waits: int, measured: Passes | None) -> None:
-        status = self.scheduler.status()
-        self._cell.send_core(
-            DecodeReported(
-                self.name,
-                self.cache.capacity,
-                self.cache.free_blocks,
-                status.running,
-                status.shortest_tokens,
-                status.longest_tokens,
-                status.batch_id,
-                status.switching,
-                status.batch_buffer_requests,
-                status.requests_buffer_requests,
-                waits,
-                measured,
-            )
-        )
+        self._cell.send_core(decode_report(self.name, self.cache, self.scheduler.status(), waits, measured))
 
     # copies
 
@@ -330,9 +315,9 @@ class DecodeInstance:
             request.wait(now_s)
         blocks = len(evict.block_ids)
         if not evict.to_pool:
-            for prefill in sorted(cell.paired(self.name), key=lambda p: -p.leased_blocks(self.name)):
-                if prefill.leased_blocks(self.name) >= blocks:
-                    prefill.adopt(key, blocks, self.name)
+            for prefill in sorted(cell.paired(self.name), key=lambda p: -p.buffers.leased_blocks(self.name)):
+                if prefill.buffers.leased_blocks(self.name) >= blocks:
+                    prefill.buffers.adopt(key, blocks, self.name)
                     done_s = transfer(now_s, blocks * cell.block_bytes, self.to_peers, prefill.from_peers)
                     self._clock.at(done_s, self._evicted, evict, prefill.name)
                     return

@@ -11,8 +11,9 @@ from alignedserve.scheduler.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind, Finished, Prefilled, PrefillReported, Returned
+from alignedserve.scheduler.events import Finished, Prefilled, Returned
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
 from alignedserve.simulator.steps import StepRecorder
@@ -30,11 +31,7 @@ class PrefillInstance:
         sizes = cell.sizes
         self.cache = BlockAllocator(sizes.prefill_cache, f"{name}/cache")
         self.chunks = ChunkScheduler(self.cache, cell.block_size)
-        self.buffers = {
-            BufferKind.BATCH: BlockAllocator(sizes.batch_buffer, f"{name}/batch"),
-            BufferKind.REQUESTS: BlockAllocator(sizes.requests_buffer, f"{name}/requests"),
-        }
-        self.candidates: dict[RequestKey, tuple[BufferKind, str]] = {}  # -> buffer, decode instance
+        self.buffers = CandidateBuffers(name, sizes.batch_buffer, sizes.requests_buffer)
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self.lease_blocks = 0  # of the requests buffer, for each decode instance; 0: none is paired
@@ -49,26 +46,14 @@ class PrefillInstance:
 
     def report(self) -> None:
         """Tell the core what it does not know yet."""
-        batch, requests = self.buffers[BufferKind.BATCH], self.buffers[BufferKind.REQUESTS]
         waits = self._cell.pool.waiting_blocks(self) if self._giving_back else 0
-        state = batch.available_blocks, requests.available_blocks, waits
+        state = self.buffers.batch.available_blocks, self.buffers.requests.available_blocks, waits
         measured = self._take_measured()
         if state == self._reported and measured is None:
             return
         self._reported = state
-        self._cell.send_core(
-            PrefillReported(
-                self.name,
-                self.chunks.pending_tokens,
-                self.cache.capacity,
-                batch.capacity,
-                batch.available_blocks,
-                requests.capacity,
-                requests.available_blocks,
-                waits,
-                measured,
-            )
-        )
+        pending_tokens = self.chunks.pending_tokens
+        self._cell.send_core(self.buffers.report(self.name, pending_tokens, self.cache.capacity, waits, measured))
 
     def _take_measured(self) -> Passes | None:
         now_s = self._cell.clock.now_s
@@ -144,13 +129,12 @@ class PrefillInstance:
             if kv_tokens is None:
                 continue  # it has ended; the word is on its way here
             blocks = cell.blocks_for(kv_tokens)
-            if self.buffers[action.buffer].allocate(blocks, key) is None:
+            if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 cell.counters["bounced"] += 1
                 cell.send_core(Returned(key, kv_tokens, blocks))
                 continue
             cell.counters["prefetched"] += 1
             cell.request(key).enter(Stage.PREFETCH, cell.clock.now_s)
-            self.candidates[key] = action.buffer, action.decode_id
             done_s = transfer(cell.clock.now_s, blocks * cell.block_bytes, self.from_pool)
             cell.clock.at(done_s, self._announce, action, key, kv_tokens)
         self.report()
@@ -159,29 +143,18 @@ class PrefillInstance:
         decode = self._cell.decodes[action.decode_id]
         self._cell.send(decode.offer, key, kv_tokens, action.buffer, action.batch_id, self.name)
 
-    def adopt(self, key: RequestKey, blocks: int, decode_id: str) -> None:
-        """An evicted request will lie in blocks that are leased to its decode instance."""
-        buffer = self.buffers[BufferKind.REQUESTS]
-        buffer.assign_leased(buffer.leased_to(decode_id)[:blocks], decode_id, key)
-        self.candidates[key] = BufferKind.REQUESTS, decode_id
-
-    def leased_blocks(self, decode_id: str) -> int:
-        return len(self.buffers[BufferKind.REQUESTS].leased_to(decode_id))
-
     def top_up_lease(self, decode_id: str) -> None:
-        """Blocks of the requests buffer that the decode instance may evict to without asking."""
-        missing = self.lease_blocks - self.leased_blocks(decode_id)
-        if missing > 0 and self.buffers[BufferKind.REQUESTS].lease(missing, decode_id):
+        if self.buffers.top_up_lease(decode_id, self.lease_blocks):
             self.report()
 
     def consumed(self, key: RequestKey) -> None:
         """It has been copied into its decode instance, or is not wanted there."""
-        if key in self.candidates and key not in self._giving_back:
+        if key in self.buffers and key not in self._giving_back:
             self._free(key)
 
     def give_back(self, key: RequestKey, kv_tokens: int) -> None:
         """Commit to the pool what it lacks of a candidate that did not join."""
-        if key in self.candidates:
+        if key in self.buffers:
             self._giving_back.add(key)
             then = partial(self._given_back, key, kv_tokens)
             self._cell.pool.write(Write(self, key, kv_tokens, self.to_pool, then))
@@ -193,7 +166,6 @@ class PrefillInstance:
             self._cell.send_core(Returned(key, kv_tokens, self._cell.blocks_for(kv_tokens)))
 
     def _free(self, key: RequestKey) -> None:
-        kind, decode_id = self.candidates.pop(key)
-        self.buffers[kind].release_all(key)
+        decode_id = self.buffers.free(key)
         self.report()
         self._cell.send(self._cell.decodes[decode_id].refresh_lease)

@@ -351,7 +351,8 @@ class SmallCell:
         self.core.check_integrity()
         open_requests = [request.request_id for request in self.requests.values() if not request.ended]
         stores = [self.pool.blocks]
-        stores += [store for part in self.prefills.values() for store in (part.cache, *part.buffers.values())]
+        for part in self.prefills.values():
+            stores += [part.cache, part.buffers.batch, part.buffers.requests]
         stores += [part.cache for part in self.decodes.values()]
         held = {store.store_id: store.owned_blocks for store in stores if store.owned_blocks}
         for store in stores:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Prefetch
 from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind, DecodeReported, Finished, Joined, Lost, Returned
+from alignedserve.scheduler.events import BufferKind, Finished, Joined, Lost, Returned
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
 from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, RunItem
+from alignedserve.simulator.buffers import decode_report
 from alignedserve.testing.small_cell.pool import Write
 
 if TYPE_CHECKING:
@@ -46,20 +47,7 @@ class Decode:
         if state == self.reported:
             return
         self.reported = state
-        report = DecodeReported(
-            self.name,
-            self.cache.capacity,
-            self.cache.free_blocks,
-            status.running,
-            status.shortest_tokens,
-            status.longest_tokens,
-            status.batch_id,
-            status.switching,
-            status.batch_buffer_requests,
-            status.requests_buffer_requests,
-            waits,
-        )
-        self.cell.tell_core(self, report)
+        self.cell.tell_core(self, decode_report(self.name, self.cache, status, waits))
 
     # candidates
 
@@ -204,9 +192,8 @@ class Decode:
             return
         for name in self.cell.pairs[self.name]:
             prefill = self.cell.prefills.get(name)
-            leased = prefill.buffers[BufferKind.REQUESTS].leased_to(self.name) if prefill is not None else []
-            if prefill is not None and len(leased) >= len(evict.block_ids):
-                prefill.adopt(evict.key, leased[: len(evict.block_ids)], self.name)
+            if prefill is not None and prefill.buffers.leased_blocks(self.name) >= len(evict.block_ids):
+                prefill.buffers.adopt(evict.key, len(evict.block_ids), self.name)
                 self.cell.after(self.cell.delay(0.004), self, self.evicted, evict.key, name, prefill)
                 return
         self.cell.after(0.0, self, self.eviction_failed, evict.key)  # the lease is gone with its prefill instance

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind, Prefilled, PrefillReported, Returned
+from alignedserve.scheduler.events import Prefilled, Returned
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.testing.small_cell.pool import Write
 
 if TYPE_CHECKING:
@@ -24,28 +25,14 @@ class Prefill:
         shape = cell.shape
         self.cache = BlockAllocator(shape.prefill_cache, f"{name}/cache")
         self.chunks = ChunkScheduler(self.cache, shape.block_size)
-        self.buffers = {
-            BufferKind.BATCH: BlockAllocator(shape.batch_buffer, f"{name}/batch"),
-            BufferKind.REQUESTS: BlockAllocator(shape.requests_buffer, f"{name}/requests"),
-        }
+        self.buffers = CandidateBuffers(name, shape.batch_buffer, shape.requests_buffer)
         self.groups: dict[RequestKey, list[RequestKey]] = {}  # by the one that carries the prompt
         self.lead: dict[RequestKey, RequestKey] = {}
-        self.candidates: dict[RequestKey, tuple[BufferKind, str]] = {}  # -> buffer, decode instance
         self.busy = False
         self.report()
 
     def report(self) -> None:
-        batch, requests = self.buffers.values()
-        report = PrefillReported(
-            self.name,
-            self.chunks.pending_tokens,
-            self.cache.capacity,
-            batch.capacity,
-            batch.available_blocks,
-            requests.capacity,
-            requests.available_blocks,
-        )
-        self.cell.tell_core(self, report)
+        self.cell.tell_core(self, self.buffers.report(self.name, self.chunks.pending_tokens, self.cache.capacity))
 
     # prefill
 
@@ -127,53 +114,39 @@ class Prefill:
             if kv_tokens is None:
                 continue  # it has ended; the word is on its way here
             blocks = self.cell.blocks_for(kv_tokens)
-            if self.buffers[action.buffer].allocate(blocks, key) is None:
+            if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 self.cell.counts["bounced"] += 1
                 self.cell.tell_core(self, Returned(key, kv_tokens, blocks))
                 continue
-            self.candidates[key] = action.buffer, action.decode_id
             self.cell.after(self.cell.delay(0.005), self, self.announce, action, key, kv_tokens)
         self.report()
 
     def announce(self, action: Prefetch, key: RequestKey, kv_tokens: int) -> None:
         decode = self.cell.decodes.get(action.decode_id)
-        if key in self.candidates and decode is not None:
+        if key in self.buffers and decode is not None:
             self.cell.send(self, decode, "offer", key, kv_tokens, action.buffer, action.batch_id, self.name)
-
-    def adopt(self, key: RequestKey, block_ids: Sequence[int], decode_id: str) -> None:
-        """An evicted request lies in blocks that were leased to its decode instance."""
-        self.buffers[BufferKind.REQUESTS].assign_leased(block_ids, decode_id, key)
-        self.candidates[key] = BufferKind.REQUESTS, decode_id
 
     def top_up_lease(self, decode_id: str) -> int:
         """Blocks of the requests buffer that the decode instance may evict to."""
-        buffer = self.buffers[BufferKind.REQUESTS]
-        missing = buffer.capacity // 4 - len(buffer.leased_to(decode_id))
-        if missing > 0:
-            buffer.lease(missing, decode_id)
-        return len(buffer.leased_to(decode_id))
+        self.buffers.top_up_lease(decode_id, self.buffers.requests.capacity // 4)
+        return self.buffers.leased_blocks(decode_id)
 
     def free(self, key: RequestKey) -> None:
-        kind, decode_id = self.candidates.pop(key)
-        self.buffers[kind].release_all(key)
+        decode_id = self.buffers.free(key)
         self.report()
         decode = self.cell.decodes.get(decode_id)
         if decode is not None:
             self.cell.send(self, decode, "refresh_lease")
 
     def consumed(self, key: RequestKey) -> None:
-        if key in self.candidates:
+        if key in self.buffers:
             self.free(key)
 
     def give_back(self, key: RequestKey, kv_tokens: int) -> None:
-        if key in self.candidates:
+        if key in self.buffers:
             self.free(key)
             self.cell.write_back(self, key, kv_tokens)
 
     def drop_decode(self, decode_id: str) -> None:
-        """A decode instance is gone: what lay here for it, and its lease, are free again."""
-        for key in [key for key, (_, wanted_by) in self.candidates.items() if wanted_by == decode_id]:
-            self.buffers[self.candidates.pop(key)[0]].release_all(key)
-        buffer = self.buffers[BufferKind.REQUESTS]
-        buffer.return_lease(buffer.leased_to(decode_id), decode_id)
+        self.buffers.drop_decode(decode_id)
         self.report()
