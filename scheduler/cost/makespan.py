@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import groupby
 
 
 def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
@@ -15,26 +16,27 @@ def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
 
     Each job goes to the worker that is free first. Equal jobs and workers free at the same time are taken as groups.
     """
-    free: list[tuple[int, int]] = [(0, workers)]  # a heap of (free at, how many)
+    shift = workers.bit_length()
+    several = (1 << shift) - 1
+    free = [workers]  # a heap of free at << shift | how many: one number is compared in half the time of two
+    replace, push = heapq.heapreplace, heapq.heappush
     end = 0
-    ordered = sorted(lengths, reverse=True)
-    number = 0
-    while number < len(ordered):
-        length = ordered[number]
-        first = number
-        while number < len(ordered) and ordered[number] == length:
-            number += 1
-        jobs = (number - first) * heads
-        while jobs:
-            at, count = free[0]
-            taken = min(count, jobs)
-            jobs -= taken
-            end = max(end, at + length)
-            if taken == count:
-                heapq.heapreplace(free, (at + length, taken))
-            else:
-                heapq.heapreplace(free, (at, count - taken))
-                heapq.heappush(free, (at + length, taken))
+    for length, equal in groupby(sorted(lengths, reverse=True)):
+        jobs = sum(1 for _ in equal) * heads
+        busy = length << shift
+        soonest = free[0]
+        count = soonest & several
+        while count < jobs:
+            replace(free, soonest + busy)
+            jobs -= count
+            soonest = free[0]
+            count = soonest & several
+        if count == jobs:
+            replace(free, soonest + busy)
+        else:
+            free[0] = soonest - jobs  # the least stays the least
+            push(free, soonest - count + jobs + busy)
+        end = max(end, (soonest >> shift) + length)
     return end
 
 
