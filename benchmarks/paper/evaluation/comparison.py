@@ -1,0 +1,99 @@
+"""One metric of `aligned` against the others on several workloads: figures 7 to 10."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from evaluation.grid import Case
+from evaluation.options import Evaluation, arrivals, head
+from evaluation.runner import Runner
+from evaluation.runs import ALIGNED, BASELINES, Variant
+from evaluation.tables import NOT_STATED, claims, gain, ratios, table, with_interval
+from evaluation.workloads import Source
+
+VARIANTS = (ALIGNED, *BASELINES)
+
+
+class Comparison:
+    """`metric` of the first variant over that of each other; `lower` is better: the other way round."""
+
+    def __init__(
+        self,
+        options: Evaluation,
+        runner: Runner,
+        sources: Iterable[Source],
+        metric: str,
+        *,
+        unit: str,
+        scale: float = 1.0,
+        lower: bool = False,
+        variants: Iterable[Variant] = VARIANTS,
+    ) -> None:
+        self.options = options
+        self.grid = options.grid(runner)
+        self.variants = options.variants(variants)
+        self.cases = options.cases(sources)
+        self._metric, self._unit, self._scale, self._lower = metric, unit, scale, lower
+        self.grid.prepare(self.cases, self.variants)
+
+    def gain(self, case: Case, other: str) -> list[float]:
+        """How many times better the first variant is than the one with this label, by seed."""
+        named = {variant.label: variant for variant in self.variants}
+        ours = self.grid.values(case, self.variants[0], self._metric)
+        theirs = self.grid.values(case, named[other], self._metric)
+        return ratios(theirs, ours) if self._lower else ratios(ours, theirs)
+
+    def tables(self) -> str:
+        """One for each kernel mode, topology and arrival process."""
+        parts = []
+        for (machine, topology, load), cases in itertools.groupby(
+            self.cases, key=lambda case: (case.machine, case.topology, case.load)
+        ):
+            title = f"{self._unit}: {machine.mode}; {topology}; {arrivals(load)}"
+            parts.append(f"### {title}\n\n{self._table(list(cases))}")
+        return "\n\n".join(parts)
+
+    def beside(self, what: str, source: str, stated: Mapping[str, str]) -> str:
+        """What the text states of the gain over each other one at `source`, and ours under every condition."""
+        others = [variant.label for variant in self.variants[1:]]
+        ours = [
+            (condition(case), [gain(self.gain(case, other)) for other in others])
+            for case in self.cases
+            if case.source.name == source
+        ]
+        return claims(what, others, [stated.get(other, NOT_STATED) for other in others], ours)
+
+    def _table(self, cases: Sequence[Case]) -> str:
+        others = [variant.label for variant in self.variants[1:]]
+        first = self.variants[0].label
+        gains = [f"{other} / {first}" if self._lower else f"{first} / {other}" for other in others]
+        head_ = ["workload", "prefill:decode", *(variant.label for variant in self.variants), *gains]
+        return table(head_, [self._row(case, others) for case in cases])
+
+    def _row(self, case: Case, others: Sequence[str]) -> list[str]:
+        figures = [
+            with_interval(self.grid.values(case, variant, self._metric), 4, self._scale) for variant in self.variants
+        ]
+        gains = [gain(self.gain(case, other)) for other in others]
+        return [case.source.name, str(self.grid.topology(case)), *figures, *gains]
+
+
+def condition(case: Case) -> str:
+    """All but the workload, in a few words."""
+    load = "all at time zero" if case.load is None else f"{case.load:g} of capacity"
+    return f"{case.machine.mode}; {case.topology}; {load}"
+
+
+def report(
+    title: str,
+    comparison: Comparison,
+    runner: Runner,
+    said: Iterable[str],
+    notes: Iterable[str] = (),
+) -> str:
+    sizes = {case.source.name: case.source.requests for case in comparison.cases}
+    listed = ", ".join(f"{name} ({requests} requests)" for name, requests in sizes.items())
+    workloads = f"workloads: {listed or 'none'}"
+    top = head(title, comparison.options, runner, [workloads, *notes])
+    return "\n\n".join([top, *said, comparison.tables()])

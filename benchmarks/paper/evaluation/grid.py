@@ -1,0 +1,112 @@
+"""Workloads × policies × machines × topologies × arrivals, each with several seeds; capacity and topologies measured.
+
+Topologies, as prefill:decode instances, are found by `fcfs` with everything at time zero in `split_kv` mode:
+    decode-bound  the fewest prefill instances (1, 2, 4, …) of which twice as many would serve less than 3 % more
+    balanced      those with the most served requests an instance, prefill and decode ones counted alike
+Capacity is what `fcfs` serves with everything at time zero on the same machine and topology, in requests a second over
+the whole run, its beginning and its end included; the mean over the seeds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from evaluation.runner import Runner
+from evaluation.runs import FCFS, Machine, Outcome, Run, Topology, Variant
+from evaluation.workloads import Source
+
+DECODE_BOUND, BALANCED = "decode-bound", "balanced"
+ENOUGH = 0.03
+MOST_PREFILL = 32
+AT_ONCE: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`load`: share of the capacity at which requests arrive; None: all at time zero."""
+
+    source: Source
+    machine: Machine
+    topology: str
+    load: float | None
+
+
+class Grid:
+    """`topologies` by name are those above, or "P:D". `decode`: decode instances of the named ones."""
+
+    def __init__(self, runner: Runner, seeds: Sequence[int], decode: int = 1, most_prefill: int = MOST_PREFILL) -> None:
+        self.runner = runner
+        self.seeds = tuple(seeds)
+        self._decode = decode
+        self._most_prefill = most_prefill
+        self._found: dict[tuple[Source, str], dict[str, Topology]] = {}
+
+    def prepare(self, cases: Iterable[Case], variants: Iterable[Variant]) -> None:
+        """Run all that these cases need, as much beside each other as can be."""
+        cases, variants = list(cases), list(variants)
+        self._probe([case for case in cases if case.topology in (DECODE_BOUND, BALANCED)])
+        at_once = [case for case in cases if case.load is None]
+        capacities = [run for case in cases if case.load is not None for run in self._capacity_runs(case)]
+        self.runner.outcomes([*capacities, *self._all(at_once, variants)])
+        self.runner.outcomes(self._all(cases, variants))
+
+    def outcomes(self, case: Case, variant: Variant) -> list[Outcome]:
+        """By seed."""
+        return list(self.runner.outcomes(self._runs(case, variant)).values())
+
+    def values(self, case: Case, variant: Variant, metric: str) -> list[float]:
+        return [outcome.value(metric) for outcome in self.outcomes(case, variant)]
+
+    def capacity(self, case: Case) -> float:
+        """Requests a second."""
+        outcomes = self.runner.outcomes(self._capacity_runs(case)).values()
+        return statistics.fmean(outcome.value("throughput_requests_per_s") for outcome in outcomes)
+
+    def topology(self, case: Case) -> Topology:
+        if case.topology in (DECODE_BOUND, BALANCED):
+            self._probe([case])
+            return self._found[case.source, case.machine.cost_model][case.topology]
+        prefill, _, decode = case.topology.partition(":")
+        return Topology(int(prefill), int(decode))
+
+    def _all(self, cases: Iterable[Case], variants: Sequence[Variant]) -> list[Run]:
+        return [run for case in cases for variant in variants for run in self._runs(case, variant)]
+
+    def _runs(self, case: Case, variant: Variant) -> list[Run]:
+        topology = self.topology(case)
+        rate = None if case.load is None else case.load * self.capacity(case)
+        return [Run(case.source, variant, case.machine, topology, rate, seed) for seed in self.seeds]
+
+    def _capacity_runs(self, case: Case) -> list[Run]:
+        topology = self.topology(case)
+        return [Run(case.source, FCFS, case.machine, topology, None, seed) for seed in self.seeds]
+
+    def _probe(self, cases: Iterable[Case]) -> None:
+        """Both named topologies of each workload, the probes of all workloads beside each other."""
+        open_ = {(case.source, case.machine.cost_model) for case in cases} - self._found.keys()
+        served: dict[tuple[Source, str], dict[int, float]] = {key: {} for key in sorted(open_, key=str)}
+        prefill = 1
+        while open_:
+            runs = {key: self._probe_run(*key, prefill) for key in served if key in open_}
+            outcomes = self.runner.outcomes(runs.values())
+            for key, run in runs.items():
+                rates = served[key]
+                rates[prefill] = outcomes[run].value("throughput_requests_per_s")
+                if prefill >= self._most_prefill or rates[prefill] < (1 + ENOUGH) * rates.get(prefill // 2, 0.0):
+                    open_.discard(key)
+                    self._found[key] = self._choose(rates)
+            prefill *= 2
+
+    def _probe_run(self, source: Source, cost_model: str, prefill: int) -> Run:
+        topology = Topology(prefill * self._decode, self._decode)
+        return Run(source, FCFS, Machine(cost_model), topology, None, self.seeds[0])
+
+    def _choose(self, rates: dict[int, float]) -> dict[str, Topology]:
+        bound = next(p for p in rates if rates.get(2 * p, 0.0) < (1 + ENOUGH) * rates[p])
+        balanced = max(rates, key=lambda p: (rates[p] / (p + 1), -p))
+        return {
+            name: Topology(prefill * self._decode, self._decode)
+            for name, prefill in ((DECODE_BOUND, bound), (BALANCED, balanced))
+        }

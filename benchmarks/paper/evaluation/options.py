@@ -1,0 +1,189 @@
+"""The command line that all scripts of this folder share, and the report's head: what was run, on what, by what."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.systems import Topology as Kind
+from alignedserve.scheduler.systems import resolve
+from alignedserve.simulator.options import settings_of
+from alignedserve.simulator.provenance import own_commit
+from evaluation.grid import BALANCED, DECODE_BOUND, MOST_PREFILL, Case, Grid
+from evaluation.runner import Runner
+from evaluation.runs import Machine, Variant
+from evaluation.workloads import Application, Source, applications
+
+RTX_PRO_6000 = "rtxpro6000-llama-3.1-8b"
+A100 = "a100-opt-13b"
+LOAD = 0.9
+QUICK_REQUESTS, QUICK_SEEDS, QUICK_PREFILL = 40, 2, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A parsed command line. `machines`: one a kernel mode."""
+
+    machines: tuple[Machine, ...]
+    topologies: tuple[str, ...]
+    loads: tuple[float | None, ...]
+    seeds: tuple[int, ...]
+    limit: int | None
+    data: Path | None
+    decode: int
+    most_prefill: int
+    settings: tuple[str, ...]
+    out: Path | None
+    jobs: int
+    quick: bool
+    command: str
+    given: argparse.Namespace
+
+    def runner(self) -> Runner:
+        return Runner(self.out, self.jobs, own_commit(), quiet=self.given.quiet)
+
+    def grid(self, runner: Runner) -> Grid:
+        return Grid(runner, self.seeds, self.decode, self.most_prefill)
+
+    def limited(self, sources: Iterable[Source]) -> list[Source]:
+        return [source.limited(self.limit) for source in sources]
+
+    def applications(self, wanted: tuple[Application, ...]) -> tuple[list[Source], list[str]]:
+        found, left_out = applications(self.data, wanted)
+        return self.limited(found), left_out
+
+    def variants(self, wanted: Iterable[Variant]) -> list[Variant]:
+        """With what `--set` says of their policies. Raises ConfigError where it names another policy."""
+        listed = list(wanted)
+        changes = settings_of(list(self.settings), tuple(dict.fromkeys(variant.policy for variant in listed)))
+        return [
+            dataclasses.replace(variant, settings=(*variant.settings, *changes[variant.policy].items()))
+            for variant in listed
+        ]
+
+    def cases(self, sources: Iterable[Source]) -> list[Case]:
+        return [
+            Case(source, machine, topology, load)
+            for machine in self.machines
+            for topology in self.topologies
+            for load in self.loads
+            for source in sources
+        ]
+
+
+def parser(doc: str, kernel_modes: str, cost_model: str = RTX_PRO_6000) -> argparse.ArgumentParser:
+    """`kernel_modes`: those that the script runs by default."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = found.add_argument
+    add("--data", type=Path, default=os.environ.get("ALIGNEDSERVE_DATA"), metavar="DIR", help=(
+        "the data: DIR/lengths and DIR/traces, under the names that benchmarks/paper/evaluation/workloads.py lists"
+    ))  # fmt: skip
+    add("--cost-model", default=cost_model, help="a name that ships, a profile or a folder of tables (%(default)s)")
+    add("--kernel-modes", default=kernel_modes, metavar="A,B,…", help="split_kv, no_split:GB/S (%(default)s)")
+    add("--topology", default=f"{DECODE_BOUND},{BALANCED}", metavar="A,B,…", help=(
+        "prefill:decode instances: decode-bound, balanced (both found by measuring), or P:D (%(default)s)"
+    ))  # fmt: skip
+    add("--decode", type=int, default=1, help="decode instances of the first two (default 1)")
+    add("--loads", default=f"at-once,{LOAD}", metavar="A,B,…", help="at-once, or shares of the capacity (%(default)s)")
+    add("--seeds", type=int, default=5, help="how many (default 5)")
+    add("--limit", type=int, metavar="N", help="at most N requests a run")
+    add("--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="as for `alignedserve simulate`")
+    add("--out", type=Path, metavar="DIR", help="keep each run's figures there, and use those of this commit")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    add("--quick", action="store_true", help="a few requests, two seeds: to see that it works, for no figures")
+    add("--quiet", action="store_true", help="no progress on stderr")
+    return found
+
+
+def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Evaluation:
+    """Ends the program with a message for options that cannot be."""
+    given = found.parse_args(argv)
+    quick = given.quick
+    try:
+        machines = tuple(Machine.parse(given.cost_model, text) for text in given.kernel_modes.split(","))
+        for machine in machines:
+            machine.cost()
+        loads = tuple(None if text == "at-once" else float(text) for text in given.loads.split(","))
+        if not all(load is None or load > 0 for load in loads):
+            raise ValueError("--loads are shares above 0, or at-once")
+    except (ConfigError, ValueError) as error:
+        found.error(str(error))
+    if given.seeds < 1 or given.jobs < 1 or given.decode < 1 or (given.limit is not None and given.limit < 1):
+        found.error("--seeds, --jobs, --decode and --limit are at least 1")
+    for text in given.topology.split(","):
+        if text not in (DECODE_BOUND, BALANCED) and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text):
+            found.error(f"--topology takes {DECODE_BOUND}, {BALANCED} or P:D, not {text!r}")
+    return Evaluation(
+        machines=machines,
+        topologies=tuple(given.topology.split(",")),
+        loads=loads,
+        seeds=tuple(range(min(given.seeds, QUICK_SEEDS) if quick else given.seeds)),
+        limit=min(given.limit or QUICK_REQUESTS, QUICK_REQUESTS) if quick else given.limit,
+        data=given.data,
+        decode=given.decode,
+        most_prefill=QUICK_PREFILL if quick else MOST_PREFILL,
+        settings=tuple(given.set),
+        out=given.out,
+        jobs=given.jobs,
+        quick=quick,
+        command=_command(found.prog, sys.argv[1:] if argv is None else argv, given),
+        given=given,
+    )
+
+
+def _command(program: str, argv: Sequence[str], given: argparse.Namespace) -> str:
+    """As it can be given on another machine: folders by what they are."""
+    folders = {str(given.data): "DIR", str(given.out): "OUT"}
+    return shlex.join(["python", f"benchmarks/paper/{Path(program).name}", *(folders.get(text, text) for text in argv)])
+
+
+def run(found: argparse.ArgumentParser, report: Callable[[Evaluation, Runner], str], argv: Sequence[str] | None) -> int:
+    """Parse, make the report, print it."""
+    options = evaluation(found, argv)
+    with options.runner() as runner:
+        try:
+            text = report(options, runner)
+        except ConfigError as error:
+            found.error(str(error))
+    print(text)
+    return 0
+
+
+def head(title: str, options: Evaluation, runner: Runner, notes: Iterable[str] = ()) -> str:
+    """The report's first part: everything that its figures hang on."""
+    machine = options.machines[0]
+    cost, hardware = machine.cost().describe(), machine.hardware()
+    source = cost["source"]
+    device = source.get("device") or source.get("gpu") or "a device that the cost model does not name"
+    lines = [
+        f"command: `{options.command}`",
+        f"commit: {runner.commit}",
+        f"cost model: {cost['name']} ({source.get('model', 'model not named')} on {device}); "
+        "the paper's OPT models on H100 have no public tables",
+        f"kernel modes: {'; '.join(machine.mode for machine in options.machines)}",
+        f"hardware: {hardware.kv_tokens:,} tokens of KV an instance, {hardware.pool_tokens:,} in the pool, "
+        f"{hardware.pool_bandwidth / 1e9:g} GB/s to the pool, {hardware.peer_bandwidth / 1e9:g} GB/s between instances",
+        f"seeds: {len(options.seeds)}; ± is half a 95 % confidence interval (Student's t)",
+        *notes,
+    ]
+    if options.quick:
+        lines.insert(0, "a quick run: its figures say nothing but that the script works")
+    return "\n".join([f"# {title}", "", *(f"- {line}" for line in lines)])
+
+
+def arrivals(load: float | None) -> str:
+    if load is None:
+        return "all at time zero"
+    return f"at {load:g} of capacity (Poisson; a trace's own arrivals, stretched)"
+
+
+def is_colocated(variant: Variant) -> bool:
+    return resolve(variant.policy).topology is Kind.COLOCATED

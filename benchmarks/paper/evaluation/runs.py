@@ -1,0 +1,178 @@
+"""One run of the simulator: what it depends on, and what is kept of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
+from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.hardware_file import default_hardware
+from alignedserve.simulator.replay import Candidate, Plan
+from alignedserve.simulator.results import RunResult
+from alignedserve.simulator.summary import Metric, measure
+from alignedserve.simulator.traces import Load
+from evaluation.workloads import Source
+
+LEVELS = 500  # quantiles of the iterations' times that are kept: every 0.2 %
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`bandwidth_gb_s`: of one thread block, in `no_split` mode only; None there: the cost model's default."""
+
+    cost_model: str
+    kernel_mode: str = "split_kv"
+    bandwidth_gb_s: float | None = None
+
+    @classmethod
+    def parse(cls, cost_model: str, text: str) -> Machine:
+        """`split_kv`, `no_split`, or `no_split:GB/S`."""
+        mode, _, bandwidth = text.partition(":")
+        return cls(cost_model, mode, float(bandwidth) if bandwidth else None)
+
+    @property
+    def mode(self) -> str:
+        """The kernel mode as tables name it."""
+        return self.kernel_mode + ("" if self.bandwidth_gb_s is None else f", {self.bandwidth_gb_s:g} GB/s a block")
+
+    def cost(self) -> StepCost:
+        return _cost(self)
+
+    def hardware(self) -> Hardware:
+        return default_hardware(hardware_of_cost(self.cost_model))
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A policy with settings, as a table names it."""
+
+    label: str
+    policy: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def candidate(self) -> Candidate:
+        return Candidate.of(self.policy, dict(self.settings), None)
+
+
+ALIGNED = Variant("aligned", "aligned")
+ALIGNED_COST = Variant("aligned-cost", "aligned-cost")
+FCFS = Variant("fcfs", "fcfs")
+FCFS_10_MS = Variant("fcfs + 10 ms", "fcfs", (("iteration_gap_s", "0.01"),))
+VLLM = Variant("vllm", "vllm")
+FASTGEN = Variant("fastgen", "fastgen")
+BASELINES = (FCFS, FCFS_10_MS, VLLM, FASTGEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Colocated policies get as many instances as both together."""
+
+    prefill: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill}:{self.decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`rate_per_s` None: everything arrives at time zero."""
+
+    source: Source
+    variant: Variant
+    machine: Machine
+    topology: Topology
+    rate_per_s: float | None
+    seed: int
+
+    def __str__(self) -> str:
+        rate = "at once" if self.rate_per_s is None else f"{self.rate_per_s:.3g} requests/s"
+        where = f"{self.machine.mode}, {self.topology}, {rate}, seed {self.seed}"
+        return f"{self.variant.label}, {self.source.name}, {where}"
+
+    def plan(self) -> Plan:
+        return Plan(
+            trace=self.source.trace(self.seed, at_once=self.rate_per_s is None),
+            candidates=(self.variant.candidate(),),
+            cost=self.machine.cost(),
+            hardware=self.machine.hardware(),
+            load=Load(self.rate_per_s, limit=self.source.requests),
+            rates=(self.rate_per_s,),
+            seeds=(self.seed,),
+            instances=self.topology.prefill + self.topology.decode,
+            prefill=self.topology.prefill,
+            decode=self.topology.decode,
+        )
+
+    def configuration(self, commit: str) -> dict[str, Any]:
+        """Everything that the outcome depends on. JSON."""
+        described = {
+            "commit": commit,
+            "plan": self.plan().describe(),
+            "workload": self.source.describe(),
+            "cost_model": self.machine.cost().describe(),
+            "objectives": asdict(self.source.objectives),
+            "levels": LEVELS,
+        }
+        found: dict[str, Any] = json.loads(json.dumps(described))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`metrics`: as in the simulator's summary (docs/simulator.md), and those that `execute` adds.
+
+    `iterations_s`: `LEVELS` + 1 quantiles of the time of a pass with decodes, what is charged before it included.
+    """
+
+    metrics: dict[str, Metric]
+    iterations_s: tuple[float, ...]
+
+    def value(self, name: str) -> float:
+        """NaN where the run has no such figure."""
+        found = self.metrics[name]
+        return float("nan") if found is None else float(found)
+
+    def share_within(self, seconds: float) -> float:
+        """Of the iterations, to half a `LEVELS`th."""
+        levels = np.linspace(0.0, 1.0, len(self.iterations_s))
+        return float(np.interp(seconds, self.iterations_s, levels, left=0.0, right=1.0))
+
+
+def execute(run: Run) -> Outcome:
+    """Beside the simulator's: `charged_*`, the times of decode iterations with the gap before them."""
+    ((result, _, _),) = run.plan().runs(lambda _: None)
+    measured = measure(result, run.source.objectives)
+    charged_s = measured.passes.seconds + measured.passes.gap
+    metrics = {
+        **measured.metrics,
+        "charged_mean_s": float(charged_s.mean()),
+        "charged_p99_s": float(np.percentile(charged_s, 99)),
+        "pool_peak_gib": _pool_peak_gib(result, run.machine.hardware()),
+    }
+    quantiles = np.quantile(charged_s, np.linspace(0.0, 1.0, LEVELS + 1))
+    return Outcome(metrics, tuple(float(value) for value in quantiles))
+
+
+def digest(configuration: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _pool_peak_gib(result: RunResult, hardware: Hardware) -> float:
+    blocks = max((blocks for _, blocks in result.pool_blocks), default=0)
+    return blocks * hardware.block_size * hardware.kv_bytes_per_token / GIB
+
+
+@cache
+def _cost(machine: Machine) -> StepCost:
+    options = {} if machine.bandwidth_gb_s is None else {"block_bandwidth": machine.bandwidth_gb_s * 1e9}
+    return load_step_cost(machine.cost_model, kernel_mode=machine.kernel_mode, **options)

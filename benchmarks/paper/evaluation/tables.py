@@ -1,0 +1,64 @@
+"""Markdown tables, figures with their confidence intervals, and "the paper says" beside ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from alignedserve.simulator.seeds import mean_and_interval
+
+NOT_STATED = "not stated in the text"
+NOTHING = "–"
+PAPER = "the paper's text"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column is of names, the others of figures."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def claims(what: str, columns: Sequence[str], stated: Sequence[str], ours: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """What the paper's text states of `what` in its first row, then ours, a row for each condition."""
+    rows = [[PAPER, *stated], *([f"ours: {condition}", *figures] for condition, figures in ours)]
+    return table([what, *columns], rows)
+
+
+def with_interval(values: Sequence[float], digits: int = 3, scale: float = 1.0) -> str:
+    """The mean, and half its 95 % confidence interval over the seeds: `25.1 ± 0.3`, to significant digits."""
+    known = [value * scale for value in values]
+    if not known or any(math.isnan(value) for value in known):
+        return NOTHING
+    mean, half = mean_and_interval(known)
+    return _shown(mean, half, decimals(mean, digits))
+
+
+def gain(values: Sequence[float]) -> str:
+    """Ratios near 1, to three places, with their interval."""
+    if not values or any(math.isnan(value) for value in values):
+        return NOTHING
+    return _shown(*mean_and_interval(values), 3)
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Seed by seed: both had the same requests."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def percent(values: Sequence[float]) -> str:
+    shown = with_interval(values, scale=100.0)
+    return shown if shown == NOTHING else f"{shown} %"
+
+
+def _shown(mean: float, half: float | None, places: int) -> str:
+    shown = f"{mean:,.{places}f}"
+    return shown if half is None else f"{shown} ± {half:,.{places}f}"
+
+
+def number(value: float, digits: int = 3) -> str:
+    return NOTHING if math.isnan(value) else f"{value:,.{decimals(value, digits)}f}"
+
+
+def decimals(value: float, digits: int) -> int:
+    """So many places show `digits` significant digits."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else digits - 1

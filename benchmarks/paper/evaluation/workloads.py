@@ -1,0 +1,109 @@
+"""What is replayed: the paper's synthetic mixes, application workloads from a folder of data, uniform lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from alignedserve.simulator.summary import Objectives
+from alignedserve.simulator.traces import Trace, read_trace
+from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, in_order
+
+SHARES = (0.70, 0.75, 0.80, 0.85, 0.90, 0.95)
+CHAT = Objectives(ttft_s=2.0, tpot_s=0.1)
+DOCUMENTS = Objectives(ttft_s=4.0, tpot_s=0.1)
+VERY_LONG = Objectives(ttft_s=30.0, tpot_s=0.1)
+MIX_REQUESTS = 1200
+UNIFORM_REQUESTS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`text`: `mix:…` or a file. `requests`: how many of it a run has. `objectives`: for goodput."""
+
+    name: str
+    text: str
+    requests: int
+    objectives: Objectives = CHAT
+
+    def trace(self, seed: int, at_once: bool) -> Trace:
+        """Of a trace with arrivals each seed has a window of its own; at once, their lengths alone are taken."""
+        whole = _read(self.text)
+        if not isinstance(whole, TimedTrace):
+            return whole
+        first = seed * self.requests % max(1, len(whole.rows) - self.requests + 1)
+        rows, _ = in_order(list(whole.rows[first : first + self.requests]))
+        if at_once:
+            return LengthsTrace(whole.source, whole.format, whole.sha256, rows)
+        return replace(whole, rows=rows)
+
+    def limited(self, limit: int | None) -> Source:
+        return self if limit is None else replace(self, requests=min(limit, self.requests))
+
+    def describe(self) -> dict[str, object]:
+        """What the lengths depend on, beside the seed; where a file lies is no part of it."""
+        described = {name: value for name, value in _read(self.text).describe().items() if name != "source"}
+        return {**described, "requests": self.requests}
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """A file of the data folder. `stands_for`: what the paper has in its place, where that is another."""
+
+    name: str
+    file: str
+    requests: int
+    objectives: Objectives
+    stands_for: str = ""
+
+
+SHAREGPT = Application("ShareGPT-8k", "lengths/sharegpt_8k_lengths.csv", 1200, CHAT)
+ARXIV = Application(
+    "arXiv summarization",
+    "lengths/arxiv_summarization_4k_lengths.csv",
+    1200,
+    DOCUMENTS,
+    "LongBench, of which no lengths were there",
+)
+AZURE_CODE = Application("Azure code", "traces/AzureLLMInferenceTrace_code.csv", 1200, CHAT)
+AZURE_CONVERSATION = Application("Azure conversation", "traces/AzureLLMInferenceTrace_conv.csv", 1200, CHAT)
+MOONCAKE = Application("Mooncake", "traces/mooncake_synthetic_trace.jsonl", 700, VERY_LONG)
+APPLICATIONS = (SHAREGPT, ARXIV, AZURE_CODE, AZURE_CONVERSATION, MOONCAKE)
+
+
+def mix(name: str, requests: int = MIX_REQUESTS, **keys: float) -> Source:
+    """Short 32 to 999, long 1,000 to 8,000, answers 64 to 512 tokens, uniform, unless `keys` say otherwise."""
+    text = ",".join(f"{key}={value:g}" for key, value in {**keys, "requests": requests}.items())
+    return Source(name, f"mix:{text}", requests)
+
+
+def mixes(shares: tuple[float, ...] = SHARES) -> list[Source]:
+    return [mix(f"{round(100 * share)} % short", short=share) for share in shares]
+
+
+def uniform_lengths() -> list[Source]:
+    """Prompts of nearly one length: nothing to align, so nothing to gain, and little may be lost."""
+    ends = {500: (480, 520), 2000: (1900, 2100)}
+    return [
+        mix(f"uniform, {mean}", UNIFORM_REQUESTS, short=1.0, short_min=low, short_max=high)
+        for mean, (low, high) in ends.items()
+    ]
+
+
+def applications(folder: Path | None, wanted: tuple[Application, ...] = APPLICATIONS) -> tuple[list[Source], list[str]]:
+    """Those whose file is in `folder`, and a sentence for each that is left out."""
+    found, left_out = [], []
+    for one in wanted:
+        file = folder / one.file if folder else None
+        if file is not None and file.is_file():
+            found.append(Source(one.name, str(file), one.requests, one.objectives))
+        else:
+            why = f"no {one.file} in --data" if folder else "it needs --data DIR"
+            left_out.append(f"{one.name} is left out: {why}")
+    return found, left_out
+
+
+@cache
+def _read(text: str) -> Trace:
+    return read_trace(text)
