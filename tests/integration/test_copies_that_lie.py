@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
-from alignedserve.control.role import new_incarnation
-from alignedserve.gateway.server import GatewayServer
-from alignedserve.proto import common_pb2 as pb
 from alignedserve.scheduler.pool_audit import SETTLE_S
 from alignedserve.testing.faulty_channel import FaultPlan, fault_environment
+from alignedserve.testing.gateway import http_to, joined_gateway
 from alignedserve.testing.metrics import value
 from alignedserve.testing.models import VOCAB_SIZE, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
@@ -84,16 +82,8 @@ async def serving(folder: Path, plan: FaultPlan) -> AsyncIterator[Served]:
     )
     async with LocalCluster(config, environment=fault_environment(plan)) as cluster:
         await cluster.wait_ready()
-        info = cluster.join_info()
-        process = pb.ProcessKey(role="gateway", id="gateway-0", incarnation=new_incarnation())
-        gateway = await GatewayServer.create(
-            config, folder, process, info["supervisor_address"], info["token"], node_id=info["node_id"]
-        )
-        await gateway.wait_model(10.0)
-        transport = httpx.ASGITransport(gateway.asgi_app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=120.0) as http:
+        async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:
             yield Served(cluster, http)
-        await gateway.close()
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,9 @@ import pytest_asyncio
 from alignedserve.cluster.cli import main
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
-from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import MAX_MESSAGE_BYTES, TOKEN_KEY
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.gateway.standalone import StandaloneGateway
-from alignedserve.model import resolve_model
 from alignedserve.proto import (
     common_pb2,
     decode_worker_pb2,
@@ -40,6 +38,7 @@ from alignedserve.proto import (
     supervisor_pb2,
 )
 from alignedserve.testing import nonsense
+from alignedserve.testing.gateway import joined_gateway
 from alignedserve.testing.metrics import value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
@@ -139,18 +138,12 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     logging.getLogger("alignedserve").setLevel(config.log.level.upper())
     async with LocalCluster(config, output_dir=folder) as cluster:
         await cluster.wait_ready()
-        info = cluster.join_info()
-        process = common_pb2.ProcessKey(role="gateway", id="gateway-0", incarnation=new_incarnation())
-        gateway = await GatewayServer.create(
-            config, resolve_model("tiny"), process, info["supervisor_address"], info["token"], node_id=info["node_id"]
-        )
-        await gateway.wait_model(10.0)
         async with (
+            joined_gateway(cluster.join_info()) as gateway,
             StandaloneGateway(gateway) as public,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{public.port}", timeout=60.0) as http,
         ):
             yield Served(cluster, gateway, public, http, folder)
-        await gateway.close()
     for name in ("", "alignedserve"):
         logging.getLogger(name).removeHandler(handler)
 

@@ -14,11 +14,8 @@ import pytest_asyncio
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.processes import is_alive
 from alignedserve.config_sources import from_tree
-from alignedserve.control.role import new_incarnation
-from alignedserve.gateway.server import GatewayServer
-from alignedserve.model import resolve_model
-from alignedserve.proto import common_pb2 as pb
 from alignedserve.testing.faulty_roles import FOLDER
+from alignedserve.testing.gateway import http_to, joined_gateway
 
 httpx = pytest.importorskip("httpx")
 
@@ -77,16 +74,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     module = "alignedserve.testing.faulty_roles"
     async with LocalCluster(config, environment={FOLDER: str(folder)}, module=module) as cluster:
         await cluster.wait_ready()
-        info = cluster.join_info()
-        process = pb.ProcessKey(role="gateway", id="gateway-0", incarnation=new_incarnation())
-        gateway = await GatewayServer.create(
-            config, resolve_model("tiny"), process, info["supervisor_address"], info["token"], node_id=info["node_id"]
-        )
-        await gateway.wait_model(10.0)
-        transport = httpx.ASGITransport(gateway.asgi_app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=120.0) as http:
+        async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:
             yield Served(cluster, http, folder)
-        await gateway.close()
 
 
 @pytest.mark.parametrize(("role", "how"), [("decode", "stopped"), ("decode", "loop"), ("prefill", "loop")])

@@ -14,11 +14,8 @@ import pytest_asyncio
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
-from alignedserve.control.role import new_incarnation
-from alignedserve.gateway.server import GatewayServer
-from alignedserve.model import resolve_model
-from alignedserve.proto import common_pb2 as pb
 from alignedserve.scheduler.pool_audit import SETTLE_S
+from alignedserve.testing.gateway import http_to, joined_gateway
 from alignedserve.testing.metrics import value
 from alignedserve.transfer.segments import SegmentClient
 
@@ -78,18 +75,10 @@ async def served() -> AsyncIterator[Served]:
     )
     async with LocalCluster(config) as cluster:
         await cluster.wait_ready()
-        info = cluster.join_info()
-        process = pb.ProcessKey(role="gateway", id="gateway-0", incarnation=new_incarnation())
-        gateway = await GatewayServer.create(
-            config, resolve_model("tiny"), process, info["supervisor_address"], info["token"], node_id=info["node_id"]
-        )
-        await gateway.wait_model(10.0)
-        transport = httpx.ASGITransport(gateway.asgi_app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60.0) as http:
+        async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 60.0) as http:
             served = Served(cluster, http)
             served.expected = {words: await served.ask(words) for words in WORDS}
             yield served
-        await gateway.close()
 
 
 async def test_the_buffers_of_killed_prefill_instances_do_not_stay_with_the_node_agent(served: Served) -> None:

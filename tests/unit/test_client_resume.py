@@ -56,18 +56,6 @@ class Pauses:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with FakeCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
-    async with running_gateway(cluster) as gateway:
-        yield gateway
-
-
-@pytest.fixture
 async def stub(gateway: RunningGateway) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
         yield InferenceStub(channel)

@@ -50,12 +50,6 @@ async def gateway(tmp_path: Path) -> AsyncIterator[RunningGateway]:
         yield gateway
 
 
-@pytest.fixture
-async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http:
-        yield http
-
-
 # ---- HTTP
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -19,24 +18,6 @@ from alignedserve.testing.fake_cluster import TOKEN, FakeCluster, silent_script
 from alignedserve.testing.gateway import RunningGateway, running_gateway
 
 KEY = {ADMIN_HEADER: admin_key(TOKEN)}
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with FakeCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
-    async with running_gateway(cluster) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as http:
-        yield http
 
 
 async def ask(http: httpx.AsyncClient, **body: Any) -> httpx.Response:

@@ -21,21 +21,9 @@ BODY = {"model": "tiny", "prompt": [10, 11, 12], "max_tokens": 2}
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with FakeCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
 async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
     async with running_gateway(cluster, max_body_mib=0.25, max_queue=64) as gateway:
         yield gateway
-
-
-@pytest.fixture
-async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http:
-        yield http
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:

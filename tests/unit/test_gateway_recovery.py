@@ -21,18 +21,6 @@ from alignedserve.testing.gateway import RunningGateway, running_gateway
 COUNTED = list(range(100, 116))
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with FakeCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
-    async with running_gateway(cluster) as gateway:
-        yield gateway
-
-
 async def ask(gateway: RunningGateway, **body: Any) -> httpx.Response:
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as http:
         return await http.post("/v1/completions", json={"prompt": "a", "return_token_ids": True, **body})

@@ -30,24 +30,6 @@ def ids(text: str) -> list[int]:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with FakeCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
-    async with running_gateway(cluster) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http:
-        yield http
-
-
-@pytest.fixture
 async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=10.0) as client:
         yield client

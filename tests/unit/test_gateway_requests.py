@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_
 from alignedserve.scheduler.wire import request_meta
 from alignedserve.testing.fake_cluster import fake_model_info
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
-
-
-@pytest.fixture
-async def front() -> AsyncIterator[Front]:
-    front = Front()
-    yield front
-    await front.client.aclose()
 
 
 async def test_defaults_are_openais_and_the_models(front: Front) -> None:

@@ -10,14 +10,6 @@ import pytest
 from alignedserve.gateway.refused import refused_names
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
 
-
-@pytest.fixture
-async def front() -> AsyncIterator[Front]:
-    front = Front()
-    yield front
-    await front.client.aclose()
-
-
 SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"model": 5}, "model", "invalid_type"),
     ({"temperature": "1"}, "temperature", "invalid_type"),

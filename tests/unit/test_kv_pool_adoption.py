@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from alignedserve.errors import StaleError
-from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.pool import Grant, KvPool
-from alignedserve.kv_pool.records import WriterKey
-from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.request import RequestKey
+from alignedserve.testing.kv_pool import OTHER, PREFILL, leased, open_pool
 
-GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
-CAPACITY = 20
-PREFILL, OTHER = WriterKey("prefill", "prefill-0", 5), WriterKey("prefill", "prefill-1", 5)
 A, B = RequestKey("a"), RequestKey("b")
-
-
-@pytest.fixture
-def memory() -> memoryview:
-    return memoryview(bytearray(table_bytes(CAPACITY)))
-
-
-@pytest.fixture
-def pool(memory: memoryview) -> Iterator[KvPool]:
-    pool = open_pool(memory)
-    yield pool
-    pool.check_integrity()
-    open_pool(memory).check_integrity()
-
-
-def open_pool(memory: memoryview) -> KvPool:
-    return KvPool("kv_pool-0", AllocationTable(memory, GEOMETRY, CAPACITY), GEOMETRY.block_size)
-
-
-def leased(pool: KvPool, writer: WriterKey, count: int) -> list[int]:
-    (grant,) = pool.want(writer, count)
-    return list(grant.block_ids)
 
 
 def test_a_new_epoch_adopts_what_an_older_one_committed(pool: KvPool) -> None:

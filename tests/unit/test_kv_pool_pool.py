@@ -6,52 +6,23 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from alignedserve.errors import AccountingError, AlignedServeError, StaleError, TransferError
-from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.pool import Grant, KvPool
 from alignedserve.kv_pool.records import PoolState, Record, WriterKey
 from alignedserve.kv_pool.table import SPARE_BYTES, AllocationTable, table_bytes
 from alignedserve.request import RequestKey
+from alignedserve.testing.kv_pool import CAPACITY, DECODE, GEOMETRY, OTHER, PREFILL, leased, open_pool
 from alignedserve.transfer.block_store import HostBlockStore, attach_store
 from alignedserve.transfer.handles import StoreHandle
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
 
-GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
-CAPACITY = 20
-PREFILL, OTHER = WriterKey("prefill", "prefill-0", 5), WriterKey("prefill", "prefill-1", 5)
-DECODE = WriterKey("decode", "decode-0", 5)
 A, B = RequestKey("a"), RequestKey("b")
 spawn = multiprocessing.get_context("spawn")
-
-
-@pytest.fixture
-def memory() -> memoryview:
-    return memoryview(bytearray(table_bytes(CAPACITY)))
-
-
-@pytest.fixture
-def pool(memory: memoryview) -> Iterator[KvPool]:
-    pool = open_pool(memory)
-    yield pool
-    pool.check_integrity()
-    open_pool(memory).check_integrity()
-
-
-def open_pool(memory: memoryview, reserve: int = 0, region: int = 0) -> KvPool:
-    table = AllocationTable(memory, GEOMETRY, CAPACITY, region=region)
-    return KvPool("kv_pool-0", table, GEOMETRY.block_size, reserve_blocks=reserve)
-
-
-def leased(pool: KvPool, writer: WriterKey, count: int) -> list[int]:
-    (grant,) = pool.want(writer, count)
-    assert (grant.writer, len(grant.block_ids)) == (writer, count)
-    return list(grant.block_ids)
 
 
 def test_leased_blocks_become_a_requests_and_free_again(pool: KvPool) -> None:

@@ -12,12 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.config_sources import from_tree
-from alignedserve.control.role import new_incarnation
-from alignedserve.gateway.server import GatewayServer
 from alignedserve.gateway.standalone import StandaloneGateway
-from alignedserve.model import resolve_model
-from alignedserve.proto import common_pb2 as pb
+from alignedserve.testing.gateway import joined_gateway
 
 _READY_WITHIN_S = 60.0
 _END_WITHIN_S = 10.0
@@ -77,22 +73,14 @@ class GatewayProcess:
 
 
 async def _serve(orders: dict[str, Any]) -> None:
-    process = pb.ProcessKey(role="gateway", id=orders["id"], incarnation=new_incarnation())
-    server = await GatewayServer.create(
-        from_tree(orders["config"]),
-        resolve_model(orders["model_path"]),
-        process,
-        orders["supervisor_address"],
-        orders["token"],
-        node_id=orders["node_id"],
-    )
-    async with StandaloneGateway(server) as listening:
-        await server.wait_model(_READY_WITHIN_S)
+    async with (
+        joined_gateway(orders, gateway_id=orders["id"], wait_s=_READY_WITHIN_S) as server,
+        StandaloneGateway(server) as listening,
+    ):
         while not server.backend.scheduler_up:  # noqa: ASYNC110  # nobody says when
             await asyncio.sleep(0.01)
         print(json.dumps({"port": listening.port, "grpc_port": listening.grpc_port}), flush=True)
         await asyncio.to_thread(sys.stdin.read)  # until whoever started it closes it, or ends
-    await server.close()
 
 
 if __name__ == "__main__":
