@@ -14,13 +14,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from evaluation.comparison import condition
+from evaluation.comparison import COLOCATED, condition
 from evaluation.grid import DECODE_BOUND, Case, Grid
 from evaluation.options import Evaluation, arrivals, head, is_colocated, parser, run
 from evaluation.runner import Runner
 from evaluation.runs import ALIGNED, ALIGNED_COST, BASELINES, Machine, Variant
 from evaluation.tables import NOTHING, gain, percent, ratios, table, with_interval
-from evaluation.workloads import APPLICATIONS, SHARES, Source, mixes, uniform_lengths
+from evaluation.workloads import APPLICATIONS, SHARES, Source, mixes, stand_ins, uniform_lengths
 
 VARIANTS = (ALIGNED, ALIGNED_COST, *BASELINES)
 CURVE_VARIANTS = (ALIGNED, *BASELINES)
@@ -151,9 +151,9 @@ def make(options: Evaluation, runner: Runner) -> str:
     notes = [
         f"workloads: {sizes}",
         *results.left_out,
-        *(f"{one.name} stands for {one.stands_for}" for one in APPLICATIONS if one.stands_for),
+        *stand_ins(),
         results.objectives(),
-        "colocated policies get as many instances as prefill and decode together",
+        COLOCATED,
         "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass",
     ]
     sections = [

@@ -225,6 +225,37 @@ def test_figure_7_has_the_simulator_s_throughput_beside_the_paper_s(capsys: pyte
     assert figure(no_split["vllm"]) == pytest.approx(ratio, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["figure08", "figure10"])
+def test_figures_8_and_10_have_each_application_s_largest_gain(
+    capsys: pytest.CaptureFixture[str], data: Path, name: str
+) -> None:
+    arguments = ("--data", str(data), "--limit", "15", "--topology", "2:1", "--loads", "at-once", "--seeds", "2")
+    text = report(capsys, name, *arguments, "--kernel-modes", "split_kv")
+    rows = rows_of(text, "workload")
+    stated, ours = rows_of(text, "aligned over any" if name == "figure08" else "times lower than any other")
+    columns = ["fcfs", "fcfs + 10 ms", "vllm", "fastgen"]
+    for row in rows:
+        gains = [row[f"aligned / {other}" if name == "figure08" else f"{other} / aligned"] for other in columns]
+        best = max(range(4), key=lambda number: figure(gains[number]))
+        assert ours[row["workload"]] == f"{gains[best]} ({columns[best]})"
+    assert stated["Mooncake"] == tables.NOT_STATED
+    assert stated["ShareGPT-8k"] == ("1.35" if name == "figure08" else tables.NOT_STATED)
+    assert "arXiv summarization stands for LongBench" in text
+
+
+def test_figure_9_has_the_p99_of_iterations_and_its_extent(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--topology", "2:1", "--loads", "at-once", "--seeds", "1", "--kernel-modes", "split_kv")
+    text = report(capsys, "figure09", *arguments)
+    rows = rows_of(text, "workload")
+    for policy in ("aligned", "fcfs", "vllm"):
+        expected = simulated("mix:short=0.7,requests=40", policy, 2, 0)["iteration_p99_s"]
+        assert figure(rows[0][policy]) == pytest.approx(1e3 * expected, rel=1e-3)
+    gains = [figure(row[f"{other} / aligned"]) for row in rows for other in ("fcfs", "fcfs + 10 ms", "vllm", "fastgen")]
+    stated, ours = rows_of(text, "times lower than any other")
+    assert (stated["least"], stated["largest"]) == ("1.74", "3.05")
+    assert (figure(ours["least"]), figure(ours["largest"])) == (min(gains), max(gains))
+
+
 def test_a_report_says_what_it_hangs_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--topology", "1:1", "--kernel-modes", "split_kv", "--out", str(out), "--limit", "5", "--seeds", "1")

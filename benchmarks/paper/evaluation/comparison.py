@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from evaluation.grid import Case
@@ -12,6 +13,7 @@ from evaluation.runs import ALIGNED, BASELINES, Variant
 from evaluation.tables import NOT_STATED, claims, gain, ratios, table, with_interval
 from evaluation.workloads import Source
 
+COLOCATED = "colocated policies (vllm, fastgen) get as many instances as prefill and decode together"
 VARIANTS = (ALIGNED, *BASELINES)
 
 
@@ -47,12 +49,16 @@ class Comparison:
     def tables(self) -> str:
         """One for each kernel mode, topology and arrival process."""
         parts = []
-        for (machine, topology, load), cases in itertools.groupby(
-            self.cases, key=lambda case: (case.machine, case.topology, case.load)
-        ):
-            title = f"{self._unit}: {machine.mode}; {topology}; {arrivals(load)}"
-            parts.append(f"### {title}\n\n{self._table(list(cases))}")
+        for cases in self.by_condition():
+            first = cases[0]
+            title = f"{self._unit}: {first.machine.mode}; {first.topology}; {arrivals(first.load)}"
+            parts.append(f"### {title}\n\n{self._table(cases)}")
         return "\n\n".join(parts)
+
+    def by_condition(self) -> list[list[Case]]:
+        """All workloads of each kernel mode, topology and arrival process."""
+        groups = itertools.groupby(self.cases, key=lambda case: (case.machine, case.topology, case.load))
+        return [list(cases) for _, cases in groups]
 
     def beside(self, what: str, source: str, stated: Mapping[str, str]) -> str:
         """What the text states of the gain over each other one at `source`, and ours under every condition."""
@@ -63,6 +69,27 @@ class Comparison:
             if case.source.name == source
         ]
         return claims(what, others, [stated.get(other, NOT_STATED) for other in others], ours)
+
+    def largest(self, what: str, stated: Mapping[str, str]) -> str:
+        """What the text states of each workload's largest gain over any other system, and ours."""
+        ours = []
+        for cases in self.by_condition():
+            found = {case.source.name: self._largest(case) for case in cases}
+            ours.append((condition(cases[0]), [found.get(name, "not run") for name in stated]))
+        return claims(what, list(stated), list(stated.values()), ours)
+
+    def extent(self, what: str, stated: tuple[str, str]) -> str:
+        """The least and the largest mean gain over any workload and other system."""
+        ours = []
+        for cases in self.by_condition():
+            means = [statistics.fmean(self.gain(case, other.label)) for case in cases for other in self.variants[1:]]
+            ours.append((condition(cases[0]), [f"{min(means):.3f}", f"{max(means):.3f}"]))
+        return claims(what, ["least", "largest"], stated, ours)
+
+    def _largest(self, case: Case) -> str:
+        gains = {other.label: self.gain(case, other.label) for other in self.variants[1:]}
+        label = max(gains, key=lambda other: statistics.fmean(gains[other]))
+        return f"{gain(gains[label])} ({label})"
 
     def _table(self, cases: Sequence[Case]) -> str:
         others = [variant.label for variant in self.variants[1:]]
@@ -95,5 +122,6 @@ def report(
     sizes = {case.source.name: case.source.requests for case in comparison.cases}
     listed = ", ".join(f"{name} ({requests} requests)" for name, requests in sizes.items())
     workloads = f"workloads: {listed or 'none'}"
-    top = head(title, comparison.options, runner, [workloads, *notes])
+    charged = "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass"
+    top = head(title, comparison.options, runner, [workloads, COLOCATED, charged, *notes])
     return "\n\n".join([top, *said, comparison.tables()])

@@ -104,6 +104,10 @@ def applications(folder: Path | None, wanted: tuple[Application, ...] = APPLICAT
     return found, left_out
 
 
+def stand_ins(wanted: tuple[Application, ...] = APPLICATIONS) -> list[str]:
+    return [f"{one.name} stands for {one.stands_for}" for one in wanted if one.stands_for]
+
+
 @cache
 def _read(text: str) -> Trace:
     return read_trace(text)

@@ -1,0 +1,36 @@
+"""Figure 9: P99 TPOT on the six mixes, which the paper takes over iterations.
+
+    python benchmarks/paper/figure09.py --out results/paper
+
+The P99 is of the time of every pass with decodes in it, and of what is charged before it. A colocated system's passes
+hold chunks of prompts too. With one --out folder the runs are those of figure 7.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from evaluation.comparison import Comparison, report
+from evaluation.options import Evaluation, parser, run
+from evaluation.runner import Runner
+from evaluation.workloads import mixes
+
+TITLE = "Figure 9: P99 TPOT over iterations on six mixes"
+
+
+def make(options: Evaluation, runner: Runner) -> str:
+    sources = options.limited(mixes())
+    comparison = Comparison(
+        options, runner, sources, "charged_p99_s", unit="P99 TPOT over iterations, ms", scale=1e3, lower=True
+    )
+    said = comparison.extent("times lower than any other (all mixes; all OPT models in the paper)", ("1.74", "3.05"))
+    return report(TITLE, comparison, runner, [said])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(parser(__doc__ or "", "split_kv,no_split:25"), make, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
