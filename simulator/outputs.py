@@ -59,7 +59,6 @@ class OutputFolder:
     def __init__(self, folder: Path, provenance: Provenance) -> None:
         """Raises ConfigError where the folder cannot be written to, or pyarrow is not installed."""
         self._folder = folder
-        self._provenance = provenance
         arrow = _arrow()
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -10,5 +10,6 @@ for name in client cluster control decode_worker engine gateway kv_pool prefill_
   ln -sfn "../../$name" ".pkgview/alignedserve/$name"
 done
 ln -sfn ../../proto/messages .pkgview/alignedserve/proto
+find .pkgview -xtype l -delete  # of files that are gone
 ln -sfn ../.. .pkgview/root 2>/dev/null || true
 rm -f .pkgview/root

@@ -55,11 +55,6 @@ class Segment:
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of the segment that have been touched, by whomever, and take up memory."""
-        return os.fstat(self.descriptor).st_blocks * 512
-
-    @property
     def identity(self) -> str:
         """Which memory it is: the same in every process of the node, another for a segment made anew under the name."""
         status = os.fstat(self.descriptor)

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from alignedserve.errors import ConfigError, ResourceError, TransferError, UnavailableError
-from alignedserve.transfer.prefault import prefault
 from alignedserve.transfer.segment import Segment, create_descriptor
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
 from alignedserve.transfer.wire import LENGTH, receive_message, send_message
@@ -287,26 +286,6 @@ def test_many_threads_create_one_segment(server: SegmentServer, client: SegmentC
         thread.join()
     assert len(inodes) == 24
     assert len(set(inodes)) == 1
-
-
-def test_prefault_touches_every_page_and_changes_nothing() -> None:
-    segment = Segment("a", create_descriptor("a", 40 * MIB + 100))
-    segment.memory()[MIB : MIB + 3] = b"abc"
-    touching = prefault(segment, 2)
-    assert touching.wait(20)
-    assert segment.resident_bytes >= segment.size_bytes
-    assert bytes(segment.memory()[MIB : MIB + 3]) == b"abc"
-    assert not any(segment.memory()[2 * MIB : 3 * MIB])
-    segment.close()
-
-
-def test_prefault_stops_when_told() -> None:
-    segment = Segment("a", create_descriptor("a", 2048 * MIB))
-    touching = prefault(segment)
-    touching.cancel()
-    assert touching.wait(10)
-    assert segment.resident_bytes < segment.size_bytes
-    segment.close()
 
 
 def test_closing_a_segment_keeps_views_of_it_readable() -> None:

@@ -12,7 +12,6 @@ from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.core import SchedulerCore
 
 FULL = "the KV pool is full"
-BEYOND_QUEUE = ("prefilling", "waiting", "prefetched", "decoding")
 
 
 @dataclass

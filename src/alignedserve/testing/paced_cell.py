@@ -98,7 +98,7 @@ class PacedCell:
         self.now_s = 0.0
         self.lives: dict[str, Life] = {}
         self._new_tokens = new_tokens
-        self._pool_blocks, self._cache_blocks = pool_blocks, cache_blocks
+        self._cache_blocks = cache_blocks
         self._chunk_tokens = chunk_tokens
         self._draw = random.Random(seed)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []

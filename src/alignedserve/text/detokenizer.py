@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from alignedserve.text.tokenizer import Tokenizer
 
@@ -42,9 +42,6 @@ class IncrementalDetokenizer:
             return self._push_window(token)
         text = self._bytes.decode(self._tokenizer.piece(token))
         return self._stripped(text) if self._strip and text else text
-
-    def push_all(self, tokens: Iterable[int]) -> str:
-        return "".join(map(self.push, tokens))
 
     def finish(self) -> str:
         """What was held back: the answer ended inside a character, which is replaced by U+FFFD."""
