@@ -238,6 +238,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
                 "running",
                 "shortest_tokens",
                 "longest_tokens",
+                "batch_shortest_tokens",
+                "batch_longest_tokens",
                 "batch_id",
                 "switching",
                 "batch_buffer_requests",

@@ -123,7 +123,8 @@ class PrefillReported:
 class DecodeReported:
     """`pool_wait_blocks`: pool blocks that its evictions (and give-backs) wait for, because the pool has none free.
 
-    `measured`: iterations since the last time that it said so.
+    `measured`: iterations since the last time that it said so. `batch_shortest_tokens`, `batch_longest_tokens`: of
+    those that its running batch was formed of; 0 where none of them are left.
     """
 
     decode_id: str
@@ -138,6 +139,8 @@ class DecodeReported:
     requests_buffer_requests: int
     pool_wait_blocks: int = 0
     measured: Passes | None = None
+    batch_shortest_tokens: int = 0
+    batch_longest_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

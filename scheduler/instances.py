@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -88,12 +89,13 @@ class DecodeView:
     joined_blocks: int = 0  # since the last report
     bounced: bool = False  # it gave something back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
-    room_since_s: float | None = None
+    batch_sent_s: float = -math.inf  # when it was last sent a candidate batch, or few requests instead of one
     cost: CostModel = field(default_factory=LinearCostModel)
     mean_tokens: int = 0  # prefix length of those that ran lately; 0: not known yet
     iterations: int = 0  # that it has reported; up to a tenth of a second behind
     most_requests: int = 0  # in the largest batch that was measured
-    _coming: tuple[int, int] | None = None  # (shortest, longest) that is here or on its way; None: to be looked up
+    held_tokens: int = 0  # of all that is here or on its way, when it was sent
+    _coming: tuple[int, int] | None = None  # (shortest, longest) of that; None: to be looked up
 
     def take_report(self, report: DecodeReported) -> None:
         self.report, self.joined_blocks, self.bounced = report, 0, False
@@ -116,13 +118,14 @@ class DecodeView:
     def cache_blocks(self) -> int:
         return 0 if self.report is None else self.report.cache_blocks
 
-    def lengths(self) -> tuple[int, int] | None:
-        """(shortest, longest) of what runs, or, as long as no report says so, of what has just joined or is about to.
+    def batch_lengths(self) -> tuple[int, int] | None:
+        """(shortest, longest) that the running batch was formed of, or, as long as nothing runs, of what is on its way.
 
-        None when idle.
+        None when idle, and when only late joins are left of the batch: what matches those is for the next batch.
         """
         if self.report is not None and self.report.running:
-            return self.report.shortest_tokens, self.report.longest_tokens
+            longest = self.report.batch_longest_tokens
+            return (self.report.batch_shortest_tokens, longest) if longest else None
         if self._coming is None:
             held = chain(self.decoding.values(), *(held.values() for held in self.candidates.values()))
             coming = [record.kv_tokens for record in held]
@@ -131,18 +134,24 @@ class DecodeView:
 
     def add_length(self, tokens: int) -> None:
         """Such a request decodes here from now on, or will."""
+        self.held_tokens += tokens
         if self._coming is not None:
             shortest, longest = self._coming
             self._coming = min(shortest, tokens), max(longest, tokens)
 
     def drop_length(self, tokens: int) -> None:
+        self.held_tokens -= tokens
         if self._coming is not None and tokens in self._coming:
             self._coming = None
 
     def distance(self, tokens: int) -> int:
-        """Tokens between a length and the range of those that run here."""
-        lengths = self.lengths()
-        return 0 if lengths is None else max(0, lengths[0] - tokens, tokens - lengths[1])
+        """Tokens between a length and the mean of those that are here or on their way; 0 where there are none."""
+        return abs(tokens - self.held_tokens // self.size) if self.size else 0
+
+    def load_s(self) -> float:
+        """The predicted time of an iteration of all that is here or on its way."""
+        size = self.size
+        return self.cost.predict_iteration_s([self.held_tokens // size] * size) if size else 0.0
 
     def running_batch_id(self) -> int:
         """The batch that a late join joins."""

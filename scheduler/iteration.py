@@ -43,11 +43,16 @@ class CancelOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class IterationStatus:
-    """`running` counts requests whose copy in is in flight too; lengths are KV tokens, 0 where nothing runs."""
+    """`running` counts requests whose copy in is in flight too; lengths are KV tokens, 0 where nothing runs.
+
+    `batch_shortest_tokens`, `batch_longest_tokens`: of those that the running batch was formed of, without late joins.
+    """
 
     running: int
     shortest_tokens: int
     longest_tokens: int
+    batch_shortest_tokens: int
+    batch_longest_tokens: int
     batch_id: int
     switching: bool
     batch_buffer_requests: int
@@ -64,8 +69,8 @@ class IterationScheduler:
     complete. Copies never delay an iteration: a joining request runs after its copy, an evicted one's blocks stay
     owned until its copy. Every request's `max_total_tokens` must fit in the cache (others are given back at once).
     `starvation_after_s`: a candidate that has waited here for so long goes first even where nobody marked it urgent.
-    `join_window`: a candidate batch that, with the running one, spreads over no more than this share of the lengths
-    goes on with it, without a switch (late joins go on, evictions stay near). None: every new batch is a switch.
+    `join_window`: what runs and is within this share of a new batch's lengths belongs to it from then on: not
+    every new batch is a switch, and a switch ends sooner. None: every new batch is a switch from all that runs.
     """
 
     def __init__(
@@ -261,10 +266,13 @@ class IterationScheduler:
 
     def status(self) -> IterationStatus:
         lengths = [member.kv_tokens for member in self._batch.present()]
+        formed = self._batch.formed_lengths(self._batch_id)
         return IterationStatus(
             running=len(lengths),
             shortest_tokens=min(lengths, default=0),
             longest_tokens=max(lengths, default=0),
+            batch_shortest_tokens=min(formed, default=0),
+            batch_longest_tokens=max(formed, default=0),
             batch_id=self._batch_id,
             switching=self._switching,
             batch_buffer_requests=self._waiting.count(BufferKind.BATCH),
@@ -387,25 +395,18 @@ class IterationScheduler:
     def _enter_batch(self, candidate: Candidate) -> None:
         """A candidate of a batch that was never the running one makes it that, and the others old: a batch switch.
 
-        A batch of the same lengths takes the running one over instead: nothing is misaligned, so nothing is old.
+        Those that run and match the new batch belong to it from here on, as late joins would: nothing of them is old.
         """
         if candidate.batch_id == self._batch_id:
             return
         idle = not self._batch.size
         if idle or (candidate.buffer is BufferKind.BATCH and candidate.batch_id not in self._past_batches):
-            if not idle and self._is_alike(candidate.batch_id):
-                self._batch.rename(self._batch_id, candidate.batch_id)
+            if not idle and self._join_window is not None:
+                lengths = self._candidate_lengths(candidate.batch_id)
+                self._batch.adopt(candidate.batch_id, *join_range(min(lengths), max(lengths), self._join_window))
             self._past_batches.append(self._batch_id)
             self._batch_id = candidate.batch_id
             self._sweep = True
-
-    def _is_alike(self, batch_id: int) -> bool:
-        """Whether the candidate batch and the running one, together, are as aligned as a late join has to be."""
-        running = self._batch.lengths(self._batch_id)
-        if self._join_window is None or not running:
-            return False
-        lengths = running + self._candidate_lengths(batch_id)
-        return max(lengths) <= min(lengths) * (1.0 + self._join_window)
 
     def _candidate_lengths(self, batch_id: int) -> list[int]:
         return [c.kv_tokens for c in self._waiting.in_order(BufferKind.BATCH) if c.batch_id == batch_id]

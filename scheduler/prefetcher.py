@@ -1,14 +1,15 @@
 """Step 4 of the paper's figure 4: what is brought from the pool for which decode instance, and when.
 
 Two ways out of the pool: as the next candidate batch, or late, into the candidate requests buffer (dynamic scheduling,
-section 3.5). A batch of fewer than N requests is taken only by an instance that has room now (an idle one first of
-all): it never waits for a better one. An instance that is full waits for N, or for K blocks: its next batch can only
-run later.
+section 3.5). Fewer than N requests are no batch: an idle instance takes them as one all the same, and never waits for
+better ones; one that is busy and has room takes them late, whatever their lengths, once `flush_after_s` have passed
+since it was last sent something; one that is full waits for N, or for K blocks: its next batch can only run later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import MarkUrgent, Prefetch
@@ -41,7 +42,7 @@ class Prefetcher:
                 return
         if record.state is not RequestState.WAITING:
             return
-        nearest = sorted(decodes, key=lambda decode: (decode.distance(record.kv_tokens), decode.size))
+        nearest = self._nearest(decodes, record.kv_tokens)
         for decode in nearest:
             lengths = self._range(decode)
             if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
@@ -83,6 +84,21 @@ class Prefetcher:
         for decode_id, keys in by_decode.items():
             self._books.actions.append(MarkUrgent(decode_id, tuple(keys)))
 
+    def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
+        """The instance for a request of this length first: of those that are not loaded much more than the least loaded
+
+        the one whose lengths are nearest, so that instances specialise.
+        """
+        if len(decodes) < 2:
+            return list(decodes)
+        loads = [decode.load_s() for decode in decodes]
+        most_s = min(loads) * (1.0 + self._config.scheduler.balance_slack) if self._policy.BY_LENGTH else 0.0
+        order = sorted(
+            range(len(decodes)),
+            key=lambda i: (0, decodes[i].distance(tokens)) if loads[i] <= most_s else (1, loads[i]),
+        )
+        return [decodes[i] for i in order]
+
     # the next candidate batch
 
     def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
@@ -93,8 +109,11 @@ class Prefetcher:
         seed = self._clock.oldest_overdue_in_pool()
         limits = self._limits(decode)
         enough = requests >= limits.min_requests or blocks >= limits.max_blocks
-        if seed is None and not enough and not self._takes_few(decode, -(-blocks // requests), now_s):
-            return False
+        if seed is None and not enough:
+            if not self._takes_few(decode, -(-blocks // requests), now_s):
+                return False
+            if not decode.idle and self._send_few(decode, limits, now_s):
+                return True
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH)
         if room <= 0 and decode.idle and prefill is not None:
             prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
@@ -114,6 +133,7 @@ class Prefetcher:
             decode, prefill = self._specialist(decode, prefill, records, total)
         self._last_batch_id += 1
         decode.batch_id = self._last_batch_id
+        decode.batch_sent_s = now_s
         self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records, now_s)
         return True
 
@@ -126,17 +146,25 @@ class Prefetcher:
         return BatchLimits(most, min(config.min_batch_requests, most_requests), most_requests)
 
     def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
-        """Whether the instance has room for more now, and has had for `flush_after_s`."""
-        has_room = decode.idle or (
-            decode.size < self._config.decode.max_running
+        """Whether the instance is idle, or has room now and was sent nothing for `flush_after_s`."""
+        return decode.idle or (
+            now_s - decode.batch_sent_s >= self._config.scheduler.flush_after_s
+            and decode.size < self._config.decode.max_running
             and decode.free_blocks(self._config, self._block_size) >= blocks
         )
-        if not has_room:
-            decode.room_since_s = None
+
+    def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:
+        """All that waits, too little for a batch, joins what runs. False where the requests buffer cannot hold it."""
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        if room <= 0 or decode.bounced:
             return False
-        if decode.room_since_s is None:
-            decode.room_since_s = now_s
-        return now_s - decode.room_since_s >= self._config.scheduler.flush_after_s
+        entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
+        records = self._fitting(decode, entries)
+        if not records or sum(record.blocks for record in records) > room:
+            return False
+        decode.batch_sent_s = now_s
+        self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
+        return True
 
     def _specialist(
         self, asking: DecodeView, prefill: PrefillView | None, records: Sequence[Record], total: int
@@ -145,7 +173,7 @@ class Prefetcher:
 
         An idle instance keeps what it asked for: waiting costs it more than mixed lengths.
         """
-        if asking.idle or len(self._instances.decode) == 1:
+        if asking.idle or len(self._instances.decode) == 1 or not self._policy.BY_LENGTH:
             return asking, prefill
         tokens = sum(record.kv_tokens for record in records) // len(records)
         best, best_prefill, nearest = asking, prefill, asking.distance(tokens)
@@ -161,13 +189,16 @@ class Prefetcher:
     # late joins
 
     def _takes_late(self, decode: DecodeView) -> bool:
-        """Late joins stop in a switch, and while an overdue request waits that they would keep waiting."""
-        if decode.report is None or decode.report.switching or decode.overdue or decode.bounced:
+        """Late joins stop while an overdue request waits that they would keep waiting. In a switch they go on, to the
+
+        new batch: with nothing but further batches to fill it from, it would never be one batch again.
+        """
+        if decode.report is None or decode.overdue or decode.bounced:
             return False
         return self._clock.oldest_overdue_in_pool() is None
 
     def _range(self, decode: DecodeView) -> tuple[int, int] | None:
-        lengths = decode.lengths()
+        lengths = decode.batch_lengths()
         return None if lengths is None else join_range(*lengths, self._config.scheduler.join_window)
 
     def _late_matches(self, decode: DecodeView, now_s: float, least_room: int = 1) -> None:

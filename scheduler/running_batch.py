@@ -18,6 +18,7 @@ from itertools import chain
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.plan import Candidate, Join, RunItem
 
 
@@ -71,12 +72,20 @@ class RunningBatch:
         """KV tokens of those of a candidate batch that run or are about to."""
         return [member.kv_tokens for member in self.present() if member.batch_id == batch_id]
 
-    def rename(self, batch_id: int, new_batch_id: int) -> None:
-        """The members of one candidate batch belong to another from here on."""
+    def formed_lengths(self, batch_id: int) -> list[int]:
+        """KV tokens of those that the candidate batch was formed of: late joins would widen what joins late."""
+        return [
+            member.kv_tokens
+            for member in self.present()
+            if member.candidate.batch_id == batch_id and member.candidate.buffer is BufferKind.BATCH
+        ]
+
+    def adopt(self, batch_id: int, shortest_tokens: int, longest_tokens: int) -> None:
+        """Members of other candidate batches whose length lies in the range belong to this one from here on."""
         for member in chain(self.present(), self.leaving.values()):
-            if member.batch_id == batch_id:
+            if shortest_tokens <= member.kv_tokens <= longest_tokens:
                 self._count(member, -1)
-                member.batch_id = new_batch_id
+                member.batch_id = batch_id
                 self._count(member, 1)
 
     def get(self, key: RequestKey) -> Member | None:

@@ -88,6 +88,8 @@ def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeRepo
         message.requests_buffer_requests,
         message.pool_wait_blocks,
         _passes(message.measured),
+        message.batch_shortest_tokens,
+        message.batch_longest_tokens,
     )
 
 

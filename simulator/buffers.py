@@ -87,4 +87,6 @@ def decode_report(
         status.requests_buffer_requests,
         waits,
         measured,
+        status.batch_shortest_tokens,
+        status.batch_longest_tokens,
     )

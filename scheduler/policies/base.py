@@ -55,6 +55,9 @@ def as_many_as_fit(entries: Iterable[Entry], limits: BatchLimits) -> list[Entry]
 class BatchPolicy(ABC):
     """Seven methods. Each is at most logarithmic in the number of waiting requests, plus the size of its answer."""
 
+    BY_LENGTH: ClassVar[bool] = True
+    """Decode instances specialise by length; else each request goes to the one with the least load."""
+
     NEEDS_OUTPUT_LENGTHS: ClassVar[bool] = False
     """An oracle, which the simulator tells how long answers will be; no cluster can."""
 

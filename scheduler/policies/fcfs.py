@@ -12,6 +12,8 @@ from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 
 
 class FcfsPolicy(BatchPolicy):
+    BY_LENGTH = False
+
     def __init__(self, config: SchedulerConfig) -> None:
         self._entries: dict[RequestKey, Entry] = {}
         self._order = AgeOrder()

@@ -85,7 +85,14 @@ class SchedulerConfig:
     max_prefix_tokens: int = _key(65536, "range of the quad-tree; longer prefixes count as this", low=4)
     leaf_tokens: int = _key(16, "width of a leaf of the quad-tree in tokens", low=1)
     cut_sibling: bool = _key(True, "take part of a sibling, nearest lengths first, where all of it would pass K")
-    flush_after_s: float = _key(0.0, "an idle instance waits so long for a batch of N before it takes less", low=0.0)
+    flush_after_s: float = _key(
+        0.0, "a busy instance with room waits so long for a batch of N before it takes less", low=0.0
+    )
+    balance_slack: float = _key(
+        0.25,
+        "of several instances the one of like lengths is taken, if its iterations are at most so much longer",
+        low=0.0,
+    )
     join_window: float = _key(0.25, "a length matches the running batch within this share of it", low=0.0)
     starvation_after_s: float = _key(
         5.0, "a request without an objective of its own that waited so long goes before density", low=0.0

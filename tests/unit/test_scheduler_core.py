@@ -1,5 +1,7 @@
 """The core: events in, actions out. Races are replayed as lists of events."""
 
+import dataclasses
+
 from alignedserve.config import Config
 from alignedserve.errors import InvalidRequestError, OverloadedError
 from alignedserve.scheduler import events as ev
@@ -14,6 +16,7 @@ from alignedserve.scheduler.actions import (
     StartPrefill,
 )
 from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.cost_model import Passes
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.testing.core_cell import BLOCK, decode_report, key, only
 from alignedserve.testing.core_cell import CoreCell as Cell
@@ -42,11 +45,15 @@ def test_an_idle_instance_never_waits_for_a_better_batch():
     assert len(only(cell.wait("a", 10), Prefetch)) == 1
 
 
-def test_an_idle_instance_waits_as_long_as_it_was_told_to():
+def test_a_busy_instance_with_room_waits_for_a_batch_as_long_as_it_was_told_to():
     cell = Cell(min_batch_requests=36, flush_after_s=0.5)
-    assert only(cell.wait("a", 10), Prefetch) == []
+    assert len(only(cell.wait("a", 10), Prefetch)) == 1  # idle: at once
+    cell.do(ev.Joined("d0", (key("a"),)))
+    cell.do(decode_report(free=90, running=1, shortest=10, longest=10, batch_id=1))
+    assert only(cell.wait("b", 60), Prefetch) == []
     assert only(cell.do(ev.Tick(), after_s=0.4), Prefetch) == []
     assert len(only(cell.do(ev.Tick(), after_s=0.2), Prefetch)) == 1
+    assert only(cell.wait("c", 60), Prefetch) == []  # it has just been sent something
 
 
 def test_with_room_a_request_that_matches_goes_straight_to_the_requests_buffer():
@@ -62,8 +69,14 @@ def test_a_request_matches_what_has_joined_before_a_report_says_so():
     assert only(cell.wait("second", 10), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("second"),))]
 
 
-def test_with_room_one_that_does_not_match_is_the_next_candidate_batch():
+def test_too_few_for_a_batch_join_what_runs_where_there_is_room():
     cell = Cell()
+    cell.make_busy(lengths=(10, 12), free=90)
+    assert only(cell.wait("other", 60), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("other"),))]
+
+
+def test_too_few_for_a_batch_are_one_where_the_requests_buffer_cannot_hold_them():
+    cell = Cell(requests=10)
     cell.make_busy(lengths=(10, 12), free=90)
     assert only(cell.wait("other", 60), Prefetch) == [Prefetch("d0", "p0", BATCH, 2, (key("other"),))]
     assert only(cell.wait("third", 64), Prefetch) == []  # the batch buffer is taken
@@ -90,10 +103,20 @@ def test_requests_that_come_to_match_are_prefetched_late():
     assert only(cell.do(report), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("later"),))]
 
 
-def test_there_are_no_late_joins_in_a_switch():
+def test_in_a_switch_late_joins_match_the_new_batch():
     cell = Cell()
     cell.make_busy(lengths=(10, 10))
-    cell.do(decode_report(free=0, running=2, shortest=10, longest=10, batch_id=1, switching=True))
+    cell.do(decode_report(free=0, running=9, shortest=10, longest=200, batch_id=1, switching=True, formed=(190, 200)))
+    assert only(cell.wait("old", 10), Prefetch) == []
+    assert only(cell.wait("new", 60), Prefetch) == []
+    report = decode_report(free=0, running=9, shortest=10, longest=200, batch_id=1, switching=True, formed=(60, 70))
+    assert only(cell.do(report), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("new"),))]
+
+
+def test_where_only_late_joins_are_left_of_a_batch_nothing_matches_it():
+    cell = Cell()
+    cell.make_busy(lengths=(10, 10))
+    cell.do(decode_report(free=0, running=9, shortest=10, longest=20, batch_id=1, formed=(0, 0)))
     assert only(cell.wait("match", 10), Prefetch) == []
 
 
@@ -169,6 +192,28 @@ def test_instances_specialise_by_length():
     assert only(cell.wait("short", 11), Prefetch)[0].decode_id == "d0"
 
 
+def _cell_of_unlike_instances(policy):
+    """Two busy instances with room: d0 with a request of 10 tokens, d1 with one of 60, in six times as long a pass."""
+    cell = Cell(decodes=2, prefills=2, policy=policy, requests=200, cache=1000)
+    for decode_id, length in ("d0", 10), ("d1", 60):
+        cell.wait(f"r-{decode_id}", length)
+        cell.do(ev.Joined(decode_id, (key(f"r-{decode_id}"),)))
+        report = decode_report(decode_id, cache=1000, running=1, shortest=length, longest=length, batch_id=1)
+        cell.do(dataclasses.replace(report, measured=Passes(10, 10, 10 * length, 10 * length * 1e-3)))
+    return cell
+
+
+def test_a_request_goes_elsewhere_where_the_instance_of_its_lengths_has_much_more_to_do():
+    cell = _cell_of_unlike_instances("aligned")
+    assert only(cell.wait("longer", 90), Prefetch)[0].decode_id == "d0"
+
+
+def test_a_policy_that_does_not_go_by_length_sends_to_the_instance_with_the_least_load():
+    cell = _cell_of_unlike_instances("fcfs")
+    assert only(cell.wait("long", 60), Prefetch)[0].decode_id == "d0"
+    assert only(cell.wait("short", 10), Prefetch)[0].decode_id == "d0"
+
+
 def test_candidates_of_a_full_instance_are_asked_back_for_an_idle_one():
     cell = Cell(decodes=2)
     cell.make_busy("d0", (10, 10), free=0)
@@ -225,7 +270,7 @@ def test_the_answers_to_one_prompt_are_prefilled_once_and_go_on_together():
 
 
 def test_an_overdue_candidate_is_marked_urgent_where_it_waits():
-    cell = Cell(starvation_after_s=2.0)
+    cell = Cell(starvation_after_s=2.0, requests=10)
     cell.make_busy(lengths=(10, 10), free=90)
     cell.wait("other", 60)
     assert only(cell.do(ev.Tick(), after_s=1.9), MarkUrgent) == []

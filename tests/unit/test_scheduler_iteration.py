@@ -154,6 +154,32 @@ def test_a_batch_of_the_same_lengths_goes_on_with_the_running_one_without_a_swit
     assert plan.switching
 
 
+def test_what_matches_a_new_batch_belongs_to_it_and_a_switch_lasts_only_as_long_as_the_others_do():
+    worker = Worker(80, max_running=3, window=0.25)
+    worker.offer("near", 20, most=60, batch_id=1)
+    worker.offer("far", 40, most=60, batch_id=1)
+    worker.step()
+    worker.offer("new", 22, most=60, batch_id=2)
+    assert worker.step().switching
+    assert worker.step(finished={"far"}).switching
+    assert not worker.step().switching
+
+
+def test_what_a_batch_was_formed_of_says_what_joins_late_and_late_joins_do_not_widen_it():
+    worker = Worker(80, max_running=4, window=0.25)
+    for name, tokens in ("a", 20), ("b", 22):
+        worker.offer(name, tokens, most=60, batch_id=1)
+    worker.offer("late", 26, most=60, buffer=REQUESTS, batch_id=1)
+    worker.step()
+    worker.step()
+    status = worker.scheduler.status()
+    assert (status.batch_shortest_tokens, status.batch_longest_tokens) == (21, 23)
+    assert (status.shortest_tokens, status.longest_tokens) == (21, 27)
+    worker.step(finished={"a", "b"})
+    status = worker.scheduler.status()
+    assert (status.running, status.batch_shortest_tokens, status.batch_longest_tokens) == (1, 0, 0)
+
+
 def test_the_rest_of_the_running_batch_joins_without_a_switch():
     worker = Worker(40, max_running=2)
     for name in "abc":

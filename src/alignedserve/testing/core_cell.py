@@ -31,9 +31,13 @@ def decode_report(
     *,
     switching: bool = False,
     waits: int = 0,
+    formed: tuple[int, int] | None = None,
 ) -> ev.DecodeReported:
+    """`formed`: (shortest, longest) that the running batch was formed of; None: of all that runs."""
     free = cache if free is None else free
-    return ev.DecodeReported(decode_id, cache, free, running, shortest, longest, batch_id, switching, 0, 0, waits)
+    lengths = shortest, longest
+    formed = lengths if formed is None else formed
+    return ev.DecodeReported(decode_id, cache, free, running, *lengths, batch_id, switching, 0, 0, waits, None, *formed)
 
 
 def only(actions: Iterable[Action], kind: type[Kind]) -> list[Kind]:
