@@ -7,8 +7,10 @@ Nothing is fitted on that run. On a quiet machine:
 
     python benchmarks/own_truth.py --requests 300 --json own_truth.json
 
-Gateway, proxy, scheduler and this load share the cores with both workers, which the simulator knows nothing of: on two
-cores `--share` is to stay where that is bearable. Time to first token is from arrival at the scheduler to the gateway.
+The simulator gives each instance a machine of its own, so each worker gets its own cores here (`--threads`, half of
+them by default). Gateway, proxy, scheduler and this load share them, which is not simulated: on two cores `--share` is
+to stay where that is bearable. Time to first token is from the submission to the scheduler to the token's arrival at
+the gateway: to the simulated one two messages are added, as long as the profile says.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 
 from mixed_load import MixedLoad, scrape
 
+from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.testing.open_loop import Load, Outcome, drive_apart
@@ -140,13 +143,18 @@ def real_answers(trace: Path) -> list[Answer]:
     return answers
 
 
-def simulated_answers(folder: Path) -> list[Answer]:
+def simulated_answers(folder: Path, messages_s: float) -> list[Answer]:
+    """`messages_s`: the way of a request to the scheduler, and of its first token to the gateway."""
     with (folder / "requests.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     if refused := sum(bool(row["refused"]) for row in rows):
         raise RuntimeError(f"the simulation refused {refused} requests that the cluster served")
     return [
-        Answer(float(row["ttft_s"]), float(row["tpot_s"]) if row["tpot_s"] else None, json.loads(row["stages_s"]))
+        Answer(
+            float(row["ttft_s"]) + messages_s,
+            float(row["tpot_s"]) if row["tpot_s"] else None,
+            json.loads(row["stages_s"]),
+        )
         for row in rows
     ]
 
@@ -171,13 +179,15 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     log, trace, out = folder / "requests.jsonl", folder / "trace.jsonl", folder / "simulated"
     run = measure(log, trace, options)
     simulate(trace, profile, run["blocks"], options, out)
-    real, ours = figures(real_answers(trace)), figures(simulated_answers(out))
+    messages_s = 2 * default_hardware(hardware_of_cost(profile)).message_s
+    real, ours = figures(real_answers(trace)), figures(simulated_answers(out, messages_s))
     errors = {name: round(ours[name] / real[name] - 1, 4) for name in ("ttft", "tpot")}
     return {
         "model": options.model,
         "policy": options.policy,
         "requests": options.requests,
         "share_of_capacity": options.share,
+        "profile_quiet": json.loads(profile.read_text(encoding="utf-8"))["fit"].get("quiet"),
         **run,
         "real_mean_ms": real,
         "simulated_mean_ms": ours,
@@ -196,6 +206,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--policy", default="aligned")
+    own_cores = max(1, usable_cores() // 2)
+    parser.add_argument("--threads", type=int, default=own_cores, help="of each worker (default: half of the cores)")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--share", type=float, default=0.5, help="of the capacity (default 0.5)")
     parser.add_argument("--crowd", type=int, default=100, help="requests at once that measure the capacity")
@@ -213,6 +225,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, log and simulation in this folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.set.append(f"cluster.threads={options.threads}")
     with tempfile.TemporaryDirectory() as own:
         folder = options.keep or Path(own)
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from alignedserve.scheduler.cost.skew import AXES, long_share
 
 SKEW_BOUNDS: dict[str, list[float]] = {axis: [] for axis in AXES} | {"requests": [8.0], "long_share": [0.15, 0.4]}
 
+BEND = 512.0  # tokens: where the cost of a longer prefix may change
+
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
@@ -31,10 +33,16 @@ class Profiled:
     measurements: Sequence[Measurement]
     hardware: dict[str, float]
     hardware_note: str
+    host_s: Mapping[int, float]
+    """What an engine adds to a pass, by the number of requests; empty: it was not measured."""
 
 
 def fit_profile(profiled: Profiled) -> dict[str, Any]:
-    """The file's content. Times are fitted to medians by least squares of relative errors, none below 0."""
+    """The file's content. Times are fitted to medians by least squares of relative errors, none below 0.
+
+    What the engine adds to a pass of no requests is the hardware's `host_overhead_s`, the rest of it `sequences`; the
+    errors in `fit` are of what was timed, passes without it.
+    """
     measured = [measurement for measurement in profiled.measurements if measurement.seconds]
     fitted = [measurement for measurement in measured if not measurement.held_out]
     decode = _fit_decode([measurement for measurement in fitted if measurement.kind == "decode"], profiled.shape.layers)
@@ -58,7 +66,19 @@ def fit_profile(profiled: Profiled) -> dict[str, Any]:
     skewed = [measurement for measurement in fitted if measurement.kind == "skew"]
     raw["skew"]["buckets"] = _fit_skew(skewed, _cost(raw))
     raw["fit"] = _errors(measured, _cost(raw))
+    if profiled.host_s:
+        fixed_us, raw["sequences"] = _fit_host(profiled.host_s)
+        raw["hardware"] = {**profiled.hardware, "host_overhead_s": round(fixed_us * 1e-6, 9)}
     return raw
+
+
+def _fit_host(host_s: Mapping[int, float]) -> tuple[float, dict[str, list[float]]]:
+    """A part that every pass has, in µs, and one by the number of requests."""
+    counts = sorted(host_s)
+    times = np.array([host_s[count] for count in counts]) * 1e6
+    fixed, _ = fit_bounded(np.stack([np.ones(len(counts)), np.array(counts, dtype=np.float64)], axis=1), times)
+    rest = np.maximum.accumulate(np.maximum(0.0, times - fixed))
+    return float(fixed), {"requests": [float(count) for count in counts], "us": _rounded(rest)}
 
 
 def _cost(raw: dict[str, Any]) -> MeasuredCost:
@@ -70,16 +90,21 @@ def _times(measurements: Sequence[Measurement]) -> Floats:
 
 
 def _fit_decode(measurements: Sequence[Measurement], layers: int) -> dict[str, Any]:
-    """A part by the number of requests, and one that is linear in their length, at each number."""
+    """A part by the number of requests, and one by their length at each number: two lines that meet at `BEND`."""
     points = np.array([(len(m.shape.lengths), m.shape.lengths[0]) for m in measurements], dtype=np.float64)
-    counts, length = sorted(set(points[:, 0].tolist())), float(points[:, 1].max())
-    by_count = hats([counts], points[:, :1])
-    found = fit_bounded(np.hstack([by_count, by_count * points[:, 1:] / length]), _times(measurements))
-    fixed = np.maximum.accumulate(found[: len(counts)])
-    reading = np.maximum.accumulate(found[len(counts) :]) / layers
+    counts, longest = sorted(set(points[:, 0].tolist())), float(points[:, 1].max())
+    lengths = [0.0, BEND, longest] if longest > BEND else [0.0, longest]
+    by_count, by_length = hats([counts], points[:, :1]), hats([lengths], points[:, 1:])[:, 1:]
+    features = np.hstack([by_count, *(by_count * weights[:, None] for weights in by_length.T)])
+    found = fit_bounded(features, _times(measurements)).reshape(len(lengths), len(counts))
+    reading = found[1:] / layers
+    for place, count in enumerate(counts):
+        if len(reading) > 1 and points[points[:, 0] == count, 1].max() <= BEND:  # nothing longer was measured
+            reading[1, place] = reading[0, place] * longest / BEND
+    reading = np.maximum.accumulate(np.maximum.accumulate(reading, axis=0), axis=1)
     return {
-        "dense": {"tokens": counts, "us": _rounded(fixed)},
-        "attention": {"requests": counts, "length": [0.0, length], "us": [[0.0, us] for us in _rounded(reading)]},
+        "dense": {"tokens": counts, "us": _rounded(np.maximum.accumulate(found[0]))},
+        "attention": {"requests": counts, "length": lengths, "us": [[0.0, *_rounded(column)] for column in reading.T]},
     }
 
 

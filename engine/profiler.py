@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,28 @@ from transformers import AutoConfig
 
 from alignedserve.config import Config
 from alignedserve.engine import host
+from alignedserve.engine.copies import copy_bandwidth, host_copies
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import LoadedModel, load_model
-from alignedserve.engine.profile import PassBench, copy_bandwidth, measure, plan_measurements
+from alignedserve.engine.other_work import OtherWork
+from alignedserve.engine.profile import PassBench, measure, plan_measurements
 from alignedserve.engine.profile_fit import Profiled, fit_profile
+from alignedserve.engine.runner import ModelRunner
 from alignedserve.memory import available_memory_bytes
 from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.sizing import plan_stores
 
+HOST_REQUESTS = (1, 4, 16, 64)  # at which the engine's own part of a pass is measured
+QUIET_SHARE = 0.1  # of the processors that other programs may use before the profile counts as disturbed
+HostOverhead = Callable[[ModelRunner, int, int], float]
 
-def profile(config: Config, device: str, limit_s: float) -> dict[str, Any]:
-    """Load the configured model on `device`, measure for about `limit_s` seconds, fit. Raises ModelError."""
+
+def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead) -> dict[str, Any]:
+    """Load the configured model on `device`, measure for about `limit_s` seconds, fit. Raises ModelError.
+
+    `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of so many requests.
+    """
     memory_bytes = available_memory_bytes()
     host.prepare_process(config)
     path = resolve_model(config.model.path, config.model.trust_remote_code)
@@ -32,7 +43,9 @@ def profile(config: Config, device: str, limit_s: float) -> dict[str, Any]:
     loaded = load_model(info, device, trusted)
     plan = plan_measurements(info.max_positions)
     bench = PassBench(loaded, plan)
+    others = OtherWork()
     rounds = measure(bench.run, plan, limit_s, time.monotonic)
+    host_s = {requests: host_overhead_s(bench.runner, bench.blocks, requests) for requests in HOST_REQUESTS}
     profiled = Profiled(
         name=f"{info.name}-{loaded.device.type}",
         model=info.name,
@@ -41,10 +54,13 @@ def profile(config: Config, device: str, limit_s: float) -> dict[str, Any]:
         sm_count=_workers(loaded.device),
         measurements=plan,
         hardware=_hardware(config, loaded, memory_bytes),
-        hardware_note="the stores that `alignedserve serve` would plan now; copies measured",
+        hardware_note="the stores that `alignedserve serve` would plan now; copies and overheads measured",
+        host_s=host_s,
     )
     content = fit_profile(profiled)
-    content["fit"]["rounds"] = rounds
+    busy = others.share()
+    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(bench.clocks), "other_work_share": round(busy, 3)}
+    content["fit"]["quiet"] = busy <= QUIET_SHARE
     content["dtype"] = info.dtype
     return content
 
@@ -82,7 +98,11 @@ def _hardware(config: Config, loaded: LoadedModel, memory_bytes: int) -> dict[st
     cache = stores.decode_cache
     if on_gpu:
         cache = torch.cuda.mem_get_info(loaded.device)[0] * 9 // 10 // geometry.block_bytes
-    from_host, between = copy_bandwidth(loaded.device)
+    if on_gpu:
+        (from_host, between), copies = copy_bandwidth(loaded.device), {}
+    else:
+        from_host, latency_s = host_copies(geometry)
+        between, copies = from_host, {"copy_latency_s": round(latency_s, 9)}
     return {
         "kv_tokens": cache * stores.block_size,
         "kv_bytes_per_token": geometry.token_bytes,
@@ -90,4 +110,5 @@ def _hardware(config: Config, loaded: LoadedModel, memory_bytes: int) -> dict[st
         "block_size": stores.block_size,
         "pool_bandwidth": round(from_host),
         "peer_bandwidth": round(between),
+        **copies,
     }

@@ -101,6 +101,12 @@ class ModelRunner:
             logits = logits[batch.logit_rows]
         return logits.float()
 
+    def threads(self, items: Sequence[ForwardItem]) -> int:
+        """How many threads of the CPU the pass of `items` is computed by; 0 on a GPU."""
+        if self._threads is None:
+            return 0
+        return self._threads.choose(build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device))
+
     def warm_up(self) -> None:
         """One forward pass of a prefill chunk and one of a decode row, over block 0, whose content is lost."""
         tokens = min(4, self.block_size)

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from alignedserve.cluster.cli import main
-from alignedserve.engine.profile import Measurement, PassShape, measure, plan_measurements
+from alignedserve.cluster.runtime_dir import new_token
+from alignedserve.control.echo import measure_message_s
+from alignedserve.decode_worker import loop_overhead
+from alignedserve.decode_worker.loop_overhead import loop_overhead_s
+from alignedserve.engine import other_work
+from alignedserve.engine.inspect import inspect_model
+from alignedserve.engine.loader import load_model
+from alignedserve.engine.profile import (
+    THREAD_CLOCK,
+    WALL_CLOCK,
+    Measurement,
+    PassBench,
+    PassShape,
+    measure,
+    plan_measurements,
+)
 from alignedserve.engine.profile_fit import Profiled, fit_profile
+from alignedserve.engine.profiler import QUIET_SHARE
+from alignedserve.engine.runner import ModelRunner, allocate_cache
+from alignedserve.errors import AlignedServeError
+from alignedserve.model import resolve_model
 from alignedserve.scheduler.cost.load import default_hardware, load_step_cost
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.scheduler.cost.step import ChunkShape
@@ -29,7 +50,7 @@ def machine(shape: PassShape) -> float:
 
 
 def fitted(plan: list[Measurement]) -> dict[str, object]:
-    return fit_profile(Profiled("made-up", "made-up", "none", SHAPE, 4, plan, {"kv_tokens": 4096.0}, ""))
+    return fit_profile(Profiled("made-up", "made-up", "none", SHAPE, 4, plan, {"kv_tokens": 4096.0}, "", {}))
 
 
 class Clock:
@@ -70,8 +91,78 @@ def test_a_slow_machine_leaves_out_the_largest_passes_and_still_gets_a_model(tmp
     assert cost.step_s((), [16]) == pytest.approx(machine(PassShape(lengths=(16,))), rel=0.05)
 
 
+def test_what_an_engine_adds_is_an_overhead_of_every_pass_and_one_of_each_request(tmp_path: Path) -> None:
+    plan, clock = plan_measurements(8192), Clock()
+    measure(clock.run, plan, 5.0, lambda: clock.now_s)
+    host_s = {count: 2e-4 + 1e-5 * count for count in (1, 4, 16, 64)}
+    alone = fit_profile(Profiled("made-up", "made-up", "none", SHAPE, 4, plan, {}, "", {}))
+    both = fit_profile(Profiled("made-up", "made-up", "none", SHAPE, 4, plan, {}, "", host_s))
+    assert both["hardware"]["host_overhead_s"] == pytest.approx(2e-4, rel=0.01)
+    assert both["fit"] == alone["fit"]
+    for name, content in (("alone", alone), ("both", both)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    without, cost = (load_step_cost(tmp_path / f"{name}.json") for name in ("alone", "both"))
+    for requests in (1, 16, 40):
+        added = cost.step_s((), [100] * requests) - without.step_s((), [100] * requests)
+        assert added == pytest.approx(1e-5 * requests, rel=0.02)
+
+
+def test_long_prefixes_cost_on_as_measured_at_fewer_tokens_where_nothing_longer_was(tmp_path: Path) -> None:
+    plan, clock = plan_measurements(8192), Clock()
+    measure(clock.run, plan, 5.0, lambda: clock.now_s)
+    (tmp_path / "made-up.json").write_text(json.dumps(fitted(plan)))
+    cost = load_step_cost(tmp_path / "made-up.json")
+    most = PassShape(lengths=(3000,) * 64)  # 32,768 tokens are measured at most
+    assert cost.step_s((), most.lengths) == pytest.approx(machine(most), rel=0.06)
+
+
+def test_a_pass_of_one_thread_is_timed_by_its_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        plan = [Measurement(PassShape(lengths=(32, 16)), "decode")]
+        bench = PassBench(load_model(inspect_model("tiny", resolve_model("tiny"), "auto", "cpu"), "cpu"), plan)
+        monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("the wall clock was asked"))
+        assert 0.0 < bench.run(plan[0].shape) < 5.0
+        assert bench.clocks == {THREAD_CLOCK: 1}
+        monkeypatch.setattr(bench.runner, "threads", lambda items: 2)
+        monkeypatch.setattr("time.perf_counter", iter((10.0, 12.5)).__next__)
+        assert bench.run(plan[0].shape) == 2.5
+        assert bench.clocks == {THREAD_CLOCK: 1, WALL_CLOCK: 1}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_work_is_what_was_neither_idle_nor_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat, now, own = tmp_path / "stat", [100.0], [1.0, 0.0, 0.0, 0.0, 0.0]
+    monkeypatch.setattr(other_work, "STAT", stat)
+    monkeypatch.setattr(other_work.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(other_work.os, "times", lambda: own)
+    monkeypatch.setattr(other_work.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(other_work.os, "sysconf", lambda name: 100)
+    stat.write_text("cpu 1000 0 0 5000 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
+    work = other_work.OtherWork()
+    now[0], own[0] = 110.0, 5.0  # ten seconds, four of them ours
+    stat.write_text("cpu 1500 100 100 6200 50 25 25 100 777 0\n")  # 8.5 busy, stolen ones among them, guests apart
+    assert work.share() == pytest.approx((8.5 - 4.0) / 20.0)
+
+
+def test_the_loop_is_measured_by_what_it_computes_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(inspect_model("tiny", resolve_model("tiny"), "auto", "cpu"), "cpu")
+    runner = ModelRunner(loaded, allocate_cache(loaded.info.geometry(16), 128, "cpu"))
+    one, many = (loop_overhead_s(runner, 128, requests) for requests in (1, 24))
+    assert 1e-5 < one < many < 0.05
+    monkeypatch.setattr(loop_overhead, "LONGEST_S", 0.3)
+    with pytest.raises(AlignedServeError, match="did not end"):
+        loop_overhead_s(runner, 3, 1)  # no room for it to grow
+
+
+async def test_a_message_takes_a_while_to_another_process() -> None:
+    assert 1e-5 < await measure_message_s(new_token()) < 0.5
+
+
 def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "mine.json"
+    out, waiting = tmp_path / "mine.json", os.environ.get("OMP_WAIT_POLICY")
     assert main(["profile", "--device", "cpu", "--seconds", "0.1", "--out", str(out)]) == 0
     assert "decode_fitted: mean error" in capsys.readouterr().out
     cost = load_step_cost(out)
@@ -80,6 +171,11 @@ def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
     assert cost.step_s([ChunkShape(64)], ()) > 0.0
     hardware = Hardware(**default_hardware(out))
     assert hardware.kv_bytes_per_token == 6 * 4 * 2 * 32 * 4
+    assert min(hardware.host_overhead_s, hardware.message_s, hardware.copy_latency_s) > 0.0
+    assert os.environ.get("OMP_WAIT_POLICY") == waiting  # a worker's environment, for the time of the measurement only
+    fit = json.loads(out.read_text())["fit"]
+    assert sum(fit["passes_by_clock"].values()) > 0
+    assert fit["quiet"] == (fit["other_work_share"] <= QUIET_SHARE)
     assert load_step_cost(out, "no_split").step_s((), [100] * 4) > 0.0
 
 

@@ -53,8 +53,9 @@ def test_a_log_is_replayed_on_the_stores_of_the_cluster(tmp_path: Path) -> None:
     blocks = dict.fromkeys(own_truth.STORES, 64) | {"pool": 300}
     options = argparse.Namespace(policy="aligned", set=["decode.max_running=2"])
     own_truth.simulate(log, SHIPPED, blocks, options, tmp_path / "out")
-    answers = own_truth.simulated_answers(tmp_path / "out")
+    answers, later = (own_truth.simulated_answers(tmp_path / "out", messages_s) for messages_s in (0.0, 0.5))
     assert len(answers) == 6
+    assert [one.ttft_s - other.ttft_s for one, other in zip(later, answers, strict=True)] == pytest.approx([0.5] * 6)
     assert all(answer.tpot_s and answer.stages_s["decode"] > 0.0 for answer in answers)
     ran = json.loads((tmp_path / "out/summary.json").read_text())["run"]["configuration"]
     assert ran["hardware"]["pool_tokens"] == 300 * 16

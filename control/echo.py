@@ -1,0 +1,83 @@
+"""How long a message between two processes takes: a stream as the roles have them, to another process and back.
+
+`python -m alignedserve.control.echo ADDRESS` (the token on standard input) sends messages to `measure_message_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from alignedserve.control.link import DuplexLink, Outbox, serve_stream
+from alignedserve.control.rpc import RpcServer, open_channel
+from alignedserve.errors import UnavailableError
+
+MESSAGES = 200
+BYTES = 256
+EVERY_S = 0.005  # apart, so that both ends sleep in between, as they do in a cluster
+_SERVICE, _METHOD = "alignedserve.Echo", "Echo"
+_LONGEST_S = 60.0
+
+
+async def measure_message_s(token: str) -> float:
+    """Median seconds one way, both processes idle otherwise. Raises UnavailableError where the other one fails."""
+    server = RpcServer(token)
+    server.add(_register, _echo)
+    address = await server.start()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, address, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(token.encode()), _LONGEST_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise UnavailableError(f"{MESSAGES} messages did not come back within {_LONGEST_S:g} s") from None
+    finally:
+        await server.stop()
+    if process.returncode:
+        raise UnavailableError(f"the process that sends messages ended with status {process.returncode}")
+    both_ways_s: list[float] = json.loads(output)
+    return statistics.median(both_ways_s) / 2
+
+
+async def _echo(requests: AsyncIterator[bytes], _context: Any) -> AsyncIterator[bytes]:
+    outbox: Outbox[bytes] = Outbox()
+    async for message in serve_stream(requests, outbox, outbox.put):
+        yield message
+
+
+def _register(servicer: Any, server: Any) -> None:
+    handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(servicer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+
+
+async def _send(address: str, token: str) -> list[float]:
+    """Seconds there and back of each message."""
+    channel = open_channel(address, token)
+    back: asyncio.Queue[bytes] = asyncio.Queue()
+    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+    link: DuplexLink[bytes, bytes] = DuplexLink(call, back.put_nowait, lambda: (b"first",), reconnect=False)
+    link.start()
+    await back.get()
+    seconds = []
+    for _ in range(MESSAGES):
+        begun_s = time.perf_counter()
+        link.send(bytes(BYTES))
+        await back.get()
+        seconds.append(time.perf_counter() - begun_s)
+        await asyncio.sleep(EVERY_S)
+    await link.close()
+    await channel.close()
+    return seconds
+
+
+if __name__ == "__main__":
+    json.dump(asyncio.run(_send(sys.argv[1], sys.stdin.read())), sys.stdout)

@@ -1,0 +1,33 @@
+"""How much of the machine others use while this process measures it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
+GUESTS = 8  # from this column on, what is counted in an earlier one already
+
+
+class OtherWork:
+    """Counts from its making on. Time that a hypervisor took away is others' work too."""
+
+    def __init__(self) -> None:
+        self._begun = self._now()
+
+    def share(self) -> float:
+        """Of the time of all processors, from 0 to 1: what was neither idle nor this process's (and its children's)."""
+        (busy_s, own_s, wall_s), (busy_0_s, own_0_s, wall_0_s) = self._now(), self._begun
+        whole_s = (wall_s - wall_0_s) * (os.cpu_count() or 1)
+        others_s = (busy_s - busy_0_s) - (own_s - own_0_s)
+        return min(1.0, max(0.0, others_s / whole_s)) if whole_s > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Busy seconds of all processors, seconds of this process, and the time."""
+        ticks = [int(word) for word in STAT.read_text(encoding="ascii").partition("\n")[0].split()[1 : 1 + GUESTS]]
+        busy = sum(count for column, count in enumerate(ticks) if column not in IDLE)
+        own = os.times()
+        return busy / os.sysconf("SC_CLK_TCK"), sum(own[:4]), time.monotonic()
