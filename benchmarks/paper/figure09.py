@@ -29,7 +29,7 @@ def make(options: Evaluation, runner: Runner) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(parser(__doc__ or "", "split_kv,no_split:25"), make, argv)
+    return run(parser(__doc__ or ""), make, argv)
 
 
 if __name__ == "__main__":

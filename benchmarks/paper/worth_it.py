@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from evaluation.comparison import COLOCATED, condition
-from evaluation.grid import DECODE_BOUND, Case, Grid
-from evaluation.options import Evaluation, arrivals, head, is_colocated, parser, run
+from evaluation.comparison import COLOCATED
+from evaluation.grid import DECODE_BOUND, Case, Grid, by_condition, condition
+from evaluation.options import Evaluation, arrivals, head, is_colocated, parser, run, workloads_of
 from evaluation.runner import Runner
 from evaluation.runs import ALIGNED, ALIGNED_COST, BASELINES, Machine, Variant
 from evaluation.tables import NOTHING, gain, percent, ratios, table, with_interval
@@ -62,11 +62,10 @@ class Results:
 
     def tables(self) -> str:
         parts = []
-        for (machine, topology, load), cases in itertools.groupby(
-            self.cases, key=lambda case: (case.machine, case.topology, case.load)
-        ):
-            parts.append(f"## {machine.mode}; {topology}; {arrivals(load)}")
-            parts += self._of(list(cases), at_once=load is None)
+        for cases in by_condition(self.cases):
+            first = cases[0]
+            parts.append(f"## {first.machine.mode}; {first.topology}; {arrivals(first.load)}")
+            parts += self._of(cases, at_once=first.load is None)
         return "\n\n".join(parts)
 
     def _of(self, cases: Sequence[Case], at_once: bool) -> Iterable[str]:
@@ -147,9 +146,8 @@ def capacities(results: Results, grid: Grid) -> str:
 
 def make(options: Evaluation, runner: Runner) -> str:
     results = Results(options, runner)
-    sizes = ", ".join(f"{source.name} ({source.requests} requests)" for source in results.sources)
     notes = [
-        f"workloads: {sizes}",
+        workloads_of(results.sources),
         *results.left_out,
         *stand_ins(),
         results.objectives(),
@@ -170,7 +168,7 @@ def make(options: Evaluation, runner: Runner) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(parser(__doc__ or "", "split_kv,no_split:25"), make, argv)
+    return run(parser(__doc__ or ""), make, argv)
 
 
 if __name__ == "__main__":

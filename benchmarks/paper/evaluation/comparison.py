@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from evaluation.grid import Case
-from evaluation.options import Evaluation, arrivals, head
+from evaluation.grid import Case, by_condition, condition
+from evaluation.options import Evaluation, arrivals, head, workloads_of
 from evaluation.runner import Runner
 from evaluation.runs import ALIGNED, BASELINES, Variant
 from evaluation.tables import NOT_STATED, claims, gain, ratios, table, with_interval
@@ -49,16 +48,11 @@ class Comparison:
     def tables(self) -> str:
         """One for each kernel mode, topology and arrival process."""
         parts = []
-        for cases in self.by_condition():
+        for cases in by_condition(self.cases):
             first = cases[0]
             title = f"{self._unit}: {first.machine.mode}; {first.topology}; {arrivals(first.load)}"
             parts.append(f"### {title}\n\n{self._table(cases)}")
         return "\n\n".join(parts)
-
-    def by_condition(self) -> list[list[Case]]:
-        """All workloads of each kernel mode, topology and arrival process."""
-        groups = itertools.groupby(self.cases, key=lambda case: (case.machine, case.topology, case.load))
-        return [list(cases) for _, cases in groups]
 
     def beside(self, what: str, source: str, stated: Mapping[str, str]) -> str:
         """What the text states of the gain over each other one at `source`, and ours under every condition."""
@@ -73,7 +67,7 @@ class Comparison:
     def largest(self, what: str, stated: Mapping[str, str]) -> str:
         """What the text states of each workload's largest gain over any other system, and ours."""
         ours = []
-        for cases in self.by_condition():
+        for cases in by_condition(self.cases):
             found = {case.source.name: self._largest(case) for case in cases}
             ours.append((condition(cases[0]), [found.get(name, "not run") for name in stated]))
         return claims(what, list(stated), list(stated.values()), ours)
@@ -81,7 +75,7 @@ class Comparison:
     def extent(self, what: str, stated: tuple[str, str]) -> str:
         """The least and the largest mean gain over any workload and other system."""
         ours = []
-        for cases in self.by_condition():
+        for cases in by_condition(self.cases):
             means = [statistics.fmean(self.gain(case, other.label)) for case in cases for other in self.variants[1:]]
             ours.append((condition(cases[0]), [f"{min(means):.3f}", f"{max(means):.3f}"]))
         return claims(what, ["least", "largest"], stated, ours)
@@ -106,12 +100,6 @@ class Comparison:
         return [case.source.name, str(self.grid.topology(case)), *figures, *gains]
 
 
-def condition(case: Case) -> str:
-    """All but the workload, in a few words."""
-    load = "all at time zero" if case.load is None else f"{case.load:g} of capacity"
-    return f"{case.machine.mode}; {case.topology}; {load}"
-
-
 def report(
     title: str,
     comparison: Comparison,
@@ -119,9 +107,7 @@ def report(
     said: Iterable[str],
     notes: Iterable[str] = (),
 ) -> str:
-    sizes = {case.source.name: case.source.requests for case in comparison.cases}
-    listed = ", ".join(f"{name} ({requests} requests)" for name, requests in sizes.items())
-    workloads = f"workloads: {listed or 'none'}"
+    workloads = workloads_of(case.source for case in comparison.cases)
     charged = "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass"
     top = head(title, comparison.options, runner, [workloads, COLOCATED, charged, *notes])
     return "\n\n".join([top, *said, comparison.tables()])

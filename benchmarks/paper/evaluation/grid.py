@@ -33,6 +33,20 @@ class Case:
     load: float | None
 
 
+def by_condition(cases: Iterable[Case]) -> list[list[Case]]:
+    """All workloads of each kernel mode, topology and arrival process, in the order of the cases."""
+    groups: dict[tuple[Machine, str, float | None], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.machine, case.topology, case.load), []).append(case)
+    return list(groups.values())
+
+
+def condition(case: Case) -> str:
+    """All but the workload, in a few words."""
+    load = "all at time zero" if case.load is None else f"{case.load:g} of capacity"
+    return f"{case.machine.mode}; {case.topology}; {load}"
+
+
 class Grid:
     """`topologies` by name are those above, or "P:D". `decode`: decode instances of the named ones."""
 

@@ -61,26 +61,36 @@ class Evaluation:
         return self.limited(found), left_out
 
     def variants(self, wanted: Iterable[Variant]) -> list[Variant]:
-        """With what `--set` says of their policies. Raises ConfigError where it names another policy."""
+        """With what `--set` says of their policies. Raises ConfigError where it cannot be."""
         listed = list(wanted)
         changes = settings_of(list(self.settings), tuple(dict.fromkeys(variant.policy for variant in listed)))
-        return [
+        found = [
             dataclasses.replace(variant, settings=(*variant.settings, *changes[variant.policy].items()))
             for variant in listed
         ]
+        for variant in found:
+            variant.candidate()
+        return found
 
     def cases(self, sources: Iterable[Source]) -> list[Case]:
+        listed = list(sources)
         return [
             Case(source, machine, topology, load)
             for machine in self.machines
             for topology in self.topologies
             for load in self.loads
-            for source in sources
+            for source in listed
         ]
 
 
-def parser(doc: str, kernel_modes: str, cost_model: str = RTX_PRO_6000) -> argparse.ArgumentParser:
-    """`kernel_modes`: those that the script runs by default."""
+def parser(
+    doc: str,
+    kernel_modes: str = "split_kv,no_split:25",
+    cost_model: str = RTX_PRO_6000,
+    topology: str = f"{DECODE_BOUND},{BALANCED}",
+    loads: str = f"at-once,{LOAD}",
+) -> argparse.ArgumentParser:
+    """All but `doc` are what the script runs by default."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--data", type=Path, default=os.environ.get("ALIGNEDSERVE_DATA"), metavar="DIR", help=(
@@ -88,11 +98,11 @@ def parser(doc: str, kernel_modes: str, cost_model: str = RTX_PRO_6000) -> argpa
     ))  # fmt: skip
     add("--cost-model", default=cost_model, help="a name that ships, a profile or a folder of tables (%(default)s)")
     add("--kernel-modes", default=kernel_modes, metavar="A,B,…", help="split_kv, no_split:GB/S (%(default)s)")
-    add("--topology", default=f"{DECODE_BOUND},{BALANCED}", metavar="A,B,…", help=(
+    add("--topology", default=topology, metavar="A,B,…", help=(
         "prefill:decode instances: decode-bound, balanced (both found by measuring), or P:D (%(default)s)"
     ))  # fmt: skip
     add("--decode", type=int, default=1, help="decode instances of the first two (default 1)")
-    add("--loads", default=f"at-once,{LOAD}", metavar="A,B,…", help="at-once, or shares of the capacity (%(default)s)")
+    add("--loads", default=loads, metavar="A,B,…", help="at-once, or shares of the capacity (%(default)s)")
     add("--seeds", type=int, default=5, help="how many (default 5)")
     add("--limit", type=int, metavar="N", help="at most N requests a run")
     add("--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="as for `alignedserve simulate`")
@@ -177,6 +187,13 @@ def head(title: str, options: Evaluation, runner: Runner, notes: Iterable[str] =
     if options.quick:
         lines.insert(0, "a quick run: its figures say nothing but that the script works")
     return "\n".join([f"# {title}", "", *(f"- {line}" for line in lines)])
+
+
+def workloads_of(sources: Iterable[Source]) -> str:
+    """For the head: each with its size."""
+    sizes = {source.name: source.requests for source in sources}
+    listed = ", ".join(f"{name} ({requests} requests)" for name, requests in sizes.items())
+    return f"workloads: {listed or 'none'}"
 
 
 def arrivals(load: float | None) -> str:

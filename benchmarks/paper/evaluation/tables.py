@@ -46,8 +46,10 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def percent(values: Sequence[float]) -> str:
-    shown = with_interval(values, scale=100.0)
-    return shown if shown == NOTHING else f"{shown} %"
+    """Shares, to a hundredth of a percent."""
+    if not values or any(math.isnan(value) for value in values):
+        return NOTHING
+    return f"{_shown(*mean_and_interval([100 * value for value in values]), 2)} %"
 
 
 def _shown(mean: float, half: float | None, places: int) -> str:
