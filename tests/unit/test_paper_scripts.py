@@ -15,6 +15,7 @@ import pytest
 
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
+from alignedserve.scheduler.iteration import IterationScheduler
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import Candidate, Plan
 from alignedserve.simulator.summary import Objectives, measure
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/paper"))
 from evaluation import tables, workloads
 from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, FCFS, FCFS_10_MS, Machine, Run, Topology, execute
+from evaluation.runs import ALIGNED, FCFS, FCFS_10_MS, Machine, Outcome, Run, Topology, execute
 
 RTX = "rtxpro6000-llama-3.1-8b"
 MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
@@ -110,7 +111,7 @@ def test_figures_have_the_interval_over_the_seeds() -> None:
     assert tables.with_interval([1234.5]) == "1,234"
     assert tables.with_interval([0.0251, 0.0251], scale=1e3) == "25.1 ± 0.0"
     assert tables.gain([1.1, 1.1]) == "1.100 ± 0.000"
-    assert tables.percent([0.5]) == "50.0 %"
+    assert tables.percent([0.14733]) == "14.73 %"
     assert tables.with_interval([1.0, float("nan")]) == tables.gain([float("nan")]) == tables.NOTHING
     assert tables.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
     shown = tables.claims("what", ["a"], ["1.5"], [("here", ["1.2"])]).splitlines()
@@ -254,6 +255,118 @@ def test_figure_9_has_the_p99_of_iterations_and_its_extent(capsys: pytest.Captur
     stated, ours = rows_of(text, "times lower than any other")
     assert (stated["least"], stated["largest"]) == ("1.74", "3.05")
     assert (figure(ours["least"]), figure(ours["largest"])) == (min(gains), max(gains))
+
+
+@pytest.mark.parametrize("wall", [(), ("--wall",)])
+def test_figure_11_times_every_decision_and_says_what_it_did_not_measure(
+    capsys: pytest.CaptureFixture[str], data: Path, wall: tuple[str, ...]
+) -> None:
+    plan = IterationScheduler.plan
+    text = report(capsys, "figure11", "--data", str(data), "--topology", "1:1", "--limit", "6", "--seeds", "1", *wall)
+    assert IterationScheduler.plan is plan
+    rows = rows_of(text, "the decision alone")
+    shown = ["ShareGPT-8k, aligned", "ShareGPT-8k, fcfs", "arXiv summarization, aligned", "arXiv summarization, fcfs"]
+    assert [row["the decision alone"] for row in rows] == shown
+    case = workloads.applications(data, (workloads.SHAREGPT,))[0][0].limited(6)
+    passes = execute(Run(case, FCFS, Machine(RTX), Topology(1, 1), None, 0)).metrics["iterations"]
+    assert figure(rows[1]["iterations"]) == passes
+    for row in rows:
+        assert 0 < figure(row["P50, ms"]) <= figure(row["P95, ms"]) <= figure(row["P99, ms"])
+    assert ("wall clock" in text) is bool(wall)
+    (stated,) = rows_of(text, "the whole gap between two iterations, aligned")
+    assert stated["within 5 ms"] == "more than 95 %"
+    (stated,) = rows_of(text, "the whole gap between two iterations, fcfs")
+    assert stated["within 10 ms"] == "less than 20 % (DistServe)"
+    assert "Ours was not measured in this run" in text
+
+
+def test_figure_12_has_both_readings(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--topology", "2:1", "--kernel-modes", "split_kv", "--limit", "20", "--seeds", "1")
+    text = report(capsys, "figure12", *arguments, "--short-tokens", "300")
+    rows = rows_of(text, "long requests, tokens")
+    assert [row["long requests, tokens"] for row in rows] == ["2,000", "4,000", "6,000", "8,000", "10,000"]
+    lengths = "short_min=300,short_max=300,long_min=10000,long_max=10000"
+    expected = simulated(f"mix:short=0.05,requests=20,{lengths}", "fcfs", 2, 0)["iteration_mean_s"]
+    assert figure(rows[-1]["fcfs"]) == pytest.approx(1e3 * expected, rel=5e-3)
+    stated, long_rise, short_rise = rows_of(text, "times the latency at 10,000")
+    assert stated["aligned"] == tables.NOT_STATED
+    assert figure(long_rise["fcfs"]) == pytest.approx(figure(rows[-1]["fcfs"]) / figure(rows[0]["fcfs"]), rel=0.01)
+    assert figure(short_rise["fcfs"]) < figure(long_rise["fcfs"])
+    assert "95 % long, as printed" in text
+    assert "95 % short; split_kv" in text
+
+
+def test_figure_13_s_thresholds(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+    figure13 = script("figure13")
+    fast, slow = Outcome({}, tuple(n / 500 for n in range(501))), Outcome({}, tuple(1 + n / 500 for n in range(501)))
+    assert figure13.furthest(fast, slow) == pytest.approx(1.0)
+    text = report(capsys, "figure13", "--data", str(data), "--limit", "15", "--topology", "2:1", "--loads", "at-once")
+    rows = rows_of(text, "share of iterations within a threshold")
+    assert list(rows[0].values())[1:] == ["30 ms", "more than 90 %", "less than 10 %"]
+    assert len(rows) == 1 + 2 * 2 * 4  # workloads, kernel modes, thresholds
+    assert [row["threshold"] for row in rows[1:3]] == ["30.0 ms", "49.3 ms"]
+    for row in rows[3::4]:
+        assert figure(row["fcfs"]) == pytest.approx(10, abs=0.3)
+    for row in rows[4::4]:
+        assert figure(row["aligned"]) >= figure(row["fcfs"])
+    assert "facebook/opt-13b on 1 NVIDIA A100" in text
+    medians = rows_of(text, "forward, ms, at percentile")
+    assert len(medians) == 2 * 2 * 2
+    assert all(figure(row["5"]) <= figure(row["50"]) <= figure(row["99"]) for row in medians)
+
+
+def test_figure_14_has_what_each_ablation_loses(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+    arguments = (
+        "--data",
+        str(data),
+        "--topology",
+        "2:1",
+        "--kernel-modes",
+        "split_kv",
+        "--seeds",
+        "1",
+        "--limit",
+        "20",
+    )
+    text = report(capsys, "figure14", *arguments, "--loads", "at-once,0.9")
+    rows = rows_of(text, "decode tokens/s")
+    assert len(rows) == 2
+    stated, *ours = rows_of(text, "throughput lost")
+    assert list(stated.values())[1:] == ["14.73 %", "28.51 %", tables.NOT_STATED]
+    for row, lost in zip(rows, ours, strict=True):
+        whole, no_prefetch, neither = list(row.values())[2:]
+        expected = [1 - figure(no_prefetch) / figure(whole), 1 - figure(neither) / figure(no_prefetch)]
+        assert [figure(cell) / 100 for cell in list(lost.values())[1:3]] == pytest.approx(expected, abs=2e-3)
+    stated, *ours = rows_of(text, "aligned, ShareGPT-8k")
+    assert stated["switch iterations"] == "at most 8.61 %"
+    assert len(ours) == 2
+    assert all(0 <= figure(row["switch iterations"]) <= 100 for row in ours)
+
+
+def test_figure_15_has_starvation_handling_disabled_and_not(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+    arguments = (
+        "--data",
+        str(data),
+        "--topology",
+        "2:1",
+        "--kernel-modes",
+        "split_kv",
+        "--seeds",
+        "1",
+        "--limit",
+        "20",
+    )
+    text = report(capsys, "figure15", *arguments, "--loads", "at-once,0.5")
+    for name, mean in (("ShareGPT-8k", "1.49 s"), ("arXiv summarization", "2.54 s (LongBench)")):
+        stated, at_once, half = rows_of(text, f"time to second token, {name}")
+        assert stated["starvation handling disabled: mean, s"] == mean
+        assert stated["starvation handling disabled: largest, s"] == "about 30 s"
+        assert figure(half["fcfs: mean, s"]) < figure(at_once["fcfs: mean, s"])
+        for row in (at_once, half):
+            assert figure(row["aligned: mean, s"]) <= figure(row["aligned: largest, s"])
+    variant = script("figure15").VARIANTS[0]
+    scheduler = variant.candidate().config.scheduler
+    assert (scheduler.starvation_after_s, scheduler.late_share) == (1e9, 1.0)
 
 
 def test_a_report_says_what_it_hangs_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
