@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,11 +27,15 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`bandwidth_gb_s`: of one thread block, in `no_split` mode only; None there: the cost model's default."""
+    """`bandwidth_gb_s`: of one thread block, in `no_split` mode only; None there: the cost model's default.
+
+    `hardware_changes`: what differs from the cost model's own, by the names of `Hardware`.
+    """
 
     cost_model: str
     kernel_mode: str = "split_kv"
     bandwidth_gb_s: float | None = None
+    hardware_changes: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def parse(cls, cost_model: str, text: str) -> Machine:
@@ -48,7 +52,7 @@ class Machine:
         return _cost(self)
 
     def hardware(self) -> Hardware:
-        return default_hardware(hardware_of_cost(self.cost_model))
+        return replace(default_hardware(hardware_of_cost(self.cost_model)), **dict(self.hardware_changes))
 
 
 @dataclass(frozen=True, slots=True)
