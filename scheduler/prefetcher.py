@@ -85,9 +85,9 @@ class Prefetcher:
             self._books.actions.append(MarkUrgent(decode_id, tuple(keys)))
 
     def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
-        """The instance for a request of this length first: of those that are not loaded much more than the least loaded
+        """The best instance for a request of this length first: so that they specialise, the one of the nearest lengths.
 
-        the one whose lengths are nearest, so that instances specialise.
+        It must not be loaded much more than the least loaded one; those that are come last.
         """
         if len(decodes) < 2:
             return list(decodes)
@@ -189,9 +189,9 @@ class Prefetcher:
     # late joins
 
     def _takes_late(self, decode: DecodeView) -> bool:
-        """Late joins stop while an overdue request waits that they would keep waiting. In a switch they go on, to the
+        """Late joins stop while an overdue request waits that they would keep waiting.
 
-        new batch: with nothing but further batches to fill it from, it would never be one batch again.
+        In a switch they go on, to the new batch: filled from further batches alone, it would never be one batch again.
         """
         if decode.report is None or decode.overdue or decode.bounced:
             return False
