@@ -333,7 +333,7 @@ class DecodeLoop:
         now_ns = time.time_ns()
         held.live.spec.stopwatch.enter(Stage.POOL if evict.to_pool else Stage.PREFETCH, now_ns)
         stored = held.current()
-        stored.kv_tokens = evict.kv_tokens
+        stored.kv_tokens, stored.evicted_ns = evict.kv_tokens, now_ns
         outcome.evictions.append(EvictionOrder(evict.key, stored, list(evict.block_ids), evict.to_pool))
 
     def _on_evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None, outcome: Outcome) -> None:

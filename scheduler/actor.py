@@ -343,9 +343,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         key = key_from_proto(stored.spec.key)
         if not self._expects(key):
             return
-        enter_stage(stored.spec.timings, Stage.POOL, time.time_ns())
+        now_ns = time.time_ns()
+        enter_stage(stored.spec.timings, Stage.POOL, now_ns)
         self._files.stored[key] = stored
-        self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids)))
+        waited_s = max(0, now_ns - (stored.evicted_ns or now_ns)) / 1e9
+        self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids), waited_s))
 
     def _expects(self, key: RequestKey) -> bool:
         """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""

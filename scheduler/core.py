@@ -232,7 +232,7 @@ class SchedulerCore:
             if not record.recalled:
                 books.instances.bounced(record.decode_id, record.prefill_id, record.buffer)
         else:
-            since_s = now_s
+            since_s = now_s - event.waited_s
         had = books.ledger.committed_of(event.key)
         books.ledger.commit(event.key, event.blocks if had is None else max(0, had + event.blocks - record.blocks))
         books.enter_pool(record, event.kv_tokens, event.blocks, since_s, now_s)

@@ -93,11 +93,15 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Given back by its decode instance: its KV, `kv_tokens` long, is committed in the pool again."""
+    """Given back by its decode instance: its KV, `kv_tokens` long, is committed in the pool again.
+
+    `waited_s`: since it was evicted. How long one has waited that never joined the core knows itself.
+    """
 
     key: RequestKey
     kv_tokens: int
     blocks: int
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,9 @@ class QuadTree:
                 index //= FAN_OUT
         if requests != self.requests or blocks != self.blocks:
             raise AccountingError("the counters of the quad-tree do not match a recount")
-        for index, count in enumerate(self.requests[self.depth]):
+        for index, (count, leaf) in enumerate(zip(self.requests[self.depth], self._leaves, strict=True)):
+            if leaf is None and not count:
+                continue
             ages = [entry.since_s for entry in self.oldest(index)]
             if len(ages) != count or ages != sorted(ages):
                 raise AccountingError(f"leaf {index} of the quad-tree is out of order")

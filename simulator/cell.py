@@ -165,6 +165,12 @@ class Cell:
     def send_core(self, event: events.Event) -> None:
         self.send(self.tell, event)
 
+    def send_returned(self, key: RequestKey, kv_tokens: int) -> None:
+        """The request is in the pool again, with so many tokens of KV."""
+        since_s = self.request(key).waiting_since_s
+        waited_s = 0.0 if since_s is None else self.clock.now_s - since_s
+        self.send_core(events.Returned(key, kv_tokens, self.blocks_for(kv_tokens), waited_s))
+
     def tell(self, event: events.Event) -> None:
         """The core hears of it now."""
         self._moved_s = self.clock.now_s

@@ -19,7 +19,7 @@ from alignedserve.scheduler.actions import Prefetch
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind, Finished, Joined, Returned
+from alignedserve.scheduler.events import BufferKind, Finished, Joined
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
 from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join
 from alignedserve.simulator.buffers import decode_report
@@ -343,7 +343,7 @@ class DecodeInstance:
             self.scheduler.withdraw(key)
         self._forget(key)
         if new_blocks is not None:
-            self._cell.send_core(Returned(key, evict.kv_tokens, self._cell.blocks_for(evict.kv_tokens)))
+            self._cell.send_returned(key, evict.kv_tokens)
 
     def _give_back(self, key: RequestKey) -> None:
         cell = self._cell
@@ -356,7 +356,7 @@ class DecodeInstance:
         if source:
             cell.send(cell.prefills[source].give_back, key, kv_tokens)
         else:
-            cell.send_core(Returned(key, kv_tokens, cell.blocks_for(kv_tokens)))
+            cell.send_returned(key, kv_tokens)
 
     def holds_nothing(self) -> bool:
         return self.scheduler.holds_nothing() and not self._begun and not self._source

@@ -11,7 +11,7 @@ from alignedserve.scheduler.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import Finished, Prefilled, Returned
+from alignedserve.scheduler.events import Finished, Prefilled
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.simulator.links import transfer
@@ -131,7 +131,7 @@ class PrefillInstance:
             blocks = cell.blocks_for(kv_tokens)
             if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 cell.counters["bounced"] += 1
-                cell.send_core(Returned(key, kv_tokens, blocks))
+                cell.send_returned(key, kv_tokens)
                 continue
             cell.counters["prefetched"] += 1
             cell.request(key).enter(Stage.PREFETCH, cell.clock.now_s)
@@ -163,7 +163,7 @@ class PrefillInstance:
         self._giving_back.discard(key)
         self._free(key)
         if new_blocks is not None:
-            self._cell.send_core(Returned(key, kv_tokens, self._cell.blocks_for(kv_tokens)))
+            self._cell.send_returned(key, kv_tokens)
 
     def _free(self, key: RequestKey) -> None:
         decode_id = self.buffers.free(key)

@@ -290,6 +290,25 @@ def test_a_new_core_goes_by_the_objectives_that_it_was_told_of():
     assert only(cell.do(ev.Joined("d0", (key("a"), key("b")))), MarkUrgent) == [MarkUrgent("d0", (key("c"),))]
 
 
+def test_an_evicted_request_that_comes_back_has_waited_since_its_eviction():
+    cell = Cell(starvation_after_s=5.0)
+    cell.do(ev.InventoryTaken("d0", (held("a", False), held("c", True)), restore=True))
+    cell.do(ev.Returned(key("c"), 28, 7, waited_s=4.0))
+    cell.do(ev.Tick(), after_s=1.5)
+    assert only(cell.do(ev.Joined("d0", (key("a"),))), MarkUrgent) == [MarkUrgent("d0", (key("c"),))]
+
+
+def test_one_that_never_joined_has_waited_all_the_while_whatever_is_said_of_an_eviction_before():
+    cell = Cell(starvation_after_s=5.0)
+    cell.make_busy()
+    for name in "abc":
+        cell.wait(name, 40)
+    cell.do(ev.Tick(), after_s=4.0)
+    cell.do(ev.Returned(key("a"), 40, 10, waited_s=0.1))
+    assert only(cell.do(ev.Tick(), after_s=1.5), MarkUrgent) == [MarkUrgent("d0", (key("b"), key("c")))]
+    assert only(cell.do(ev.Joined("d0", (key("b"), key("c")))), MarkUrgent) == [MarkUrgent("d0", (key("a"),))]
+
+
 def test_what_a_core_has_given_up_is_cancelled_where_it_still_is():
     cell = Cell()
     cell.wait("a", 10)

@@ -5,6 +5,6 @@ link, after a delay; copies and computing take time; every store counts its bloc
 """
 
 from alignedserve.testing.small_cell.cell import Shape, SmallCell
-from alignedserve.testing.small_cell.requests import Request
+from alignedserve.testing.small_cell.requests import Request, Service, Wait
 
-__all__ = ["Request", "Shape", "SmallCell"]
+__all__ = ["Request", "Service", "Shape", "SmallCell", "Wait"]

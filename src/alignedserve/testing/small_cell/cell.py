@@ -17,7 +17,7 @@ from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.testing.small_cell.decode import Decode
 from alignedserve.testing.small_cell.pool import Pool, Write
 from alignedserve.testing.small_cell.prefill import Prefill
-from alignedserve.testing.small_cell.requests import Request
+from alignedserve.testing.small_cell.requests import Request, Service
 
 
 class Part(Protocol):
@@ -81,6 +81,8 @@ class SmallCell:
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[float, actions.Action]] = []
+        self.services: list[Service] = []  # that are over
+        self.longest_s: dict[str, float] = {}  # that each kind of step has taken
         self._adopting: dict[RequestKey, Request] = {}
         self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt what the pool holds
         self.coming = 0  # arrivals and other disturbances that are planned
@@ -107,8 +109,13 @@ class SmallCell:
         self._scheduled += 1
         heapq.heappush(self._queue, (self.now_s + seconds, self._scheduled, owner, call, arguments))
 
-    def delay(self, mean_s: float) -> float:
-        return mean_s * self.rng.uniform(0.5, 2.0)
+    def delay(self, mean_s: float, step: str = "") -> float:
+        return self.note(step, mean_s * self.rng.uniform(0.5, 2.0))
+
+    def note(self, step: str, seconds: float) -> float:
+        """Such a step takes so long this time."""
+        self.longest_s[step] = max(self.longest_s.get(step, 0.0), seconds)
+        return seconds
 
     def send(self, source: Part, target: Part, method: str, *arguments: Any) -> None:
         """Call a method of another process; the messages of one link arrive in order."""
@@ -119,7 +126,7 @@ class SmallCell:
 
     def _deliver(self, source: Part, target: Part, call: Callable[..., None], *arguments: Any) -> None:
         link = source.name, target.name
-        arrival_s = max(self._links.get(link, 0.0), self.now_s + self.delay(0.0005))
+        arrival_s = max(self._links.get(link, 0.0), self.now_s + self.delay(0.0005, "message"))
         self._links[link] = arrival_s
         self.after(arrival_s - self.now_s, target, call, *arguments)
 
@@ -246,9 +253,14 @@ class SmallCell:
         """Commit to the pool what it lacks of a request that was given back, and report it returned."""
 
         def committed(blocks: int, new_blocks: int) -> None:
-            self.tell_core(source, events.Returned(key, kv_tokens, blocks))
+            self.returned(source, key, kv_tokens, blocks)
 
         self.pool.write(Write(source, key, kv_tokens, None, committed))
+
+    def returned(self, source: Part, key: RequestKey, kv_tokens: int, blocks: int) -> None:
+        since_s = self.request(key).waiting_since_s
+        waited_s = 0.0 if since_s is None else self.now_s - since_s
+        self.tell_core(source, events.Returned(key, kv_tokens, blocks, waited_s))
 
     # load and disturbances
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Prefetch
 from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind, Finished, Joined, Lost, Returned
+from alignedserve.scheduler.events import BufferKind, Finished, Joined, Lost
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
 from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, RunItem
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.testing.small_cell.pool import Write
+from alignedserve.testing.small_cell.requests import Service
 
 if TYPE_CHECKING:
     from alignedserve.testing.small_cell.cell import SmallCell
@@ -35,6 +36,7 @@ class Decode:
         self.source: dict[RequestKey, str] = {}  # of candidates: the prefill instance, or "" for the pool
         self.length: dict[RequestKey, int] = {}  # KV tokens of everything that is held
         self.broken: set[RequestKey] = set()  # being copied in, from an instance that is gone
+        self.joined_s: dict[RequestKey, float] = {}  # of what holds blocks of the cache
         self.tombstones: set[RequestKey] = set()  # cancelled before they were announced
         self.busy = self.kicked = False
         self.reported: tuple[int, IterationStatus, int] | None = None
@@ -101,6 +103,12 @@ class Decode:
         self.source.pop(key, None)
         self.length.pop(key, None)
         self.broken.discard(key)
+        self.end_service(key)
+
+    def end_service(self, key: RequestKey) -> None:
+        begin_s = self.joined_s.pop(key, None)
+        if begin_s is not None:
+            self.cell.services.append(Service(key.request_id, self.name, begin_s, self.cell.now_s))
 
     def refresh_lease(self) -> None:
         pairs = [self.cell.prefills[name] for name in self.cell.pairs[self.name] if name in self.cell.prefills]
@@ -135,7 +143,7 @@ class Decode:
         if plan.run:
             self.busy = True
             longest = max(item.kv_tokens for item in plan.run)
-            self.cell.after(0.002 + 1e-5 * longest, self, self.iterated, plan.run)
+            self.cell.after(self.cell.note("iteration", 0.002 + 1e-5 * longest), self, self.iterated, plan.run)
         self.report()
 
     def iterated(self, run: Sequence[RunItem]) -> None:
@@ -162,7 +170,8 @@ class Decode:
     def start_copies(self, plan: IterationPlan) -> None:
         for join in plan.joins:
             blocks = len(join.block_ids) - join.resident_blocks
-            self.cell.after(self.cell.delay(0.001 * (1 + blocks)), self, self.copied_in, join.key)
+            self.joined_s[join.key] = self.cell.now_s
+            self.cell.after(self.cell.delay(0.001 * (1 + blocks), "copy in"), self, self.copied_in, join.key)
         for evict in plan.evictions:
             self.evict(evict)
         for key in plan.give_back.keys:
@@ -184,7 +193,7 @@ class Decode:
         self.cell.counts["evicted"] += 1
         request = self.cell.request(evict.key)
         if request.key == evict.key:
-            request.waiting_since_s = self.cell.now_s
+            request.wait(self.cell.now_s, evicted=True)
         if evict.to_pool:
             then = partial(self.written, evict)
             failed = partial(self.eviction_failed, evict.key)
@@ -194,7 +203,7 @@ class Decode:
             prefill = self.cell.prefills.get(name)
             if prefill is not None and prefill.buffers.leased_blocks(self.name) >= len(evict.block_ids):
                 prefill.buffers.adopt(evict.key, len(evict.block_ids), self.name)
-                self.cell.after(self.cell.delay(0.004), self, self.evicted, evict.key, name, prefill)
+                self.cell.after(self.cell.delay(0.004, "copy out"), self, self.evicted, evict.key, name, prefill)
                 return
         self.cell.after(0.0, self, self.eviction_failed, evict.key)  # the lease is gone with its prefill instance
 
@@ -203,6 +212,7 @@ class Decode:
             self.eviction_failed(key)
             return
         self.source[key] = name
+        self.end_service(key)
         if not self.scheduler.copied_out(key):
             self.drop(key)
         self.refresh_lease()
@@ -214,12 +224,12 @@ class Decode:
         self.kick()
 
     def written(self, evict: Evict, blocks: int, new_blocks: int) -> None:
-        self.cell.after(self.cell.delay(0.004), self, self.returned, evict, blocks)
+        self.cell.after(self.cell.delay(0.004, "copy out"), self, self.returned, evict, blocks)
 
     def returned(self, evict: Evict, blocks: int) -> None:
         if self.scheduler.copied_out(evict.key):
             self.forget(evict.key)
-            self.cell.tell_core(self, Returned(evict.key, evict.kv_tokens, blocks))
+            self.cell.returned(self, evict.key, evict.kv_tokens, blocks)
         else:
             self.drop(evict.key)
         self.kick()

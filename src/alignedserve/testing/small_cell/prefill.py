@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import Prefilled, Returned
+from alignedserve.scheduler.events import Prefilled
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.testing.small_cell.pool import Write
@@ -84,7 +84,7 @@ class Prefill:
         if lead not in self.groups:
             self.chunks.release(lead)
             self.cell.after(0.0, self, self.compute)
-        self.cell.request(key).waiting_since_s = self.cell.now_s
+        self.cell.request(key).wait(self.cell.now_s, evicted=False)
         self.cell.tell_core(self, Prefilled(key, kv_tokens, blocks, new_blocks))
         self.report()
 
@@ -116,9 +116,9 @@ class Prefill:
             blocks = self.cell.blocks_for(kv_tokens)
             if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 self.cell.counts["bounced"] += 1
-                self.cell.tell_core(self, Returned(key, kv_tokens, blocks))
+                self.cell.returned(self, key, kv_tokens, blocks)
                 continue
-            self.cell.after(self.cell.delay(0.005), self, self.announce, action, key, kv_tokens)
+            self.cell.after(self.cell.delay(0.005, "prefetch"), self, self.announce, action, key, kv_tokens)
         self.report()
 
     def announce(self, action: Prefetch, key: RequestKey, kv_tokens: int) -> None:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import RequestMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """From the end of a request's prefill, or from its eviction, to the end of its next iteration."""
+
+    request_id: str
+    since_s: float
+    until_s: float
+    evicted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A request held blocks of a decode instance's cache: from its join until it ended or its copy out had."""
+
+    request_id: str
+    decode_id: str
+    begin_s: float
+    end_s: float
 
 
 @dataclass(slots=True)
@@ -21,8 +41,15 @@ class Request:
     epoch: int = 0
     tokens: int = 0
     ended: str = ""  # "finished" or "cancelled"
+    wait_objective_s: float = 0.0
     waiting_since_s: float | None = None
-    longest_wait_s: float = 0.0  # from prefill or eviction to the next decode iteration
+    evicted: bool = False  # that is why it waits
+    waits: list[Wait] = field(default_factory=list)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """From prefill or eviction to the next decode iteration."""
+        return max((wait.until_s - wait.since_s for wait in self.waits), default=0.0)
 
     @property
     def key(self) -> RequestKey:
@@ -35,12 +62,23 @@ class Request:
 
     @property
     def meta(self) -> RequestMeta:
-        return RequestMeta(self.key, self.prompt + self.tokens, self.prompt + self.most, self.group_id, "gateway")
+        return RequestMeta(
+            key=self.key,
+            prefix_tokens=self.prompt + self.tokens,
+            max_total_tokens=self.prompt + self.most,
+            group_id=self.group_id,
+            gateway_id="gateway",
+            wait_objective_s=self.wait_objective_s,
+        )
+
+    def wait(self, now_s: float, *, evicted: bool) -> None:
+        """It waits from now on."""
+        self.waiting_since_s, self.evicted = now_s, evicted
 
     def generate(self, now_s: float) -> bool:
         """One token more. Whether it was the last."""
         self.tokens += 1
         if self.waiting_since_s is not None:
-            self.longest_wait_s = max(self.longest_wait_s, now_s - self.waiting_since_s)
+            self.waits.append(Wait(self.request_id, self.waiting_since_s, now_s, self.evicted))
             self.waiting_since_s = None
         return self.tokens >= self.answer
