@@ -1,0 +1,72 @@
+"""Figure 3: prompts of 64 lengths in batches of one length each, against batches that hold every length.
+
+    python benchmarks/paper/figure03.py
+    python benchmarks/paper/figure03.py --engine            # the shipped model on this machine's CPU
+
+64 groups of 64 prompts, of 10, 70, 130, …, 3,790 tokens. Aligned: each group is a batch. Mixed: one prompt of each
+group; those 64 batches are the same. How many tokens are generated is not stated in the text: --answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+
+from evaluation.decoding import Batch, Decoding, parser, run
+from evaluation.tables import NOT_STATED, claims, number, table
+
+TITLE = "Figure 3: mean TPOT of aligned batches against mixed ones"
+COLUMNS = ("aligned, mean of all batches", "mixed", "mixed / aligned")
+SHOWN = 8  # of the aligned batches
+
+
+def lengths(options: argparse.Namespace) -> list[int]:
+    """Of the groups' prompts. Raises ValueError for less than two groups."""
+    if options.groups < 2 or options.first < 1 or options.step < 0:
+        raise ValueError("--groups is at least 2, --first at least 1 and --step at least 0")
+    return [options.first + number * options.step for number in range(options.groups)]
+
+
+def tpots_ms(decoding: Decoding, options: argparse.Namespace) -> list[float]:
+    """Of each aligned batch, and last of the mixed one."""
+    each = lengths(options)
+    batches: list[Batch] = [*((length,) * options.groups for length in each), tuple(each)]
+    return [1e3 * seconds for seconds in decoding.means_s(batches, options.answer)]
+
+
+def report(options: argparse.Namespace, decodings: Sequence[Decoding]) -> str:
+    each = lengths(options)
+    found = {decoding.name: tpots_ms(decoding, options) for decoding in decodings}
+    ours = []
+    for name, (*aligned, mixed) in found.items():
+        mean = statistics.fmean(aligned)
+        ours.append((name, [number(mean), number(mixed), f"{mixed / mean:.3f}"]))
+    chosen = range(0, len(each), max(1, len(each) // SHOWN))
+    rows = [[f"{each[group]:,}", *(number(tpots[group]) for tpots in found.values())] for group in chosen]
+    return "\n\n".join(
+        [
+            claims(f"mean TPOT, ms, over {options.answer} tokens", COLUMNS, [NOT_STATED] * len(COLUMNS), ours),
+            'The text: longer prompts have "a relatively higher TPOT", and aligned batches outperform mixed ones.',
+            f"### Mean TPOT of aligned batches, ms\n\n{table(['prompt tokens', *found], rows)}",
+        ]
+    )
+
+
+def longest(options: argparse.Namespace) -> int:
+    return lengths(options)[-1] + int(options.answer) + 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    found = parser(__doc__ or "")
+    add = found.add_argument
+    add("--groups", type=int, default=64, help="groups, and prompts in each (%(default)s)")
+    add("--first", type=int, default=10, help="tokens of the first group's prompts (%(default)s)")
+    add("--step", type=int, default=60, help="tokens from one group to the next (%(default)s)")
+    add("--answer", type=int, default=128, help="tokens that each request generates (%(default)s)")
+    return run(found, TITLE, longest, report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
