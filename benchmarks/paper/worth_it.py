@@ -81,11 +81,15 @@ class Results:
             yield self._table("time to second token, mean, s", cases, metric("second_token_mean_s"))
             yield self._table("P99 TPOT over requests, ms", cases, metric("tpot_p99_s", scale=1e3))
         yield self._table("P99 TPOT over iterations, ms", cases, metric("charged_p99_s", scale=1e3))
+        yield self._table("bubble share of the iterations' time", cases, self._bubble)
 
         def switches(case: Case, variant: Variant) -> str:
             return NOTHING if is_colocated(variant) else percent(grid.values(case, variant, "switch_iteration_share"))
 
         yield self._table("share of switch iterations", cases, switches)
+
+    def _bubble(self, case: Case, variant: Variant) -> str:
+        return percent(self.grid.values(case, variant, "bubble_share"))
 
     def _metric(self, name: str, digits: int = 3, scale: float = 1.0) -> Cell:
         return lambda case, variant: with_interval(self.grid.values(case, variant, name), digits, scale)

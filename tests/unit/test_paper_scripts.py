@@ -121,7 +121,7 @@ def test_figures_have_the_interval_over_the_seeds() -> None:
 def test_each_seed_has_a_window_of_a_trace_of_its_own_and_its_lengths_at_once(data: Path) -> None:
     (mooncake,), left_out = workloads.applications(data, (workloads.MOONCAKE,))
     assert not left_out
-    source = mooncake.limited(10)
+    source = mooncake.sized(1.0, 10)
     assert source.requests == 10
     rows = read_trace(mooncake.text).rows  # type: ignore[attr-defined]
     for seed in (0, 1):
@@ -131,6 +131,15 @@ def test_each_seed_has_a_window_of_a_trace_of_its_own_and_its_lengths_at_once(da
         at_once = source.trace(seed, at_once=True).workload(Load(), seed).arrivals
         assert {one.arrival_s for one in at_once} == {0.0}
         assert sorted(one.input_tokens for one in at_once) == sorted(one.input_tokens for one in timed)
+
+
+def test_a_workload_is_scaled_as_far_as_its_file_goes(data: Path) -> None:
+    (sharegpt,), _ = workloads.applications(data, (workloads.SHAREGPT,))
+    assert [sharegpt.sized(scale, None).requests for scale in (0.01, 2.0)] == [12, 30]
+    for scale, limit, expected in ((2.0, None, 24), (2.0, 13, 13), (0.5, None, 6), (1.0, 5, 5)):
+        run = replace(ONE, source=MIX.sized(scale, limit))
+        assert run.source.requests == expected
+        assert len(run.plan().workload(None, 0).arrivals) == expected
 
 
 def test_what_the_data_folder_lacks_is_left_out_and_said(tmp_path: Path) -> None:
@@ -173,7 +182,7 @@ def test_an_interrupted_evaluation_goes_on_and_another_commit_or_configuration_b
     assert evaluated("c2", *runs) == (2, 0, both)
     assert evaluated("c3-dirty", *runs)[:2] == evaluated("c3-dirty", *runs)[:2] == (2, 0)
     for other in (
-        replace(ONE, source=MIX.limited(11)),
+        replace(ONE, source=MIX.sized(1.0, 11)),
         replace(ONE, machine=Machine(RTX, "no_split", 5.0)),
         replace(ONE, topology=Topology(2, 1)),
         replace(ONE, variant=replace(FCFS, settings=(("decode.max_running", "3"),))),
@@ -193,7 +202,7 @@ def test_topologies_are_chosen_by_what_is_served() -> None:
     with Runner(None, 1, "c", quiet=True) as runner:
         grid = Grid(runner, (0,), decode=2)
         chosen = grid._choose({1: 10.0, 2: 19.0, 4: 20.0, 8: 20.1})
-        assert chosen == {DECODE_BOUND: Topology(8, 2), BALANCED: Topology(4, 2)}
+        assert chosen == {DECODE_BOUND: Topology(16, 2), BALANCED: Topology(4, 2)}
         case = Case(MIX, Machine(RTX), "3:2", None)
         assert grid.topology(case) == Topology(3, 2)
         runs = grid._runs(replace(case, load=0.5), FCFS)
@@ -267,7 +276,7 @@ def test_figure_11_times_every_decision_and_says_what_it_did_not_measure(
     rows = rows_of(text, "the decision alone")
     shown = ["ShareGPT-8k, aligned", "ShareGPT-8k, fcfs", "arXiv summarization, aligned", "arXiv summarization, fcfs"]
     assert [row["the decision alone"] for row in rows] == shown
-    case = workloads.applications(data, (workloads.SHAREGPT,))[0][0].limited(6)
+    case = workloads.applications(data, (workloads.SHAREGPT,))[0][0].sized(1.0, 6)
     passes = execute(Run(case, FCFS, Machine(RTX), Topology(1, 1), None, 0)).metrics["iterations"]
     assert figure(rows[1]["iterations"]) == passes
     for row in rows:
@@ -416,6 +425,7 @@ def test_worth_it_has_every_workload_policy_and_metric(capsys: pytest.CaptureFix
         "time to second token, mean, s",
         "P99 TPOT over requests, ms",
         "P99 TPOT over iterations, ms",
+        "bubble share of the iterations' time",
         "share of switch iterations",
     ):
         rows = rows_of(text, metric)

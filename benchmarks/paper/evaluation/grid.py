@@ -1,8 +1,9 @@
 """Workloads × policies × machines × topologies × arrivals, each with several seeds; capacity and topologies measured.
 
 Topologies, as prefill:decode instances, are found by `fcfs` with everything at time zero in `split_kv` mode:
-    decode-bound  the fewest prefill instances (1, 2, 4, …) of which twice as many would serve less than 3 % more
     balanced      those with the most served requests an instance, prefill and decode ones counted alike
+    decode-bound  twice the fewest prefill instances (1, 2, 4, …) of which more would serve less than 3 % more: prompts
+                  are done in about half of the time, and requests wait in the pool to be chosen from
 Capacity is what `fcfs` serves with everything at time zero on the same machine and topology, in requests a second over
 the whole run, its beginning and its end included; the mean over the seeds.
 """
@@ -118,9 +119,10 @@ class Grid:
         return Run(source, FCFS, Machine(cost_model), topology, None, self.seeds[0])
 
     def _choose(self, rates: dict[int, float]) -> dict[str, Topology]:
-        bound = next(p for p in rates if rates.get(2 * p, 0.0) < (1 + ENOUGH) * rates[p])
+        """`rates`: requests a second by prefill instances for each decode instance."""
+        enough = next(p for p in rates if rates.get(2 * p, 0.0) < (1 + ENOUGH) * rates[p])
         balanced = max(rates, key=lambda p: (rates[p] / (p + 1), -p))
         return {
             name: Topology(prefill * self._decode, self._decode)
-            for name, prefill in ((DECODE_BOUND, bound), (BALANCED, balanced))
+            for name, prefill in ((DECODE_BOUND, 2 * enough), (BALANCED, balanced))
         }

@@ -36,6 +36,7 @@ class Evaluation:
     topologies: tuple[str, ...]
     loads: tuple[float | None, ...]
     seeds: tuple[int, ...]
+    scale: float
     limit: int | None
     data: Path | None
     decode: int
@@ -54,7 +55,7 @@ class Evaluation:
         return Grid(runner, self.seeds, self.decode, self.most_prefill)
 
     def limited(self, sources: Iterable[Source]) -> list[Source]:
-        return [source.limited(self.limit) for source in sources]
+        return [source.sized(self.scale, self.limit) for source in sources]
 
     def applications(self, wanted: tuple[Application, ...]) -> tuple[list[Source], list[str]]:
         found, left_out = applications(self.data, wanted)
@@ -104,6 +105,7 @@ def parser(
     add("--decode", type=int, default=1, help="decode instances of the first two (default 1)")
     add("--loads", default=loads, metavar="A,B,…", help="at-once, or shares of the capacity (%(default)s)")
     add("--seeds", type=int, default=5, help="how many (default 5)")
+    add("--scale", type=float, default=1.0, metavar="F", help="F times as many requests a run, of a file as it has")
     add("--limit", type=int, metavar="N", help="at most N requests a run")
     add("--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="as for `alignedserve simulate`")
     add("--out", type=Path, metavar="DIR", help="keep each run's figures there, and use those of this commit")
@@ -126,8 +128,8 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
             raise ValueError("--loads are shares above 0, or at-once")
     except (ConfigError, ValueError) as error:
         found.error(str(error))
-    if given.seeds < 1 or given.jobs < 1 or given.decode < 1 or (given.limit is not None and given.limit < 1):
-        found.error("--seeds, --jobs, --decode and --limit are at least 1")
+    if min(given.seeds, given.jobs, given.decode, 1 if given.limit is None else given.limit) < 1 or given.scale <= 0:
+        found.error("--seeds, --jobs, --decode and --limit are at least 1, --scale is above 0")
     for text in given.topology.split(","):
         if text not in (DECODE_BOUND, BALANCED) and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", text):
             found.error(f"--topology takes {DECODE_BOUND}, {BALANCED} or P:D, not {text!r}")
@@ -136,6 +138,7 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
         topologies=tuple(given.topology.split(",")),
         loads=loads,
         seeds=tuple(range(min(given.seeds, QUICK_SEEDS) if quick else given.seeds)),
+        scale=given.scale,
         limit=min(given.limit or QUICK_REQUESTS, QUICK_REQUESTS) if quick else given.limit,
         data=given.data,
         decode=given.decode,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from alignedserve.simulator.summary import Objectives
 from alignedserve.simulator.traces import Trace, read_trace
+from alignedserve.simulator.traces.mix import is_mix
 from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, in_order
 
 SHARES = (0.70, 0.75, 0.80, 0.85, 0.90, 0.95)
@@ -38,8 +39,15 @@ class Source:
             return LengthsTrace(whole.source, whole.format, whole.sha256, rows)
         return replace(whole, rows=rows)
 
-    def limited(self, limit: int | None) -> Source:
-        return self if limit is None else replace(self, requests=min(limit, self.requests))
+    def sized(self, scale: float, limit: int | None) -> Source:
+        """`scale` times as many requests, at most `limit`, and no more than a file has."""
+        requests = max(1, round(self.requests * scale))
+        if limit is not None:
+            requests = min(limit, requests)
+        if not is_mix(self.text):
+            requests = min(requests, len(_read(self.text).rows))  # type: ignore[attr-defined]  # of every file
+        text = self.text if requests <= self.requests or not is_mix(self.text) else f"{self.text},requests={requests}"
+        return replace(self, requests=requests, text=text)
 
     def describe(self) -> dict[str, object]:
         """What the lengths depend on, beside the seed; where a file lies is no part of it."""
