@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alignedserve.engine.loader import LoadedModel
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
@@ -20,6 +20,7 @@ MOST_TOKENS = 32768  # KV of one pass
 CHUNKS = (16, 30, 61, 125, 187, 250, 379, 509)  # few prompts are a multiple of anything
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (16, 128, 512, 1024, 4096)
+MOST_SHIFT = 6  # tokens
 FEWEST = 3  # passes of a kind that are measured however long they take
 THREAD_CLOCK, WALL_CLOCK = "processor time of the one thread", "wall clock"
 
@@ -35,6 +36,16 @@ class PassShape:
     def work(self) -> int:
         """Something that grows with how long the pass takes."""
         return sum(chunk.tokens * (256 + chunk.cached_tokens) for chunk in self.chunks) + sum(self.lengths)
+
+    def shifted(self, number: int) -> PassShape:
+        """The same with a few tokens more or fewer in each chunk, around it as `number` goes on."""
+
+        def tokens(chunk: ChunkShape) -> int:
+            most = min(MOST_SHIFT, chunk.tokens // 4)
+            place = number % (2 * most + 1)
+            return chunk.tokens + ((place + 1) // 2 if place % 2 else -(place // 2))
+
+        return replace(self, chunks=tuple(replace(chunk, tokens=tokens(chunk)) for chunk in self.chunks))
 
 
 @dataclass(slots=True)
@@ -54,6 +65,7 @@ class Measurement:
 def plan_measurements(longest: int, seed: int = 0) -> list[Measurement]:
     """Passes to measure for a model of at most `longest` positions: grids, and random ones to judge the fit by."""
     lengths = [length for length in LENGTHS if length < longest]  # its new token has a position too
+    longest -= MOST_SHIFT
     chunks = [tokens for tokens in CHUNKS if tokens <= longest]
     plan = [
         Measurement(PassShape(lengths=(length,) * count), "decode")
@@ -131,6 +143,10 @@ def measure(
 ) -> int:
     """Run every pass in rounds until `limit_s` is over; the number of whole rounds.
 
+    What libraries keep for a number of rows is there for a decode, which mostly follows one as large, and not for a
+    prompt, whose number of tokens is mostly a new one: a decode is run twice, and the second time counts; the chunks of
+    a prompt have a few tokens more or fewer each time.
+
     The first round goes from the smallest pass to the largest, so that a slow machine leaves out the largest; the
     smallest of each kind are always measured. Later rounds are in another order each. What a compiler or a cache
     does at first is not counted: a few passes go before.
@@ -142,7 +158,7 @@ def measure(
         run(measurement.shape)
     for measurement in order:
         if id(measurement) in first or now_s() < end:
-            measurement.seconds.append(run(measurement.shape))
+            _run_once(run, measurement)
     measured = [measurement for measurement in order if measurement.seconds]
     rounds, draw = int(len(measured) == len(order)), random.Random(1)
     while now_s() < end:
@@ -150,9 +166,15 @@ def measure(
         for measurement in measured:
             if now_s() >= end:
                 return rounds
-            measurement.seconds.append(run(measurement.shape))
+            _run_once(run, measurement)
         rounds += 1
     return rounds
+
+
+def _run_once(run: Callable[[PassShape], float], measurement: Measurement) -> None:
+    if not measurement.shape.chunks:
+        run(measurement.shape)
+    measurement.seconds.append(run(measurement.shape.shifted(len(measurement.seconds))))
 
 
 def _of_kind(plan: Sequence[Measurement], kind: str) -> list[Measurement]:

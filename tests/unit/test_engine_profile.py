@@ -81,6 +81,27 @@ def test_the_fit_finds_the_machine(tmp_path: Path) -> None:
         assert cost.step_s(shape.chunks, shape.lengths) == pytest.approx(machine(shape), rel=0.06)
 
 
+def test_a_decode_follows_one_as_large_and_a_prompt_has_a_length_of_its_own() -> None:
+    ran: list[PassShape] = []
+    now = [0.0]
+
+    def run(shape: PassShape) -> float:
+        ran.append(shape)
+        now[0] += 0.001
+        return float(len(ran))
+
+    plan = [Measurement(PassShape(lengths=(40,) * 4), "decode"), Measurement(PassShape((ChunkShape(80, 16),)), "chunk")]
+    measure(run, plan, 0.1, lambda: now[0])
+    decode, chunk = plan
+    timed = {int(number) - 1 for number in decode.seconds}
+    assert all(ran[place - 1] == ran[place] == decode.shape for place in timed)
+    chunks = [ran[int(number) - 1].chunks[0] for number in chunk.seconds]
+    assert [one.tokens for one in chunks[:5]] == [80, 81, 79, 82, 78]
+    assert {one.tokens for one in chunks} == set(range(74, 87))
+    assert {one.cached_tokens for one in chunks} == {16}
+    assert PassShape((ChunkShape(2),)).shifted(7) == PassShape((ChunkShape(2),))
+
+
 def test_a_slow_machine_leaves_out_the_largest_passes_and_still_gets_a_model(tmp_path: Path) -> None:
     plan, clock = plan_measurements(8192), Clock()
     assert measure(clock.run, plan, 0.03, lambda: clock.now_s) == 0
