@@ -93,7 +93,7 @@ def open_log(path: Path) -> int:
 def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
     """Times are Unix seconds. `arrival_unix_s`: at the gateway; `queue_unix_s`: submitted to the scheduler, in the
     epoch in which the request ended; `<stage>_unix_s`: when each stage first began; `<stage>_s`: seconds in it,
-    repetitions after an eviction included.
+    repetitions after an eviction included. `bubble_s`: as in `timings`, absent without a cost model.
     """
     call, stopwatch = answer.call, answer.stopwatch
     entry: dict[str, Any] = {
@@ -113,6 +113,8 @@ def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
     tokens = {"first": answer.first_token_s, "second": answer.second_token_s, "last": answer.last_token_s}
     entry |= {f"{which}_token_unix_s": _unix_s(call, at_s) for which, at_s in tokens.items() if at_s}
     entry |= {f"{stage}_unix_s": stopwatch.begun_ns[stage] / 1e9 for stage in Stage if stage in stopwatch.begun_ns}
+    if stopwatch.bubble_s is not None:
+        entry["bubble_s"] = stopwatch.bubble_s
     entry |= {f"{stage}_s": stopwatch.spent_s[stage] for stage in Stage if stage in stopwatch.spent_s}
     return entry
 

@@ -85,7 +85,7 @@ class Prefetcher:
             self._books.actions.append(MarkUrgent(decode_id, tuple(keys)))
 
     def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
-        """The best instance for a request of this length first: so that they specialise, the one of the nearest lengths.
+        """The best instance for such a request first: the one of the nearest lengths, so that instances specialise.
 
         It must not be loaded much more than the least loaded one; those that are come last.
         """

@@ -118,7 +118,8 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
         raise ConfigError("--warmup-s must be at least 0")
     policies = policies_of(options.policy)
     settings = settings_of(options.set, policies)
-    candidates = tuple(Candidate.of(name, settings[name], options.config) for name in policies)
+    slo_tpot_s = _positive("--slo-tpot", options.slo_tpot)
+    candidates = tuple(Candidate.of(name, settings[name], options.config, slo_tpot_s) for name in policies)
     rates = rates_of(options.rate)
     return Plan(
         trace=read_trace(options.trace),

@@ -45,7 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rate", metavar="R|A:B:STEP", help="requests a second; a range runs each of them")
     add("--cv", type=float, metavar="C", help="variation of made arrivals: 1 Poisson (default), else Gamma")
     add("--slo-ttft", type=float, metavar="S", help="objective for goodput: seconds to the first token")
-    add("--slo-tpot", type=float, metavar="S", help="objective for goodput: seconds a further token, on average")
+    add(
+        "--slo-tpot",
+        type=float,
+        metavar="S",
+        help="objective for goodput, and for aligned-cost: seconds a further token, on average",
+    )
     add("--seed", type=int, metavar="N", default=0, help="of lengths and arrivals that are drawn (default 0)")
     add("--seeds", metavar="N|A,B,…", help="several seeds: N of them from --seed on, or these; gives intervals")
     add("--warmup-s", type=float, metavar="S", default=0.0, help="leave out of the figures what came before")

@@ -19,6 +19,7 @@ from alignedserve.simulator.traces import Load, Trace
 from alignedserve.simulator.workload import Workload
 
 ROUTING = "routing"
+TPOT_OBJECTIVE = "scheduler.tpot_objective_s"
 ITERATION_GAP = "iteration_gap_s"
 
 
@@ -41,9 +42,12 @@ class Candidate:
         return self.system.topology is Topology.COLOCATED
 
     @classmethod
-    def of(cls, name: str, settings: Mapping[str, str], config_file: str | None) -> Candidate:
+    def of(
+        cls, name: str, settings: Mapping[str, str], config_file: str | None, tpot_objective_s: float | None = None
+    ) -> Candidate:
         """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`).
 
+        `tpot_objective_s`: what a disaggregated policy keeps to where neither `settings` nor the file say otherwise.
         Raises ConfigError.
         """
         system = resolve(name)
@@ -58,7 +62,10 @@ class Candidate:
         for key, fixed in system.settings.items():
             if key in typed and typed[key] != fixed:
                 raise ConfigError(f"--set {name}.{key}: this policy has it fixed at {fixed}")
-        config = load(config_file, environ={}, flags={**typed, **system.settings})
+        flags = {**typed, **system.settings}
+        config = load(config_file, environ={}, flags=flags)
+        if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
+            config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
         return cls(name, system, config, {}, "", gap_s)
 
     def describe(self) -> dict[str, object]:

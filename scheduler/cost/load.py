@@ -47,7 +47,12 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
 
 def configured_cost(config: SchedulerConfig) -> StepCost | None:
     """The cost model that the scheduler is configured with; None where there is none. Raises as `load_step_cost`."""
-    return load_step_cost(config.cost_model, config.kernel_mode) if config.cost_model else None
+    if not config.cost_model:
+        return None
+    options: dict[str, float] = {}
+    if config.block_bandwidth_gb_s and config.kernel_mode == "no_split":
+        options["block_bandwidth"] = config.block_bandwidth_gb_s * 1e9
+    return load_step_cost(config.cost_model, config.kernel_mode, **options)
 
 
 def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostParts:

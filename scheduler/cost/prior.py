@@ -72,10 +72,12 @@ class PriorCostModel(CostModel):
 
 def cost_model_factory(config: Config) -> Callable[[], CostModel]:
     """Makes the cost model of an instance that joins. Raises ConfigError for a `scheduler.cost_model` of no use."""
-    settings = config.scheduler
-    if not settings.cost_model:
-        return LinearCostModel
-    from alignedserve.scheduler.cost.load import load_step_cost  # numpy: not for a scheduler that learns as it goes
+    if config.scheduler.cost_model:
+        from alignedserve.scheduler.cost.load import (
+            configured_cost,
+        )  # numpy: not for a scheduler that learns as it goes
 
-    cost = load_step_cost(settings.cost_model, settings.kernel_mode)
-    return lambda: PriorCostModel(cost, config.prefill.token_budget)
+        cost = configured_cost(config.scheduler)
+        if cost is not None:
+            return lambda: PriorCostModel(cost, config.prefill.token_budget)
+    return LinearCostModel

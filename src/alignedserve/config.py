@@ -79,6 +79,9 @@ class SchedulerConfig:
     policy: str = _key("aligned", "how batches are formed: a name (`alignedserve policies`) or package.module:Class")
     cost_model: str = _key("", "a measured step cost: a name that ships, a file or a folder; empty: learnt as it goes")
     kernel_mode: str = _key("split_kv", "how the cost model's attention kernel reads", choices=("split_kv", "no_split"))
+    block_bandwidth_gb_s: float = _key(
+        0.0, "no_split: what one thread block reads, in GB/s; 0: the cost model's default", low=0.0
+    )
     max_batch_share: float = _key(0.4, "K: most blocks of a batch, as a share of the decode cache", low=0.01, high=1.0)
     max_batch_blocks: int = _key(0, "K in blocks; 0: max_batch_share", low=0)
     min_batch_requests: int = _key(36, "N: fewest requests of a candidate batch", low=1)

@@ -21,7 +21,13 @@ from alignedserve.errors import ConfigError
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.cost.fit import fit_grid
 from alignedserve.scheduler.cost.grid import Curve, Grid4, Surface
-from alignedserve.scheduler.cost.load import default_hardware, load_parts, load_step_cost, shipped_names
+from alignedserve.scheduler.cost.load import (
+    configured_cost,
+    default_hardware,
+    load_parts,
+    load_step_cost,
+    shipped_names,
+)
 from alignedserve.scheduler.cost.makespan import makespan, makespan_bound
 from alignedserve.scheduler.cost.measured import MeasuredCost
 from alignedserve.scheduler.cost.prior import cost_model_factory
@@ -395,3 +401,18 @@ def test_without_one_the_scheduler_learns_as_it_goes() -> None:
     assert isinstance(cost_model_factory(Config())(), LinearCostModel)
     with pytest.raises(ConfigError, match="unknown cost model 'magic'"):
         SchedulerCore(from_tree({"scheduler": {"cost_model": "magic"}}), 16)
+
+
+def test_the_configured_cost_has_the_configured_mode_and_bandwidth_of_a_block() -> None:
+    lengths = [100] * 30 + [8000]
+    settings = {"cost_model": RTX, "kernel_mode": "no_split"}
+    slow, usual = (
+        configured_cost(from_tree({"scheduler": {**settings, **more}}).scheduler)
+        for more in ({"block_bandwidth_gb_s": 2.0}, {})
+    )
+    assert slow is not None
+    assert usual is not None
+    assert slow.step_s((), lengths) > 1.2 * usual.step_s((), lengths)
+    split = configured_cost(from_tree({"scheduler": {"cost_model": RTX, "block_bandwidth_gb_s": 2.0}}).scheduler)
+    assert split is not None
+    assert split.step_s((), lengths) < usual.step_s((), lengths)

@@ -101,6 +101,9 @@ def test_stages_are_stamped_where_they_first_begin() -> None:
     one.stopwatch = stopwatch
     entry = request_log.entry_of(one, "gateway-0", time.time_ns())
     assert (entry["queue_unix_s"], entry["pool_unix_s"], entry["decode_s"]) == (1.0, 4.0, 4.0)
+    assert "bubble_s" not in entry  # a 0 would claim that it was measured
+    one.stopwatch.waste(0.25)
+    assert request_log.entry_of(one, "gateway-0", time.time_ns())["bubble_s"] == 0.25
 
 
 def test_several_replicas_append_whole_lines_to_one_file(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_both_topologies_are_compared_and_only_json_is_on_stdout(
     assert run["configuration"]["hardware"]["kv_tokens"] > 0
 
 
+def test_the_objective_for_tpot_reaches_the_policy_that_keeps_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--trace", MIX, "--policy", "aligned-cost,aligned", "--slo-tpot", "0.1", "--json")
+    summary, _ = simulate(capsys, *arguments, "--set", "aligned.scheduler.tpot_objective_s=0.2")
+    configured = summary["run"]["configuration"]["policies"]
+    found = {name: configured[name]["config"]["scheduler"]["tpot_objective_s"] for name in configured}
+    assert found == {"aligned-cost": 0.1, "aligned": 0.2}
+
+
 def test_rates_and_seeds_are_swept_and_settings_reach_their_policy(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--trace", MIX, "--rate", "10:30:20", "--seeds", "2", "--policy", "vllm,aligned", "--limit", "12")
     settings = ("--set", "vllm.max_num_seqs=2", "--set", "aligned.scheduler.min_batch_requests=3")
