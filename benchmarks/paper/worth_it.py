@@ -4,7 +4,8 @@
 
 Workloads: the six mixes, ShareGPT and long-document lengths, the Azure and Mooncake traces, uniform lengths. At time
 zero for throughput; at 0.9 of capacity for latency and goodput. Every table names the kernel mode and the topology. The
-gain is a curve over one thread block's bandwidth, too. With --out an interrupted run goes on where it was.
+gain is a curve over one thread block's bandwidth, too. With --out an interrupted run goes on where it was. About 1,500
+runs of one to two seconds of processor time each: less than half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Results:
             return NOTHING if is_colocated(variant) else percent(grid.values(case, variant, "switch_iteration_share"))
 
         yield self._table("share of switch iterations", cases, switches)
+        if any(sum(grid.values(case, variant, "refused")) for case in cases for variant in self.variants):
+            yield self._table("requests refused: too long for a store", cases, metric("refused"))
 
     def _bubble(self, case: Case, variant: Variant) -> str:
         return percent(self.grid.values(case, variant, "bubble_share"))

@@ -253,6 +253,19 @@ def test_figures_8_and_10_have_each_application_s_largest_gain(
     assert "arXiv summarization stands for LongBench" in text
 
 
+def test_requests_that_no_store_can_hold_are_told(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+    trace = data / "traces/mooncake_synthetic_trace.jsonl"
+    lines = trace.read_text().splitlines()
+    lines[0] = json.dumps({"timestamp": 0, "input_length": 90_000, "output_length": 9, "hash_ids": [0]})
+    trace.write_text("\n".join(lines) + "\n")
+    arguments = ("--data", str(data), "--topology", "1:1", "--loads", "at-once", "--limit", "9", "--seeds", "1")
+    modes = ("--kernel-modes", "split_kv")
+    told = "requests refused over all runs, too long for a store: "
+    text = report(capsys, "figure08", *arguments, *modes, "--cost-model", "a100-opt-13b")
+    assert f"{told}aligned 1, fcfs 1, fcfs + 10 ms 1, vllm 1, fastgen 1" in text
+    assert told not in report(capsys, "figure08", *arguments, *modes)
+
+
 def test_figure_9_has_the_p99_of_iterations_and_its_extent(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--topology", "2:1", "--loads", "at-once", "--seeds", "1", "--kernel-modes", "split_kv")
     text = report(capsys, "figure09", *arguments)

@@ -80,6 +80,15 @@ class Comparison:
             ours.append((condition(cases[0]), [f"{min(means):.3f}", f"{max(means):.3f}"]))
         return claims(what, ["least", "largest"], stated, ours)
 
+    def refused(self) -> list[str]:
+        """A sentence where any system refused requests, since then not all served the same."""
+        counts = {
+            variant.label: sum(sum(self.grid.values(case, variant, "refused")) for case in self.cases)
+            for variant in self.variants
+        }
+        listed = ", ".join(f"{label} {count:.0f}" for label, count in counts.items())
+        return [f"requests refused over all runs, too long for a store: {listed}"] if any(counts.values()) else []
+
     def _largest(self, case: Case) -> str:
         gains = {other.label: self.gain(case, other.label) for other in self.variants[1:]}
         label = max(gains, key=lambda other: statistics.fmean(gains[other]))
@@ -109,5 +118,5 @@ def report(
 ) -> str:
     workloads = workloads_of(case.source for case in comparison.cases)
     charged = "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass"
-    top = head(title, comparison.options, runner, [workloads, COLOCATED, charged, *notes])
+    top = head(title, comparison.options, runner, [workloads, COLOCATED, charged, *notes, *comparison.refused()])
     return "\n\n".join([top, *said, comparison.tables()])
