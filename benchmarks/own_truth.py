@@ -32,6 +32,7 @@ from typing import Any
 
 from mixed_load import MixedLoad, scrape
 
+from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.simulator.hardware_file import default_hardware
@@ -39,6 +40,7 @@ from alignedserve.testing.open_loop import Load, Outcome, drive_apart
 from alignedserve.testing.serving import ServeProcess
 
 AIM = 0.1
+LISTEN_S = 3.0
 STAGES = ("queue", "prefill", "pool", "prefetch", "handover", "decode")
 STORES = {  # configuration key -> how the store's name in the metrics begins
     "decode.cache_blocks": "decode-0/cache",
@@ -128,6 +130,16 @@ def simulate(trace: Path, profile: Path, blocks: Mapping[str, int], options: arg
     command("simulate", "--trace", str(trace), "--policy", options.policy, *model, *own, "--out", str(out))
 
 
+def other_work_share() -> float:
+    """What others use of the processors now; above a tenth the run says little, and that is said on stderr."""
+    others = OtherWork()
+    time.sleep(LISTEN_S)
+    share = others.share()
+    if share > QUIET_SHARE:
+        print(f"warning: other work takes {share:.0%} of the processors: this run says little", file=sys.stderr)
+    return round(share, 3)
+
+
 def each(flag: str, values: Iterable[str]) -> list[str]:
     return [word for value in values for word in (flag, value)]
 
@@ -176,6 +188,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         profile = folder / "profile.json"
         words = ("--model", options.model, "--out", str(profile), "--seconds", str(options.profile_s))
         command("profile", *words, *each("--set", options.set))
+    busy = other_work_share()
     log, trace, out = folder / "requests.jsonl", folder / "trace.jsonl", folder / "simulated"
     run = measure(log, trace, options)
     simulate(trace, profile, run["blocks"], options, out)
@@ -187,6 +200,7 @@ def benchmark(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "policy": options.policy,
         "requests": options.requests,
         "share_of_capacity": options.share,
+        "other_work_share_before": busy,
         "profile_quiet": json.loads(profile.read_text(encoding="utf-8"))["fit"].get("quiet"),
         **run,
         "real_mean_ms": real,

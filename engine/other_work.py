@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+QUIET_SHARE = 0.1  # of all processors that others may use before a measurement counts as disturbed
 STAT = Path("/proc/stat")
 IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
 GUESTS = 8  # from this column on, what is counted in an earlier one already

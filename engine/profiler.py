@@ -16,7 +16,7 @@ from alignedserve.engine import host
 from alignedserve.engine.copies import copy_bandwidth, host_copies
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import LoadedModel, load_model
-from alignedserve.engine.other_work import OtherWork
+from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.engine.profile import PassBench, measure, plan_measurements
 from alignedserve.engine.profile_fit import Profiled, fit_profile
 from alignedserve.engine.runner import ModelRunner
@@ -26,7 +26,6 @@ from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.sizing import plan_stores
 
 HOST_REQUESTS = (1, 4, 16, 64)  # at which the engine's own part of a pass is measured
-QUIET_SHARE = 0.1  # of the processors that other programs may use before the profile counts as disturbed
 HostOverhead = Callable[[ModelRunner, int, int], float]
 
 

@@ -17,6 +17,7 @@ from alignedserve.decode_worker.loop_overhead import loop_overhead_s
 from alignedserve.engine import other_work
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import load_model
+from alignedserve.engine.other_work import QUIET_SHARE
 from alignedserve.engine.profile import (
     THREAD_CLOCK,
     WALL_CLOCK,
@@ -27,7 +28,6 @@ from alignedserve.engine.profile import (
     plan_measurements,
 )
 from alignedserve.engine.profile_fit import Profiled, fit_profile
-from alignedserve.engine.profiler import QUIET_SHARE
 from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.errors import AlignedServeError
 from alignedserve.model import resolve_model
