@@ -131,7 +131,7 @@ class Results:
             text = f"TTFT {source.objectives.ttft_s:g} s, TPOT {source.objectives.tpot_s:g} s"
             by_objective.setdefault(text, []).append(source.name)
         listed = (f"{text} ({', '.join(names)})" for text, names in by_objective.items())
-        return f"objectives: {'; '.join(listed)}"
+        return f"objectives, for goodput and aligned-cost: {'; '.join(listed)}"
 
 
 def curve_cases(options: Evaluation, sources: Sequence[Source]) -> list[Case]:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/paper"))
 from evaluation import tables, workloads
 from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, FCFS, FCFS_10_MS, Machine, Outcome, Run, Topology, execute
+from evaluation.runs import ALIGNED, ALIGNED_COST, FCFS, FCFS_10_MS, Machine, Outcome, Run, Topology, execute
 
 RTX = "rtxpro6000-llama-3.1-8b"
 MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
@@ -162,6 +162,13 @@ def test_a_run_has_the_simulator_s_figures_and_the_iterations_with_what_was_char
     assert outcome.share_within(1e9) == 1.0
     charged = execute(replace(ONE, variant=FCFS_10_MS))
     assert charged.value("charged_mean_s") == pytest.approx(charged.value("iteration_mean_s") + 0.01)
+
+
+def test_the_objective_that_goodput_counts_by_is_the_one_that_aligned_cost_keeps_to() -> None:
+    run = replace(ONE, variant=ALIGNED_COST, source=replace(MIX, objectives=Objectives(1.0, 0.07)))
+    (candidate,) = run.plan().candidates
+    assert candidate.config.scheduler.tpot_objective_s == 0.07
+    assert execute(run).metrics["refused"] == 0
 
 
 def test_an_interrupted_evaluation_goes_on_and_another_commit_or_configuration_begins_anew(tmp_path: Path) -> None:
@@ -456,5 +463,5 @@ def test_worth_it_has_every_workload_policy_and_metric(capsys: pytest.CaptureFix
     lost = -(figure(rows_of(text, "aligned's decode throughput over …")[-1]["fcfs"]) - 1)
     assert figure(uniform["decode throughput lost against fcfs"]) == pytest.approx(100 * lost, abs=0.06)
     assert uniform["at most 1 %"] == "yes"
-    assert "objectives: TTFT 2 s, TPOT 0.1 s (95 % short, ShareGPT-8k" in text
+    assert "objectives, for goodput and aligned-cost: TTFT 2 s, TPOT 0.1 s (95 % short, ShareGPT-8k" in text
     assert len(rows_of(text, "workload | condition | prefill:decode | capacity")) == 2 * len([*names, "uniform"])

@@ -63,8 +63,9 @@ class Variant:
     policy: str
     settings: tuple[tuple[str, str], ...] = ()
 
-    def candidate(self) -> Candidate:
-        return Candidate.of(self.policy, dict(self.settings), None)
+    def candidate(self, tpot_objective_s: float | None = None) -> Candidate:
+        """`tpot_objective_s`: what `aligned-cost` keeps to."""
+        return Candidate.of(self.policy, dict(self.settings), None, tpot_objective_s)
 
 
 ALIGNED = Variant("aligned", "aligned")
@@ -106,7 +107,7 @@ class Run:
     def plan(self) -> Plan:
         return Plan(
             trace=self.source.trace(self.seed, at_once=self.rate_per_s is None),
-            candidates=(self.variant.candidate(),),
+            candidates=(self.variant.candidate(self.source.objectives.tpot_s),),
             cost=self.machine.cost(),
             hardware=self.machine.hardware(),
             load=Load(self.rate_per_s, limit=self.source.requests),
