@@ -19,11 +19,11 @@ from evaluation.comparison import COLOCATED
 from evaluation.grid import DECODE_BOUND, Case, Grid, by_condition, condition
 from evaluation.options import Evaluation, arrivals, head, is_colocated, parser, run, workloads_of
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, ALIGNED_COST, BASELINES, Machine, Variant
+from evaluation.runs import ALIGNED, ALIGNED_60_S, ALIGNED_COST, BASELINES, Machine, Variant
 from evaluation.tables import NOTHING, gain, percent, ratios, table, with_interval
 from evaluation.workloads import APPLICATIONS, SHARES, Source, mixes, stand_ins, uniform_lengths
 
-VARIANTS = (ALIGNED, ALIGNED_COST, *BASELINES)
+VARIANTS = (ALIGNED, ALIGNED_60_S, ALIGNED_COST, *BASELINES)
 CURVE_VARIANTS = (ALIGNED, *BASELINES)
 BANDWIDTHS_GB_S = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 QUICK_BANDWIDTHS_GB_S = (5.0, 200.0)
@@ -159,6 +159,7 @@ def make(options: Evaluation, runner: Runner) -> str:
         *stand_ins(),
         results.objectives(),
         COLOCATED,
+        "aligned, 60 s: nobody goes before density in the first minute (scheduler.starvation_after_s; 5 s by default)",
         "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass",
     ]
     sections = [
