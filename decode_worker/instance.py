@@ -89,13 +89,7 @@ class DecodeInstance:
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(self.copier, from_pool, to_pool, writer, plan.block_size)
         runner = ModelRunner(loaded, tensor)
-        scheduler = IterationScheduler(
-            config.decode,
-            self.cache,
-            plan.block_size,
-            starvation_after_s=config.scheduler.starvation_after_s,
-            join_window=config.scheduler.join_window,
-        )
+        scheduler = IterationScheduler.configured(config, self.cache, plan.block_size)
         cost = configured_cost(config.scheduler)
         compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post, cost)
         await asyncio.to_thread(compute.warm_up)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from alignedserve.config import DecodeConfig
+from alignedserve.config import Config, DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
@@ -98,6 +98,18 @@ class IterationScheduler:
         self._draining = False
         self._decided = True  # the last plan did something, or there was none yet
         self._iterations = self._switch_iterations = self._evictions = 0
+
+    @classmethod
+    def configured(cls, config: Config, allocator: BlockAllocator, block_size: int) -> IterationScheduler:
+        """As a decode instance with this configuration has it."""
+        settings = config.scheduler
+        return cls(
+            config.decode,
+            allocator,
+            block_size,
+            starvation_after_s=settings.starvation_after_s,
+            join_window=settings.join_window,
+        )
 
     # what the worker tells
 

@@ -47,13 +47,7 @@ class DecodeInstance:
         self.steps = StepRecorder()
         self.cache = BlockAllocator(cell.sizes.decode_cache, f"{name}/cache")
         config = cell.config
-        self.scheduler = IterationScheduler(
-            config.decode,
-            self.cache,
-            cell.block_size,
-            starvation_after_s=config.scheduler.starvation_after_s,
-            join_window=config.scheduler.join_window,
-        )
+        self.scheduler = IterationScheduler.configured(config, self.cache, cell.block_size)
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self._cell = cell

@@ -26,13 +26,7 @@ class Decode:
         self.alive = True
         config = cell.config
         self.cache = BlockAllocator(cell.shape.decode_cache, f"{name}/cache")
-        self.scheduler = IterationScheduler(
-            config.decode,
-            self.cache,
-            cell.shape.block_size,
-            starvation_after_s=config.scheduler.starvation_after_s,
-            join_window=config.scheduler.join_window,
-        )
+        self.scheduler = IterationScheduler.configured(config, self.cache, cell.shape.block_size)
         self.source: dict[RequestKey, str] = {}  # of candidates: the prefill instance, or "" for the pool
         self.length: dict[RequestKey, int] = {}  # KV tokens of everything that is held
         self.broken: set[RequestKey] = set()  # being copied in, from an instance that is gone
