@@ -1,0 +1,181 @@
+"""No request waits past the bound, whatever is made to starve it (paper, section 3.5; what ADR 24 promises).
+
+The bound of a wait: its objective, the time to make room, and the service time of older overdue requests. The test
+works it out for each wait of each request from what has happened in a cell in virtual time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.testing.machines import machine_settings
+from alignedserve.testing.small_cell import Request, Service, Shape, SmallCell, Wait
+
+DEFAULT_S = 0.5
+
+
+def covered_s(intervals: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:
+    """How much of begin..end lies in any of the intervals."""
+    total, reached = 0.0, begin_s
+    for first_s, last_s in sorted(intervals):
+        total += max(0.0, min(last_s, end_s) - max(first_s, reached))
+        reached = max(reached, last_s)
+    return total
+
+
+class Bound:
+    """What each wait of a run may have taken at most, by the run's own steps."""
+
+    def __init__(self, cell: SmallCell) -> None:
+        default_s = cell.config.scheduler.starvation_after_s
+        self.objective_s = {name: request.wait_objective_s or default_s for name, request in cell.requests.items()}
+        self.waits = [wait for request in cell.requests.values() for wait in request.waits]
+        of_request: dict[str, list[Service]] = {}
+        for service in sorted(cell.services, key=lambda service: service.begin_s):
+            of_request.setdefault(service.request_id, []).append(service)
+        self.overdue: list[tuple[float, Service]] = []  # when it was due, and the service that its wait ended with
+        for wait in self.waits:
+            if wait.until_s >= self.due_s(wait):
+                after = [service for service in of_request[wait.request_id] if service.end_s >= wait.until_s]
+                self.overdue.append((self.due_s(wait), after[0]))
+        self.room_s = self.time_to_make_room_s(cell)
+
+    def due_s(self, wait: Wait) -> float:
+        return wait.since_s + self.objective_s[wait.request_id]
+
+    @staticmethod
+    def time_to_make_room_s(cell: SmallCell) -> float:
+        """Notice it, prefetch it, let those that have just joined run, evict, copy it in, run it."""
+        step = cell.longest_s
+        iterations = 1 + cell.config.decode.join_iterations + 2
+        copies_s = step.get("prefetch", 0.0) + 2 * step["copy in"] + step.get("copy out", 0.0)
+        return cell.config.scheduler.tick_s + 3 * step["message"] + copies_s + iterations * step["iteration"]
+
+    def of(self, wait: Wait) -> float:
+        """The longest that it may have taken."""
+        due_s = self.due_s(wait)
+        older = [
+            (service.begin_s - self.room_s, service.end_s)
+            for older_s, service in self.overdue
+            if older_s <= due_s and service.request_id != wait.request_id
+        ]
+        return due_s - wait.since_s + self.room_s + covered_s(older, due_s, wait.until_s)
+
+    def broken(self) -> list[tuple[float, Wait]]:
+        """Waits past their bound, and by how much."""
+        found = [(wait.until_s - wait.since_s - self.of(wait), wait) for wait in self.waits]
+        return [(excess_s, wait) for excess_s, wait in found if excess_s > 1e-9]
+
+
+def make_cell(seed: int, *, decodes: int = 1, prefetch: bool = True, **sizes: int) -> SmallCell:
+    scheduler = SchedulerConfig(
+        max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=DEFAULT_S, late_share=1.0
+    )
+    sizes = {"pool_blocks": 4000, "batch_buffer": 40, "requests_buffer": 40, "max_running": 6, **sizes}
+    return SmallCell(Shape(seed=seed, decodes=decodes, prefetch=prefetch, scheduler=scheduler, **sizes))
+
+
+class Load:
+    """Requests that come to a cell at their times."""
+
+    def __init__(self, cell: SmallCell, rng: random.Random) -> None:
+        self.cell, self.rng = cell, rng
+
+    def one(self, name: str, at_s: float, prompt: int, answer: int, most: int = 0) -> Request:
+        request = Request(name, prompt, answer, max(most, answer), "")
+        self.cell.at(at_s, partial(self.cell.submit, [request]))
+        return request
+
+    def stream(
+        self,
+        name: str,
+        count: int,
+        every_s: float,
+        prompts: tuple[int, int],
+        answers: tuple[int, int],
+        at_s: float = 0.0,
+    ) -> None:
+        """One after the other; half of them may ask for more tokens than they will get."""
+        rng = self.rng
+        for number in range(count):
+            answer, most = rng.randint(*answers), rng.choice([0, answers[1]])
+            at = at_s + number * every_s * rng.uniform(0.8, 1.2)
+            self.one(f"{name}-{number}", at, rng.randint(*prompts), answer, most)
+
+
+def dense_short_ones_and_one_long(load: Load) -> None:
+    load.stream("short", 200, 0.0055, (10, 14), (14, 18))
+    load.one("long", 0.3, 60, 10)
+
+
+def late_joins_while_a_candidate_batch_waits(load: Load) -> None:
+    """A batch of another length lies prefetched; what matches the running batch never stops coming."""
+    load.stream("running", 6, 0.001, (10, 12), (30, 40))
+    load.stream("batch", 4, 0.001, (40, 44), (10, 20), at_s=0.1)
+    load.stream("matching", 200, 0.0055, (10, 14), (14, 18), at_s=0.1)
+
+
+def evicted_ones_among_newcomers(load: Load) -> None:
+    """They grow until the cache is full, and the longest is evicted; short ones would take its place for ever."""
+    load.stream("growing", 6, 0.02, (20, 30), (60, 80))
+    load.stream("short", 150, 0.008, (6, 10), (8, 16), at_s=0.1)
+
+
+def one_in_a_subtree_that_yields_batches(load: Load) -> None:
+    """Of the same quarter of the lengths as all others, but in no batch's leaves."""
+    load.stream("dense", 200, 0.0055, (49, 52), (6, 10))
+    load.one("old", 0.3, 63, 10)
+
+
+def long_answers_that_hold_the_room(load: Load) -> None:
+    """Nobody ends for a second: only an eviction makes room."""
+    shape = load.cell.shape
+    load.stream("running", shape.decodes * shape.max_running, 0.001, (10, 14), (350, 400))
+    load.one("first", 0.2, 60, 10)
+    load.one("second", 0.4, 40, 10)
+
+
+def more_than_can_be_served(load: Load) -> None:
+    load.stream("short", 120, 0.003, (10, 14), (14, 40))
+    load.stream("long", 10, 0.03, (45, 60), (10, 40), at_s=0.05)
+
+
+LOADS = [
+    long_answers_that_hold_the_room,
+    dense_short_ones_and_one_long,
+    late_joins_while_a_candidate_batch_waits,
+    evicted_ones_among_newcomers,
+    one_in_a_subtree_that_yields_batches,
+    more_than_can_be_served,
+]
+
+
+@pytest.mark.parametrize("load", LOADS)
+@settings(machine_settings(15), phases=[Phase.generate])
+@given(
+    seed=st.integers(0, 10_000),
+    decodes=st.sampled_from((1, 1, 2)),
+    prefetch=st.booleans(),
+    decode_cache=st.sampled_from((40, 60)),
+    requests_buffer=st.sampled_from((0, 12, 40)),
+    max_running=st.sampled_from((4, 6, 16)),
+)
+def test_nobody_waits_past_the_bound(
+    load: Callable[[Load], None], seed: int, decodes: int, prefetch: bool, **sizes: int
+) -> None:
+    if load is long_answers_that_hold_the_room:
+        sizes |= {"decode_cache": 10 * sizes["decode_cache"], "prefill_cache": 120, "max_running": 4}
+    cell = make_cell(seed, decodes=decodes, prefetch=prefetch, **sizes)
+    load(Load(cell, random.Random(seed)))
+    cell.run()
+    cell.check_nothing_is_left()
+    bound = Bound(cell)
+    assert {wait.request_id for wait in bound.waits} == set(cell.requests)
+    assert not bound.broken()
