@@ -247,6 +247,7 @@ class DecodeLoop:
                     shared_tokens=prompt if spec.group_size > 1 else 0,
                     buffer=buffer,
                     batch_id=batch_id,
+                    wait_objective_s=spec.wait_objective_s,
                 ),
                 now_s,
             )

@@ -14,13 +14,13 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.candidates import CandidateBuffers
+from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
 from alignedserve.scheduler.quiet import count_blocked, count_quiet, pass_iterations
@@ -68,7 +68,8 @@ class IterationScheduler:
     The worker's loop: `plan`, start its copies, run its iteration, `advance`; `copied_in` and `copied_out` as copies
     complete. Copies never delay an iteration: a joining request runs after its copy, an evicted one's blocks stay
     owned until its copy. Every request's `max_total_tokens` must fit in the cache (others are given back at once).
-    `starvation_after_s`: a candidate that has waited here for so long goes first even where nobody marked it urgent.
+    `starvation_after_s`: a candidate without an objective of its own that has waited here for so long goes first even
+    where nobody marked it urgent.
     `join_window`: what runs and is within this share of a new batch's lengths belongs to it from then on: not
     every new batch is a switch, and a switch ends sooner. None: every new batch is a switch from all that runs.
     """
@@ -88,7 +89,7 @@ class IterationScheduler:
         self._starvation_after_s = starvation_after_s
         self._join_window = join_window
         self._waiting = CandidateBuffers()
-        self._since_s: dict[RequestKey, float] = {}  # candidates that were not found overdue here: offered, or evicted
+        self._deadlines = Deadlines()  # of candidates that were not found overdue here: offered, or evicted
         self._giving_back: dict[RequestKey, None] = {}
         self._lease_blocks = 0
         self._batch_id = 0
@@ -124,12 +125,13 @@ class IterationScheduler:
             self._giving_back[key] = None
             return
         self._waiting.add(candidate)
-        self._since_s.setdefault(key, now_s)
+        if key not in self._deadlines:
+            self._deadlines.set(key, self._due_s(candidate, now_s))
         self._sweep |= candidate.buffer is BufferKind.REQUESTS and candidate.batch_id != self._batch_id
 
     def withdraw(self, key: RequestKey) -> bool:
         """The candidate is gone at its source. False where it is no candidate (unknown, or it has joined)."""
-        self._since_s.pop(key, None)
+        self._deadlines.discard(key)
         given_back = key in self._giving_back
         self._giving_back.pop(key, None)
         return self._waiting.remove(key) is not None or given_back
@@ -138,7 +140,7 @@ class IterationScheduler:
         """Give back those that have not joined, with the next plan."""
         for key in keys:
             if self._waiting.remove(key) is not None:
-                self._since_s.pop(key, None)
+                self._deadlines.discard(key)
                 self._giving_back[key] = None
 
     def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
@@ -193,7 +195,7 @@ class IterationScheduler:
                     overdue=False,
                 )
             )
-            self._since_s[key] = member.left_s
+            self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
             self._sweep |= member.batch_id != self._batch_id
         return True
 
@@ -268,7 +270,7 @@ class IterationScheduler:
 
     def deadline_s(self) -> float:
         """When a candidate becomes overdue here; infinite where none can."""
-        return next(iter(self._since_s.values()), math.inf) + self._starvation_after_s
+        return self._deadlines.next_s()
 
     def pass_quietly(self, iterations: int) -> None:
         """What so many rounds of `advance` and `plan` would do: at most as many as `quiet_iterations` has said."""
@@ -299,7 +301,7 @@ class IterationScheduler:
 
     def check_integrity(self) -> None:
         """Raises AccountingError where candidates, members and blocks do not match."""
-        if not self._since_s.keys() <= set(self._waiting):
+        if not set(self._deadlines) <= set(self._waiting):
             raise AccountingError("waiting times are kept for others than candidates")
         both = [key for key in self._waiting if self._batch.get(key) is not None or key in self._giving_back]
         if both:
@@ -309,10 +311,11 @@ class IterationScheduler:
     # how it decides
 
     def _mark_overdue(self, now_s: float) -> None:
-        late = list(takewhile(lambda key: now_s - self._since_s[key] >= self._starvation_after_s, self._since_s))
-        for key in late:
-            del self._since_s[key]
+        for key in self._deadlines.pop_due(now_s):
             self._waiting.mark_overdue(key)
+
+    def _due_s(self, candidate: Candidate, since_s: float) -> float:
+        return since_s + (candidate.wait_objective_s or self._starvation_after_s)
 
     def _relieve(self, now_s: float) -> list[Evict]:
         """Case 3: evict the longest until the free blocks, those on their way out included, reach the watermark.
@@ -401,7 +404,7 @@ class IterationScheduler:
             taken.append(candidate)
         for candidate in taken:
             self._waiting.remove(candidate.key)
-            self._since_s.pop(candidate.key, None)
+            self._deadlines.discard(candidate.key)
         return blocked
 
     def _enter_batch(self, candidate: Candidate) -> None:
@@ -452,7 +455,7 @@ class IterationScheduler:
                 self._waiting.add(replace(candidate, batch_id=self._batch_id))
             else:
                 self._waiting.remove(candidate.key)
-                self._since_s.pop(candidate.key, None)
+                self._deadlines.discard(candidate.key)
                 self._giving_back[candidate.key] = None
 
     def _copying(self, key: RequestKey, phase: Phase) -> Member:

@@ -13,7 +13,7 @@ class Candidate:
     """A request that waits, its copy complete, in a candidate buffer (or in the pool, where buffers are left out).
 
     `kv_tokens` tokens of KV; the first `shared_tokens` of them belong to the prompt that its group shares.
-    `overdue`: past the starvation threshold; it goes before density.
+    `overdue`: past the starvation threshold; it goes before density. `wait_objective_s`: its own, 0 where it has none.
     """
 
     key: RequestKey
@@ -24,6 +24,7 @@ class Candidate:
     buffer: BufferKind
     batch_id: int
     overdue: bool = False
+    wait_objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

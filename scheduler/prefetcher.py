@@ -104,9 +104,11 @@ class Prefetcher:
     def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
         """Form the next candidate batch, if this instance's buffer is empty and it is time. Whether one was sent."""
         requests, blocks = self._policy.totals()
-        if decode.report is None or decode.candidates[BufferKind.BATCH] or not requests:
+        if decode.report is None or not requests:
             return False
         seed = self._clock.oldest_overdue_in_pool()
+        if decode.candidates[BufferKind.BATCH]:
+            return seed is not None and self._send_overdue(decode, seed, now_s)
         limits = self._limits(decode)
         enough = requests >= limits.min_requests or blocks >= limits.max_blocks
         if seed is None and not enough:
@@ -135,6 +137,28 @@ class Prefetcher:
         decode.batch_id = self._last_batch_id
         decode.batch_sent_s = now_s
         self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records, now_s)
+        return True
+
+    def _send_overdue(self, decode: DecodeView, key: RequestKey, now_s: float) -> bool:
+        """Where every instance has a candidate batch, and nothing of this one's is overdue: it goes alone, before that.
+
+        One at a time: until it has joined, nothing else is sent late.
+        """
+        record = self._books.record(key)
+        if decode.overdue or not all(view.candidates[BufferKind.BATCH] for view in self._instances.open_decode()):
+            return False
+        if not self._fitting(decode, [record]):
+            return False
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        self._send(
+            decode,
+            prefill if room >= record.blocks else None,
+            BufferKind.REQUESTS,
+            decode.running_batch_id(),
+            [record],
+            now_s,
+        )
+        decode.overdue[key] = None
         return True
 
     def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:

@@ -294,8 +294,8 @@ def test_an_evicted_request_that_comes_back_has_waited_since_its_eviction():
     cell = Cell(starvation_after_s=5.0)
     cell.do(ev.InventoryTaken("d0", (held("a", False), held("c", True)), restore=True))
     cell.do(ev.Returned(key("c"), 28, 7, waited_s=4.0))
-    cell.do(ev.Tick(), after_s=1.5)
-    assert only(cell.do(ev.Joined("d0", (key("a"),))), MarkUrgent) == [MarkUrgent("d0", (key("c"),))]
+    assert only(cell.do(ev.Tick(), after_s=0.9), MarkUrgent) == []
+    assert only(cell.do(ev.Tick(), after_s=0.6), MarkUrgent) == [MarkUrgent("d0", (key("c"),))]
 
 
 def test_one_that_never_joined_has_waited_all_the_while_whatever_is_said_of_an_eviction_before():

@@ -6,6 +6,7 @@ works it out for each wait of each request from what has happened in a cell in v
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,6 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.testing.machines import machine_settings
 from alignedserve.testing.small_cell import Request, Service, Shape, SmallCell, Wait
 
@@ -74,9 +77,11 @@ class Bound:
         return [(excess_s, wait) for excess_s, wait in found if excess_s > 1e-9]
 
 
-def make_cell(seed: int, *, decodes: int = 1, prefetch: bool = True, **sizes: int) -> SmallCell:
+def make_cell(
+    seed: int, *, decodes: int = 1, prefetch: bool = True, after_s: float = DEFAULT_S, **sizes: int
+) -> SmallCell:
     scheduler = SchedulerConfig(
-        max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=DEFAULT_S, late_share=1.0
+        max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=after_s, late_share=1.0
     )
     sizes = {"pool_blocks": 4000, "batch_buffer": 40, "requests_buffer": 40, "max_running": 6, **sizes}
     return SmallCell(Shape(seed=seed, decodes=decodes, prefetch=prefetch, scheduler=scheduler, **sizes))
@@ -179,3 +184,45 @@ def test_nobody_waits_past_the_bound(
     bound = Bound(cell)
     assert {wait.request_id for wait in bound.waits} == set(cell.requests)
     assert not bound.broken()
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_overdue_request_does_not_wait_for_the_candidate_batch_of_others(prefetch: bool) -> None:
+    sizes = {"decode_cache": 800, "pool_blocks": 8000, "prefill_cache": 400, "batch_buffer": 240, "max_running": 4}
+    cell = make_cell(1, prefetch=prefetch, after_s=5.0, **sizes)
+    load = Load(cell, random.Random(1))
+    for number in range(4):
+        load.one(f"running-{number}", 0.0, 12, 600)
+        load.one(f"next-{number}", 0.1, 200, 20)
+    load.one("old", 0.5, 400, 10).wait_objective_s = 0.1
+    cell.run()
+    assert not Bound(cell).broken()
+
+
+def test_an_evicted_request_goes_by_its_own_objective() -> None:
+    sizes = {"decode_cache": 100, "prefill_cache": 100, "requests_buffer": 400, "batch_buffer": 100, "max_running": 4}
+    cell = make_cell(3, after_s=5.0, **sizes)
+    load = Load(cell, random.Random(3))
+    load.one("evicted", 0.0, 150, 100).wait_objective_s = 0.1
+    load.one("other", 0.0, 140, 240)
+    cell.run()
+    assert not Bound(cell).broken()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, 0.0, 1.0, 2.5, 7.0, math.inf])), max_size=300))
+def test_deadlines_come_in_their_order_whatever_was_set_and_discarded(steps: list[tuple[int, float | None]]) -> None:
+    deadlines, known = Deadlines(), dict[RequestKey, float]()
+    for number, due_s in steps:
+        key = RequestKey(str(number))
+        if due_s is None:
+            deadlines.discard(key)
+            known.pop(key, None)
+        else:
+            deadlines.set(key, due_s)
+            known[key] = due_s
+        assert deadlines.next_s() == min(known.values(), default=math.inf)
+    for now_s in (0.5, 2.5, 100.0):
+        late = sorted((due_s, key) for key, due_s in known.items() if due_s <= now_s)
+        assert deadlines.pop_due(now_s) == [key for _, key in late]
+        known = {key: due_s for key, due_s in known.items() if due_s > now_s}
+        assert set(deadlines) == set(known)

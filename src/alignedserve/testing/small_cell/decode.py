@@ -57,7 +57,10 @@ class Decode:
         shared = request.prompt if request.group_size > 1 else 0
         self.source[key], self.length[key] = source, kv_tokens
         most = request.prompt + request.most
-        candidate = Candidate(key, kv_tokens, most, request.group_id, shared, kind, batch_id)
+        objective_s = request.wait_objective_s
+        candidate = Candidate(
+            key, kv_tokens, most, request.group_id, shared, kind, batch_id, wait_objective_s=objective_s
+        )
         self.scheduler.offer(candidate, self.cell.now_s)
         self.kick()
 
