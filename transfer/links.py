@@ -15,19 +15,12 @@ from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
+from alignedserve.transfer.topology import CUDA_IPC, CUDA_STAGED, SHARED_MEMORY, PeerAccess, Place, channel_between
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = "shared-memory"
-PCIE = "pcie"
-CUDA_IPC = "cuda-ipc"
-CUDA_STAGED = "cuda-staged"
-
 WRAPPER_VARIABLE = "ALIGNEDSERVE_TEST_CHANNEL_WRAPPER"
 """For tests: `module:function` that takes each new channel and returns the one to use instead (injecting faults)."""
-
-PeerAccess = Callable[[str, str], bool]
-"""Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +43,32 @@ def choose_channel(
     """
     source.geometry.require_same(destination.geometry)
     pair = f"stores {source.store_id} and {destination.store_id}"
-    if source.node_id != destination.node_id:
+    if not {source.kind, destination.kind} <= {HOST, CUDA}:
+        raise TransferError(f"{pair} are of kinds {source.kind!r} and {destination.kind!r}: no channel serves these")
+    places = _place(source), _place(destination)
+    kind = channel_between(*places, peer_access or ask_driver)
+    if kind is None:
         raise TransferError(
             f"{pair} are on different nodes ({source.node_id}, {destination.node_id}): this release copies KV within "
             "one node only; place the instances and the KV pool of a cell on one node",
             source=source.store_id,
             destination=destination.store_id,
         )
-    kinds = (source.kind, destination.kind)
-    if kinds == (HOST, HOST):
-        return ChannelChoice(SHARED_MEMORY, "both in host memory of this node")
-    if kinds in ((HOST, CUDA), (CUDA, HOST)):
-        device = source.device if source.kind == CUDA else destination.device
-        return ChannelChoice(PCIE, f"between host memory and {device} of this node")
-    if kinds == (CUDA, CUDA):
-        return _between_devices(pair, source.device, destination.device, allow_slow, peer_access or _peer_access)
-    raise TransferError(f"{pair} are of kinds {kinds[0]!r} and {kinds[1]!r}: no channel serves these")
+    devices = [place.device for place in places if place.on_device]
+    both = " and ".join(devices)
+    if kind == CUDA_STAGED and not allow_slow:
+        raise TransferError(
+            f"{pair}: {both} do not reach each other's memory (no NVLink or peer-to-peer access); "
+            "set cluster.allow_slow_channel to copy through host memory"
+        )
+    if kind == CUDA_IPC:
+        same = source.device == destination.device
+        return ChannelChoice(kind, f"both on {source.device}" if same else f"{both} reach each other's memory")
+    if kind == CUDA_STAGED:
+        return ChannelChoice(kind, f"{both} copy through host memory, as was allowed", slow=True)
+    if kind == SHARED_MEMORY:
+        return ChannelChoice(kind, "both in host memory of this node")
+    return ChannelChoice(kind, f"between host memory and {both} of this node")
 
 
 def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False) -> Channel:
@@ -99,22 +102,12 @@ def _wrapper() -> Callable[[Channel], Channel]:
     return lambda channel: cast(Channel, wrapper(channel))
 
 
-def _between_devices(
-    pair: str, source: str, destination: str, allow_slow: bool, peer_access: PeerAccess
-) -> ChannelChoice:
-    if source == destination:
-        return ChannelChoice(CUDA_IPC, f"both on {source}")
-    if peer_access(source, destination):
-        return ChannelChoice(CUDA_IPC, f"{source} and {destination} reach each other's memory")
-    if not allow_slow:
-        raise TransferError(
-            f"{pair}: {source} and {destination} do not reach each other's memory (no NVLink or peer-to-peer access); "
-            "set cluster.allow_slow_channel to copy through host memory"
-        )
-    return ChannelChoice(CUDA_STAGED, f"{source} and {destination} copy through host memory, as was allowed", slow=True)
+def _place(store: StoreHandle) -> Place:
+    return Place(store.node_id, store.device) if store.kind == CUDA else Place(store.node_id)
 
 
-def _peer_access(source: str, destination: str) -> bool:
+def ask_driver(source: str, destination: str) -> bool:
+    """Whether the first device reaches the second's memory, as the CUDA driver says."""
     from alignedserve.transfer.device import peer_access  # imports torch
 
     return peer_access(source, destination)

@@ -20,6 +20,7 @@ from alignedserve.transfer.host_channel import HostChannel
 from alignedserve.transfer.links import choose_channel, connect
 from alignedserve.transfer.runs import Run, merge_runs, split_runs
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
+from alignedserve.transfer.topology import Place, link_rank
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 WHOLE = StoreSlice.whole(GEOMETRY)
@@ -220,6 +221,18 @@ def test_the_channel_follows_from_where_the_stores_are() -> None:
     assert choose_channel(host, first).name == choose_channel(first, host).name == "pcie"
     assert choose_channel(first, first).name == "cuda-ipc"
     assert choose_channel(first, second, peer_access=lambda a, b: True).name == "cuda-ipc"
+
+
+def test_links_are_ranked_by_how_often_a_copy_crosses_the_bus_to_the_host() -> None:
+    host, first, second = Place("n"), Place("n", "cuda:0"), Place("n", "cuda:1")
+
+    def rank(ours: Place, theirs: Place, reach: bool = True) -> int:
+        assert link_rank(ours, theirs, lambda a, b: reach) == link_rank(theirs, ours, lambda a, b: reach)
+        return link_rank(ours, theirs, lambda a, b: reach)
+
+    assert rank(host, host) == rank(first, first, reach=False) == rank(first, second) == 0
+    assert 0 < rank(host, first) < rank(first, second, reach=False) < rank(first, Place("m", "cuda:1"))
+    assert rank(host, Place("m")) == rank(first, Place("m", "cuda:0"))
 
 
 def test_a_slow_channel_needs_permission() -> None:

@@ -1,0 +1,45 @@
+"""Where memory is, and which channel links two places: by where they are alone, nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SHARED_MEMORY = "shared-memory"
+PCIE = "pcie"
+CUDA_IPC = "cuda-ipc"
+CUDA_STAGED = "cuda-staged"
+
+PeerAccess = Callable[[str, str], bool]
+"""Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
+
+# By the copies that cross the bus to the host: none, one, two; and no channel at all.
+_RANKS = {CUDA_IPC: 0, SHARED_MEMORY: 0, PCIE: 1, CUDA_STAGED: 2, None: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Memory of a node: its host's ("cpu") or a device's ("cuda:N")."""
+
+    node_id: str
+    device: str = "cpu"
+
+    @property
+    def on_device(self) -> bool:
+        return self.device != "cpu"
+
+
+def channel_between(first: Place, second: Place, peer_access: PeerAccess) -> str | None:
+    """The kind of channel between two places; None: this release has none between nodes."""
+    if first.node_id != second.node_id:
+        return None
+    if not (first.on_device and second.on_device):
+        return PCIE if first.on_device or second.on_device else SHARED_MEMORY
+    if first.device == second.device or peer_access(first.device, second.device):
+        return CUDA_IPC
+    return CUDA_STAGED
+
+
+def link_rank(first: Place, second: Place, peer_access: PeerAccess) -> int:
+    """How good a link is, 0 the best: by its channel's kind."""
+    return _RANKS[channel_between(first, second, peer_access)]
