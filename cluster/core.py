@@ -129,6 +129,7 @@ class SupervisorCore:
         elif old is not None:
             old.vigil.heard(None, now)
         slot.enter(Phase.JOINED, now)
+        self.scaling.pair()
         self._touch()
         return None
 
@@ -137,10 +138,12 @@ class SupervisorCore:
         member = self.roster.member(key)
         if member is None:
             return []
-        before = (member.state, list(member.beat.stores), member.beat.HasField("failure"), list(member.beat.alarms))
+        before, reached = _news(member), list(member.beat.reaches)
         member.vigil.heard(beat, now)
         member.beat = beat
-        if (member.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms)) != before:
+        if list(beat.reaches) != reached:
+            self.scaling.pair()
+        if _news(member) != before:
             self._touch()
         slot = self.roster.slots.get(key.id)
         if slot is None:
@@ -264,7 +267,10 @@ class SupervisorCore:
                 for member, lost in self.roster.members()
             ],
             model_info=self.planner.model_info,
-            pairs=[sv.Pair(decode_id=d, prefill_id=p) for d, p in self.scaling.pairs],
+            pairs=[
+                sv.Pair(decode_id=d, prefill_id=p, link_rank=self.scaling.link_rank(d, p))
+                for d, p in self.scaling.pairs
+            ],
             store_plan=self.planner.store_plan,
             ending=self.ending,
             told_by=self.incarnation,
@@ -425,6 +431,12 @@ class SupervisorCore:
             logger.error("the cluster cannot start: %s", message)
             self.failure = pb.Failure(code=failure.code if failure else AlignedServeError.code, message=message)
             self._touch()
+
+
+def _news(member: Member) -> tuple[object, ...]:
+    """What others are told of a heartbeat."""
+    beat = member.beat
+    return member.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms), list(beat.reaches)
 
 
 def _refusal(message: str) -> pb.Failure:

@@ -22,9 +22,10 @@ from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
 from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes, usable_cores
-from alignedserve.scheduler.instances import pair_up
+from alignedserve.scheduler.pairing import pair_up
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
-from alignedserve.transfer.links import choose_channel
+from alignedserve.transfer.links import ask_driver, choose_channel
+from alignedserve.transfer.topology import Place, link_rank
 
 REQUIRED_PACKAGES = (
     "ray",
@@ -152,6 +153,10 @@ def _examine_channels(report: Report, config: Config) -> None:
             device=device,
         )
 
+    def rank(decode_id: str, prefill_id: str) -> int:
+        ours, theirs = Place("here", planned[decode_id].device), Place("here", planned[prefill_id].device)
+        return link_rank(ours, theirs, ask_driver)
+
     def copies() -> Iterator[tuple[StoreHandle, StoreHandle]]:
         pool = store("kv_pool-0", "cpu")
         for role in planned.values():
@@ -160,7 +165,7 @@ def _examine_channels(report: Report, config: Config) -> None:
             elif role.role == "decode" and not config.cluster.prefetch:
                 yield pool, store(f"{role.id}/cache", role.device)
         for decode_id, prefill_id in (
-            pair_up(config.cluster.prefill, config.cluster.decode) if config.cluster.prefetch else ()
+            pair_up(config.cluster.prefill, config.cluster.decode, rank) if config.cluster.prefetch else ()
         ):
             buffers = store(f"{prefill_id}/buffers", planned[prefill_id].device)
             yield pool, buffers

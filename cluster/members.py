@@ -9,6 +9,7 @@ from alignedserve.cluster.plan import PlannedRole
 from alignedserve.cluster.vigil import Vigil
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.transfer.topology import Place
 
 
 class Phase(StrEnum):
@@ -99,3 +100,14 @@ class Slot:
         if self.draining:
             return False
         return self.phase is Phase.JOINED and self.member is not None and self.member.state == "ready"
+
+    @property
+    def place(self) -> Place:
+        """Where its model lies, as far as is known: a process that has not joined is on no node yet."""
+        node_id = self.member.hello.node_id if self.member is not None else ""
+        return Place(node_id, self.device or self.planned.device)
+
+    @property
+    def reaches(self) -> tuple[str, ...]:
+        """The devices whose memory its own reads; none: it has not said."""
+        return tuple(self.member.beat.reaches) if self.member is not None else ()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 from alignedserve.cluster.members import Phase, Slot
 from alignedserve.cluster.plan import PlannedRole, Shape, check_gpus, resolve_device
@@ -17,8 +19,9 @@ from alignedserve.errors import ConfigError, ResourceError, UnavailableError
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler.instances import pair_up
+from alignedserve.scheduler.pairing import pair_up
 from alignedserve.sizing import StorePlan
+from alignedserve.transfer.topology import Place, link_rank
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +119,7 @@ class Scaling:
         for planned in found:
             slot = self._roster.slots.get(planned.id)
             if slot is not None:
-                slot.planned = planned
+                slot.planned, slot.used = planned, True
             elif planned.id in view.draining:
                 slot = self._roster.add(planned)
                 slot.draining_since, slot.used = now, True
@@ -163,12 +166,23 @@ class Scaling:
     # ---- inside
 
     def pair(self) -> None:
-        """Living instances stay paired as they are: requests may lie in the buffers between them."""
+        """Those that have both served stay paired as they are: requests may lie in the buffers between them.
+
+        A pair is added for an instance that would have none, but with one that is to go.
+        """
         if not self._config.cluster.prefetch:
             return
         slots = self._roster.slots
-        kept = [pair for pair in self.pairs if pair[0] in slots and pair[1] in slots]
-        self.pairs = list(dict.fromkeys([*kept, *pair_up(self.shape.prefill, self.shape.decode)]))
+        kept = [pair for pair in self.pairs if all(name in slots and slots[name].used for name in pair)]
+        lasting = {name for pair in kept if not any(slots[name].draining for name in pair) for name in pair}
+        where = {name: (slot.place, slot.reaches) for name, slot in slots.items()}
+        wanted = pair_up(self.shape.prefill, self.shape.decode, lambda d, p: _known_rank(*where[d], *where[p]))
+        self.pairs = kept + [pair for pair in wanted if not lasting.issuperset(pair)]
+
+    def link_rank(self, decode_id: str, prefill_id: str) -> int:
+        """How good the link of two instances is, 0 the best, as far as it is known where they are."""
+        ours, theirs = self._roster.slots[decode_id], self._roster.slots[prefill_id]
+        return _known_rank(ours.place, ours.reaches, theirs.place, theirs.reaches)
 
     def _new(self, shape: Shape) -> list[tuple[str, str]]:
         return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
@@ -179,6 +193,17 @@ class Scaling:
             return "cpu"
         used = [slot.planned.device for slot in self._roster.slots.values() if slot.planned.on_gpu]
         return min((f"cuda:{number}" for number in range(self._gpus)), key=used.count)
+
+
+@lru_cache(4096)
+def _known_rank(first: Place, reached: tuple[str, ...], second: Place, reached_back: tuple[str, ...]) -> int:
+    """What is not known yet is taken for the best: one node, devices that reach each other."""
+
+    def reach(device: str, other: str) -> bool:
+        return not (reached or reached_back) or other in reached or device in reached_back
+
+    node_id = first.node_id if first.node_id and second.node_id else second.node_id
+    return link_rank(replace(first, node_id=node_id), second, reach)
 
 
 def next_shape(shape: Shape, prefill: int, decode: int) -> Shape:

@@ -66,7 +66,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
-        beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
+        model_info = instance.model.to_json() if instance.model else ""
+        beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches)
         if instance.compute is None:
             return beat
         status, cache = instance.compute.status, instance.cache

@@ -29,6 +29,7 @@ from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
+from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -56,6 +57,7 @@ class DecodeInstance:
         self._cache_store: BlockStore | None = None
         self._linked: dict[str, pb.ProcessKey] = {}
         self.model: ModelInfo | None = None
+        self.reaches: list[str] = []
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.compute: DecodeLoop | None = None
         self.writer: PoolWriter | None = None
@@ -73,6 +75,7 @@ class DecodeInstance:
         """Load the model, make the cache, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
+        self.reaches = await asyncio.to_thread(reached_devices, settings.device)
         self.model = await host.inspect(config, settings.device)
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)

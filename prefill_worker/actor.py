@@ -88,7 +88,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
-        beat = sv.Heartbeat(model_info=instance.model.to_json() if instance.model else "")
+        model_info = instance.model.to_json() if instance.model else ""
+        beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches)
         if instance.compute is None:
             return beat
         passes, meter = instance.compute.passes, instance.compute.meter

@@ -28,6 +28,7 @@ from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
+from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -55,6 +56,7 @@ class PrefillInstance:
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
+        self.reaches: list[str] = []
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
         self.compute: PrefillLoop | None = None
@@ -68,6 +70,7 @@ class PrefillInstance:
         """Load the model, make the stores, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
+        self.reaches = await asyncio.to_thread(reached_devices, settings.device)
         self.model = await host.inspect(config, settings.device)
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)

@@ -45,7 +45,7 @@ from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.outgoing import Outgoing
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
-from alignedserve.scheduler.wire import decode_reported, held_requests, prefill_reported, request_meta
+from alignedserve.scheduler.wire import decode_reported, held_requests, pairs_changed, prefill_reported, request_meta
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._core: SchedulerCore | None = None
         self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
         self._files = Files()
-        self._pairs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        self._pairs = ev.PairsChanged(())
         self._drained: list[str] = []  # as last reported
         self._capacity = 0
         self._drops_told = 0  # how many of the core's drops for want of room were logged
@@ -95,13 +95,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._living_gateways = {peer.process.id for peer in view.peers if peer.process.role == "gateway"}
         if self._core is None:
             return
-        pairs: dict[str, list[str]] = {}
-        for pair in view.pairs:
-            pairs.setdefault(pair.decode_id, []).append(pair.prefill_id)
-        frozen = tuple((decode_id, tuple(prefill_ids)) for decode_id, prefill_ids in sorted(pairs.items()))
-        if frozen != self._pairs:
-            self._pairs = frozen
-            self._feed(ev.PairsChanged(frozen))
+        if (pairs := pairs_changed(view)) != self._pairs:
+            self._pairs = pairs
+            self._feed(pairs)
         if (draining := frozenset(view.draining)) != self._core.draining:
             self._feed(ev.DrainingChanged(draining))
         await self._links.on_view(view)

@@ -364,7 +364,9 @@ class SchedulerCore:
                 books.ledger.mark_droppable(record.key)
 
     def _pairs_changed(self, event: events.PairsChanged, now_s: float) -> None:
-        self._books.instances.pairs = dict(event.pairs)
+        instances = self._books.instances
+        instances.pairs = dict(event.pairs)
+        instances.link_ranks = {(decode_id, prefill_id): rank for decode_id, prefill_id, rank in event.link_ranks}
         self._books.change_all()
 
     def _draining_changed(self, event: events.DrainingChanged, now_s: float) -> None:

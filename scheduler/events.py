@@ -205,9 +205,13 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class PairsChanged:
-    """Decode instance -> the prefill instances that prefetch for it; an empty tuple: straight from the pool."""
+    """Decode instance -> the prefill instances that prefetch for it; an empty tuple: straight from the pool.
+
+    `link_ranks`: `(decode instance, prefill instance, rank)` of the pairs whose link is not of the best kind, rank 0.
+    """
 
     pairs: tuple[tuple[str, tuple[str, ...]], ...]
+    link_ranks: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,6 @@ from alignedserve.scheduler.request_table import Record
 from alignedserve.scheduler.routing import PrefillLoad
 
 
-def pair_up(prefill: int, decode: int) -> list[tuple[str, str]]:
-    """`(decode_id, prefill_id)`: through whose buffers a decode instance is prefetched for.
-
-    Every instance is used: with more prefill instances than decode ones a decode instance has several.
-    """
-    if prefill >= decode:
-        return [(f"decode-{p % decode}", f"prefill-{p}") for p in range(prefill)]
-    return [(f"decode-{d}", f"prefill-{d % prefill}") for d in range(decode)]
-
-
 @dataclass(slots=True)
 class BufferRoom:
     """One candidate buffer of a prefill instance, in blocks."""
@@ -173,6 +163,7 @@ class Instances:
     prefill: dict[str, PrefillView] = field(default_factory=dict)
     decode: dict[str, DecodeView] = field(default_factory=dict)
     pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    link_ranks: dict[tuple[str, str], int] = field(default_factory=dict)  # of pairs, where not 0, the best
     draining: frozenset[str] = frozenset()  # nothing new is sent to these
 
     def open_prefill(self) -> list[PrefillView]:
@@ -212,3 +203,12 @@ class Instances:
         """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""
         names = self.pairs.get(decode.decode_id, ())
         return [self.prefill[name] for name in names if name in self.prefill and name not in self.draining]
+
+    def roomiest(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView, int]]:
+        """The paired instance with the most room in such a buffer, and that room: one a rank of link, best first."""
+        best: dict[int, tuple[PrefillView, int]] = {}
+        for prefill in self.paired(decode):
+            rank, room = self.link_ranks.get((decode.decode_id, prefill.prefill_id), 0), prefill.room(kind)
+            if rank not in best or room > best[rank][1]:
+                best[rank] = prefill, room
+        return [best[rank] for rank in sorted(best)]

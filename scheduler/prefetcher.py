@@ -116,7 +116,8 @@ class Prefetcher:
                 return False
             if not decode.idle and self._send_few(decode, limits, now_s):
                 return True
-        prefill, room = self._choose_buffer(decode, BufferKind.BATCH)
+        least = min(limits.max_blocks, -(-blocks * min(limits.min_requests, requests) // requests))  # N of mean length
+        prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
         if room <= 0 and decode.idle and prefill is not None:
             prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
         if room <= 0:
@@ -127,6 +128,8 @@ class Prefetcher:
         total = sum(record.blocks for record in records)
         if not records:
             return False
+        if prefill is not None:  # now that it is known how much it is
+            prefill, room = self._choose_buffer(decode, BufferKind.BATCH, total)
         if total > room:  # one request, larger than K or than what is free
             if prefill is not None and total <= self._largest_buffer(decode) and not decode.idle:
                 return False
@@ -149,7 +152,7 @@ class Prefetcher:
             return False
         if not self._fitting(decode, [record]):
             return False
-        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, record.blocks)
         self._send(
             decode,
             prefill if room >= record.blocks else None,
@@ -179,12 +182,15 @@ class Prefetcher:
 
     def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:
         """All that waits, too little for a batch, joins what runs. False where the requests buffer cannot hold it."""
-        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
+        waiting = self._policy.totals()[1]
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
             return False
         entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
         records = self._fitting(decode, entries)
-        if not records or sum(record.blocks for record in records) > room:
+        total = sum(record.blocks for record in records)
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, total)
+        if not records or total > room:
             return False
         decode.batch_sent_s = now_s
         self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
@@ -205,7 +211,7 @@ class Prefetcher:
             if other.report is None or other.idle or other.candidates[BufferKind.BATCH]:
                 continue
             if other.distance(tokens) < nearest and total <= self._limits(other).max_blocks:
-                buffer, room = self._choose_buffer(other, BufferKind.BATCH)
+                buffer, room = self._choose_buffer(other, BufferKind.BATCH, total)
                 if total <= room and len(self._fitting(other, records)) == len(records):
                     best, best_prefill, nearest = other, buffer, other.distance(tokens)
         return best, best_prefill
@@ -231,31 +237,34 @@ class Prefetcher:
         `least_room`: with less there is nothing to look for (what else waits did not fit before, either).
         """
         lengths = self._range(decode)
-        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS)
-        slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
-        if lengths is None or room < least_room or slots <= 0:
-            return
-        entries = self._policy.matching(*lengths, BatchLimits(room, 1, slots))
-        records = self._fitting(decode, entries)
-        if records:
-            self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
+        for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
+            slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
+            if lengths is None or room < least_room or slots <= 0:
+                continue
+            records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))
+            if records:
+                self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
 
     # both
 
-    def _choose_buffer(self, decode: DecodeView, kind: BufferKind) -> tuple[PrefillView | None, int]:
-        """The paired prefill instance with the most room in such a buffer, and that room in blocks.
+    def _buffers(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView | None, int]]:
+        """Where such candidates can go, and the room there in blocks: one prefill instance a rank of link, best first.
 
         None: there are no buffers; what is on its way counts against the decode instance's own cache.
         """
         if decode.decode_id not in self._instances.pairs and self._config.cluster.prefetch:
-            return None, 0  # which instances prefetch for it is not known yet
-        paired = self._instances.paired(decode)
-        if paired:
-            best = max(paired, key=lambda prefill: prefill.room(kind))
-            return best, best.room(kind)
+            return [(None, 0)]  # which instances prefetch for it is not known yet
+        if roomiest := self._instances.roomiest(decode, kind):
+            return [*roomiest]
         most = self._limits(decode).max_blocks
         share = most if kind is BufferKind.BATCH else max(1, most // 2)
-        return None, share - decode.candidate_blocks[kind]
+        return [(None, share - decode.candidate_blocks[kind])]
+
+    def _choose_buffer(self, decode: DecodeView, kind: BufferKind, blocks: int) -> tuple[PrefillView | None, int]:
+        """Of the best link among those with room for so many blocks; the one with the most room where none has."""
+        buffers = self._buffers(decode, kind)
+        enough = (buffer for buffer in buffers if buffer[1] >= blocks)
+        return next(enough, None) or max(buffers, key=lambda buffer: buffer[1])
 
     def _largest_buffer(self, decode: DecodeView) -> int:
         return max(prefill.buffers[BufferKind.BATCH].capacity for prefill in self._instances.paired(decode))

@@ -11,10 +11,18 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.actions import Prefetch
 from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind, DecodeReported, HeldRequest, PrefillReported, RequestMeta
+from alignedserve.scheduler.events import (
+    BufferKind,
+    DecodeReported,
+    HeldRequest,
+    PairsChanged,
+    PrefillReported,
+    RequestMeta,
+)
 
 
 def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
@@ -29,6 +37,15 @@ def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
         age_s=max(0.0, (time.time_ns() - spec.arrival_ns) / 1e9),
         wait_objective_s=spec.wait_objective_s,
     )
+
+
+def pairs_changed(view: sv.ClusterView) -> PairsChanged:
+    """Who prefetches for whom, and over which links."""
+    pairs: dict[str, list[str]] = {}
+    for pair in view.pairs:
+        pairs.setdefault(pair.decode_id, []).append(pair.prefill_id)
+    ranks = sorted((pair.decode_id, pair.prefill_id, pair.link_rank) for pair in view.pairs if pair.link_rank)
+    return PairsChanged(tuple((name, tuple(paired)) for name, paired in sorted(pairs.items())), tuple(ranks))
 
 
 def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:

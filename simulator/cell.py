@@ -18,7 +18,7 @@ from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler import actions, events
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.instances import pair_up
+from alignedserve.scheduler.pairing import pair_up
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import DecodeInstance
 from alignedserve.simulator.hardware import Hardware

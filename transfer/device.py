@@ -223,6 +223,14 @@ def peer_access(source: str, destination: str) -> bool:
     return bool(torch.cuda.can_device_access_peer(torch.device(source), torch.device(destination)))
 
 
+def reached_devices(device: str) -> list[str]:
+    """The devices of this node whose memory `device` reads directly, itself among them; none of a CPU."""
+    if device == "cpu":
+        return []
+    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return [other for other in devices if other == device or peer_access(device, other)]
+
+
 def _tensor(store: BlockStore) -> torch.Tensor:
     """The store's blocks, uint8 `[capacity_blocks, block_bytes]`, where they are."""
     if isinstance(store, DeviceBlockStore):

@@ -56,7 +56,7 @@ class RoleHello(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s", "drained")
+    __slots__ = ("state", "progress", "holds", "failure", "model_info", "stores", "gauges", "metrics", "busy", "alarms", "step_s", "reaches", "drained")
     class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class Heartbeat(_message.Message):
     BUSY_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    REACHES_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     state: str
     progress: int
@@ -87,8 +88,9 @@ class Heartbeat(_message.Message):
     busy: bool
     alarms: _containers.RepeatedScalarFieldContainer[str]
     step_s: float
+    reaches: _containers.RepeatedScalarFieldContainer[str]
     drained: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., alarms: _Optional[_Iterable[str]] = ..., step_s: _Optional[float] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, state: _Optional[str] = ..., progress: _Optional[int] = ..., holds: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., model_info: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[str] = ..., busy: bool = ..., alarms: _Optional[_Iterable[str]] = ..., step_s: _Optional[float] = ..., reaches: _Optional[_Iterable[str]] = ..., drained: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoleOrder(_message.Message):
     __slots__ = ("view", "end", "refused", "report", "heard")
@@ -131,12 +133,14 @@ class Peer(_message.Message):
     def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ..., alarms: _Optional[_Iterable[str]] = ..., fenced: bool = ...) -> None: ...
 
 class Pair(_message.Message):
-    __slots__ = ("decode_id", "prefill_id")
+    __slots__ = ("decode_id", "prefill_id", "link_rank")
     DECODE_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    LINK_RANK_FIELD_NUMBER: _ClassVar[int]
     decode_id: str
     prefill_id: str
-    def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ...) -> None: ...
+    link_rank: int
+    def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ..., link_rank: _Optional[int] = ...) -> None: ...
 
 class ClusterView(_message.Message):
     __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "told_by", "supervisor")

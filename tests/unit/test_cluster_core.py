@@ -12,7 +12,7 @@ from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorC
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler.instances import pair_up
+from alignedserve.scheduler.pairing import pair_up
 from alignedserve.sizing import StorePlan
 from alignedserve.testing.fake_roles import MODEL
 

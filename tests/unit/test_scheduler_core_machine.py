@@ -245,10 +245,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.do(ev.InstanceJoined(role, "pool" if role == "kv_pool" else f"{role[0]}{instance}"))
 
     @precondition(lambda self: self.prefetch)
-    @rule(pairs=st.lists(st.lists(INSTANCES, max_size=2, unique=True), max_size=2))
-    def change_pairs(self, pairs: list[list[int]]) -> None:
+    @rule(pairs=st.lists(st.lists(INSTANCES, max_size=2, unique=True), max_size=2), far=INSTANCES)
+    def change_pairs(self, pairs: list[list[int]], far: int) -> None:
         named = [(f"d{d}", tuple(f"p{p}" for p in prefills)) for d, prefills in enumerate(pairs)]
-        self.do(ev.PairsChanged(tuple(named)))
+        ranks = [(f"d{d}", f"p{far}", 1) for d, prefills in enumerate(pairs) if far in prefills]
+        self.do(ev.PairsChanged(tuple(named), tuple(ranks)))
 
     @rule(seconds=st.sampled_from((0.1, 0.6, 6.0)))
     def tick(self, seconds: float) -> None:

@@ -17,6 +17,7 @@ from alignedserve.transfer.device import (  # noqa: E402
     DeviceChannel,
     _within_pieces,
     attach_device_store,
+    reached_devices,
 )
 from alignedserve.transfer.handles import HOST  # noqa: E402
 from alignedserve.transfer.links import connect  # noqa: E402
@@ -165,6 +166,25 @@ def test_no_copy_crosses_a_registered_piece() -> None:
     cut = list(_within_pieces(Run(3, 18, 10), 4, 10))
     assert cut == [Run(3, 18, 1), Run(4, 19, 1), Run(5, 20, 3), Run(8, 23, 4), Run(12, 27, 1)]
     assert list(_within_pieces(Run(3, 18, 10), None, None)) == [Run(3, 18, 10)]
+
+
+def test_a_device_reaches_itself_and_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def can_access(device: torch.device, peer: torch.device) -> bool:
+        if device == peer:
+            raise AssertionError("the driver is not asked about one device")
+        return (device.index, peer.index) == (1, 3)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_access)
+    assert reached_devices("cuda:1") == ["cuda:1", "cuda:3"]
+    assert reached_devices("cuda:0") == ["cuda:0"]
+    assert reached_devices("cpu") == []
+
+
+@gpu
+@needs_gpu
+def test_a_gpu_reaches_itself() -> None:
+    assert "cuda:0" in reached_devices("cuda:0")
 
 
 @gpu
