@@ -18,7 +18,7 @@ from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.pool_ledger import PoolLedger
 from alignedserve.scheduler.prefill_queue import PrefillQueue
 from alignedserve.scheduler.request_table import Record, RequestState, RequestTable
-from alignedserve.scheduler.systems import policy_class, resolve
+from alignedserve.scheduler.systems import make_policy
 from alignedserve.scheduler.waiting import WaitingClock
 
 
@@ -34,7 +34,7 @@ class Books:
         self.ledger = PoolLedger()
         self.clock = WaitingClock(config.scheduler.starvation_after_s, config.scheduler.late_share)
         self.decode_times = DecodeTimes()
-        self.policy = policy_class(resolve(config.scheduler.policy))(config.scheduler)
+        self.policy = make_policy(config.scheduler)
         self.in_pool: dict[RequestKey, Record] = {}  # WAITING, in the order in which they came
         self.changed: dict[str, None] = {}  # decode instances to look at again
         self.actions: list[Action] = []

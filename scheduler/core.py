@@ -21,6 +21,7 @@ from alignedserve.scheduler.events import Event, RequestMeta
 from alignedserve.scheduler.instances import DecodeView, PrefillView
 from alignedserve.scheduler.overload import Overload, Room
 from alignedserve.scheduler.policies.base import BatchPolicy
+from alignedserve.scheduler.policies.guarded import GuardedPolicy
 from alignedserve.scheduler.pool_relief import PoolRelief
 from alignedserve.scheduler.prefetcher import Prefetcher
 from alignedserve.scheduler.prefill_dispatch import PrefillDispatch
@@ -96,8 +97,13 @@ class SchedulerCore:
         return self._relief.dropped_requests
 
     def alarm(self, now_s: float) -> str:
-        """What people should know of, with the figures: the last resort of a full pool was needed lately; "" else."""
-        return self._relief.alarm(now_s)
+        """What people should know of, with the figures; "" where there is nothing.
+
+        The last resort of a full pool was needed lately; a policy of one's own answered what it must not.
+        """
+        policy = self._books.policy
+        alarms = self._relief.alarm(now_s), policy.alarm if isinstance(policy, GuardedPolicy) else ""
+        return "; ".join(filter(None, alarms))
 
     @property
     def needs_ticks(self) -> bool:

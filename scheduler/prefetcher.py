@@ -186,6 +186,7 @@ class Prefetcher:
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
             return False
+        self._policy.look_at(_state(decode))
         entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)

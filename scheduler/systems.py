@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
+from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.colocated.base import InstanceScheduler
 from alignedserve.scheduler.policies.base import BatchPolicy
+from alignedserve.scheduler.policies.guarded import GuardedPolicy
 
 ENTRY_POINTS = "alignedserve.policies"
 FOLDER_VARIABLE = "ALIGNEDSERVE_POLICY_DIR"  # where the command was given: the cluster's processes have another cwd
@@ -148,6 +150,13 @@ def policy_class(system: System) -> type[BatchPolicy]:
     return target
 
 
+def make_policy(config: SchedulerConfig) -> BatchPolicy:
+    """The configured batch-formation policy; one that is not ours is guarded. Raises ConfigError."""
+    system = resolve(config.policy)
+    kind = policy_class(system)
+    return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind)
+
+
 def served_settings(name: str) -> Mapping[str, object]:
     """The configuration keys that a policy of the cluster fixes. Raises ConfigError where it cannot serve."""
     system = resolve(name)
@@ -214,8 +223,8 @@ def _imported(name: str, target: str) -> type[BatchPolicy] | type[InstanceSchedu
         sys.path.append(folder)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"policy {name!r}: {target} cannot be imported: {error}") from error
+    except Exception as error:  # importing runs code that is not ours
+        raise ConfigError(f"policy {name!r}: {target} cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, BatchPolicy | InstanceScheduler)):
         raise ConfigError(f"policy {name!r}: {target} is neither a BatchPolicy nor an InstanceScheduler")
     if inspect.isabstract(found):

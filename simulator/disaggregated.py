@@ -9,6 +9,7 @@ from typing import Any
 from alignedserve.config import SECTIONS, Config
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.policies.guarded import GuardedPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
 from alignedserve.scheduler.systems import System, Topology
 from alignedserve.simulator.cell import Cell
@@ -47,10 +48,14 @@ def simulate(
         raise ConfigError(f"{system.name} is a {system.topology.value} system, and has no prefill and decode instances")
     config = _configure(config, system, prefill_instances, decode_instances, refuse_for_load)
     cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
-    cell.core.policy.use_cost(decode_cost)
-    if isinstance(cell.core.policy, OraclePolicy):
+    policy = cell.core.policy
+    if isinstance(policy, GuardedPolicy):
+        policy.strict = True
+        policy = policy.inner
+    policy.use_cost(decode_cost)
+    if isinstance(policy, OraclePolicy):
         ends = {arrival.request_id: arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals}
-        cell.core.policy.reveal(ends)
+        policy.reveal(ends)
     cell.run()
     cell.check_nothing_is_left()
     instances: list[PrefillInstance | DecodeInstance] = [*cell.prefills.values(), *cell.decodes.values()]

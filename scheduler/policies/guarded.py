@@ -1,0 +1,136 @@
+"""A policy that is not ours, kept from taking the scheduler down or from losing a request.
+
+What it answers is checked: requests that wait, each once, within the limits, with the seed. Where it raises, or answers
+something else, the oldest requests that fit are taken in its place, it is counted, and people are told. The simulator
+asks for an error instead: there somebody is trying the policy out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from alignedserve.config import SchedulerConfig
+from alignedserve.errors import ConfigError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
+from alignedserve.scheduler.policies.fcfs import FcfsPolicy
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+MOST_FAULTS = 16  # after which it is not asked any more
+
+
+class GuardedPolicy(BatchPolicy):
+    """`strict`: raise ConfigError at its first fault. `fault`: the last one, "" where there was none."""
+
+    def __init__(self, config: SchedulerConfig, name: str, kind: type[BatchPolicy]) -> None:
+        """Raises ConfigError where the policy cannot be made."""
+        try:
+            self.inner = kind(config)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        self.BY_LENGTH = bool(kind.BY_LENGTH)  # type: ignore[misc]
+        self.strict = False
+        self.faults = 0
+        self.fault = ""
+        self._name = name
+        self._entries: dict[RequestKey, Entry] = {}
+        self._oldest = FcfsPolicy(config)
+        self._trusted = True
+
+    @property
+    def alarm(self) -> str:
+        if not self.faults:
+            return ""
+        state = "" if self._trusted else "; it is not asked any more"
+        return f"policy {self._name}: {self.faults} faults, the last: {self.fault}{state}"
+
+    def insert(self, entry: Entry) -> None:
+        self._oldest.insert(entry)
+        self._entries[entry.key] = entry
+        self._tell(lambda: self.inner.insert(entry))
+
+    def remove(self, key: RequestKey) -> None:
+        self._oldest.remove(key)
+        del self._entries[key]
+        self._tell(lambda: self.inner.remove(key))
+
+    def totals(self) -> tuple[int, int]:
+        return self._oldest.totals()
+
+    def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
+        found = self._ask("form", lambda: self._checked(self.inner.form(limits, seed, now_s), limits, seed))
+        return self._oldest.form(limits, seed, now_s) if found is None else found
+
+    def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
+        return bool(self._ask("matches", lambda: self.inner.matches(tokens, shortest_tokens, longest_tokens)))
+
+    def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
+        found = self._ask(
+            "matching", lambda: self._waiting(self.inner.matching(shortest_tokens, longest_tokens, limits), limits)
+        )
+        return found or []
+
+    def look_at(self, instance: InstanceState) -> None:
+        self._ask("look_at", lambda: self.inner.look_at(instance))
+
+    def use_cost(self, cost: StepCost) -> None:
+        self._ask("use_cost", lambda: self.inner.use_cost(cost))
+
+    def check_integrity(self) -> None:
+        """Of the guard's own books; a policy that is wrong about its own shows in its answers."""
+        self._oldest.check_integrity()
+
+    def _checked(self, answer: Iterable[Entry], limits: BatchLimits, seed: RequestKey | None) -> list[Entry]:
+        """A candidate batch. Raises ValueError for what is none."""
+        found = list(answer)
+        if len(found) == 1 and found[0].key in self._entries:  # alone it may be larger than the limits
+            batch = [self._entries[found[0].key]]
+        else:
+            batch = self._waiting(found, limits)
+        if not batch and self._entries:
+            raise ValueError("it is empty although requests wait")
+        if seed is not None and all(entry.key != seed for entry in batch):
+            raise ValueError(f"it lacks the overdue request {seed}")
+        return batch
+
+    def _waiting(self, answer: Iterable[Entry], limits: BatchLimits) -> list[Entry]:
+        """As this knows them, within the limits. Raises ValueError."""
+        keys = [entry.key for entry in answer]
+        if unknown := [key for key in keys if key not in self._entries]:
+            raise ValueError(f"it holds {unknown[0]}, which does not wait")
+        if len(set(keys)) < len(keys):
+            raise ValueError("it holds a request twice")
+        entries = [self._entries[key] for key in keys]
+        blocks = sum(entry.blocks for entry in entries)
+        if len(entries) > limits.max_requests or blocks > limits.max_blocks:
+            raise ValueError(
+                f"{len(entries)} requests with {blocks} blocks are more than {limits.max_requests} with "
+                f"{limits.max_blocks}"
+            )
+        return entries
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        """It was not told of a change: from here on its books are wrong."""
+        faults = self.faults
+        self._ask("insert or remove", call)
+        self._trusted = self._trusted and self.faults == faults
+
+    def _ask(self, what: str, call: Callable[[], Answer]) -> Answer | None:
+        if not self._trusted:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.faults += 1
+            self.fault = f"{what}: {error if isinstance(error, ValueError) else repr(error)}"
+            if self.strict:
+                raise ConfigError(f"policy {self._name!r}, {self.fault}") from error
+            self._trusted = self.faults < MOST_FAULTS
+            logger.warning("policy %s, %s: the oldest requests go first instead", self._name, self.fault)
+            return None
