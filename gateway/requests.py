@@ -11,13 +11,12 @@ from alignedserve.gateway import fields as f
 from alignedserve.gateway import refused
 from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError, WrongTypeError
 from alignedserve.gateway.messages import parse_messages
-from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES
+from alignedserve.request import MAX_LOGPROBS, MAX_SAMPLES, WAIT_OBJECTIVE_S
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 4096
-WAIT_OBJECTIVE_S = (0.01, 86_400.0)  # less than an iteration takes could not be kept
 
 TextPrompt = str
 TokenPrompt = tuple[int, ...]

@@ -246,7 +246,15 @@ class Cell:
 
     def _submit(self, request: Replayed) -> None:
         most = self.max_total_tokens(request)
-        self.tell(events.Submitted((events.RequestMeta(request.key, request.prefix_tokens, most, "", GATEWAY),)))
+        meta = events.RequestMeta(
+            key=request.key,
+            prefix_tokens=request.prefix_tokens,
+            max_total_tokens=most,
+            group_id="",
+            gateway_id=GATEWAY,
+            wait_objective_s=request.arrival.wait_objective_s,
+        )
+        self.tell(events.Submitted((meta,)))
 
     def _refuse(self, request: Replayed, reason: str) -> None:
         request.result.refused = reason

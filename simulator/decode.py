@@ -81,7 +81,9 @@ class DecodeInstance:
             raise AccountingError(f"{key} has {request.kv_tokens} tokens of KV, and {kv_tokens} were announced")
         self._source[key], self._length[key] = source, kv_tokens
         most = self._cell.max_total_tokens(request)
-        self.scheduler.offer(Candidate(key, kv_tokens, most, "", 0, kind, batch_id), self._clock.now_s)
+        objective_s = request.arrival.wait_objective_s
+        candidate = Candidate(key, kv_tokens, most, "", 0, kind, batch_id, wait_objective_s=objective_s)
+        self.scheduler.offer(candidate, self._clock.now_s)
         self._cell.counters["late_candidates"] += kind is BufferKind.REQUESTS
 
     def offer_from_pool(self, action: Prefetch) -> None:

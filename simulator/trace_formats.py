@@ -1,7 +1,7 @@
 """Which traces there are, in words: for `--help`, which imports no reader, and for where a file is none of them."""
 
 CSV = """  CSV    TIMESTAMP,ContextTokens,GeneratedTokens      Azure's LLM inference traces
-  CSV    arrival_time_s,input_tokens,output_tokens
+  CSV    arrival_time_s,input_tokens,output_tokens    and wait_objective_s, where requests have one
   CSV    num_prefill_tokens,num_decode_tokens         lengths alone: --rate and --cv make the arrivals"""
 JSONL = """  JSONL  timestamp, input_length, output_length       Mooncake's traces (times in milliseconds)
   JSONL  arrival_unix_s, input_tokens, output_tokens  what `alignedserve serve --request-log FILE` writes"""

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`arrival_s` on the virtual clock, from 0. `output_tokens`: what the request will generate, at least 1."""
+    """`arrival_s` on the virtual clock, from 0. `output_tokens`: what the request will generate, at least 1.
+    `wait_objective_s`: as in `RequestSpec`; 0: it has none.
+    """
 
     request_id: str
     arrival_s: float
     input_tokens: int
     output_tokens: int
+    wait_objective_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import NoReturn
 
 from alignedserve.errors import TraceError
+from alignedserve.request import WAIT_OBJECTIVE_S
 
 MAX_TOKENS = 1 << 31
 
@@ -50,6 +51,17 @@ def seconds_of(value: object, place: Place) -> float:
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         place.fail(f"{_shown(value)} is not a time")
     return float(number)
+
+
+def objective_of(value: object, place: Place) -> float:
+    """A request's objective for its wait in seconds; 0 where there is none (null, an empty field)."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return 0.0
+    seconds = seconds_of(value, place)
+    low, high = WAIT_OBJECTIVE_S
+    if not low <= seconds <= high:
+        place.fail(f"{seconds:g} is not between {low:g} and {high:g} seconds")
+    return seconds
 
 
 def stamp_of(text: str, place: Place) -> datetime:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from alignedserve.simulator import trace_formats
-from alignedserve.simulator.traces.fields import Place, seconds_of, tokens_of
+from alignedserve.simulator.traces.fields import Place, objective_of, seconds_of, tokens_of
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
 
@@ -98,7 +98,9 @@ class _RequestLog:
             request_id = ""
         self._ids.add(request_id)
         arrival_s = seconds_of(*record.get("arrival_unix_s"))
-        row = Row(tokens_of(*record.get("input_tokens")), outputs, arrival_s, request_id)
+        inputs = tokens_of(*record.get("input_tokens"))
+        objective_s = objective_of(record.values.get("wait_objective_s"), record.place("wait_objective_s"))
+        row = Row(inputs, outputs, arrival_s, request_id, objective_s)
         if outputs == 0:
             self._empty += 1
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from alignedserve.errors import TraceError
 from alignedserve.simulator import trace_formats
-from alignedserve.simulator.traces.fields import Place, seconds_of, stamp_of, tokens_of
+from alignedserve.simulator.traces.fields import Place, objective_of, seconds_of, stamp_of, tokens_of
 from alignedserve.simulator.traces.trace import Row
 
 
@@ -31,6 +31,7 @@ class _Format:
     inputs: str
     outputs: str
     seconds: Callable[[str, Place], float] = seconds_of
+    objective: str = ""  # a column that may be missing; "" for none
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -43,7 +44,7 @@ def _calendar_s(text: str, place: Place) -> float:
 
 
 _AZURE = _Format("azure", "timestamp", "contexttokens", "generatedtokens", _calendar_s)
-_PLAIN = _Format("csv", "arrival_time_s", "input_tokens", "output_tokens")
+_PLAIN = _Format("csv", "arrival_time_s", "input_tokens", "output_tokens", objective="wait_objective_s")
 _LENGTHS = _Format("lengths", "", "num_prefill_tokens", "num_decode_tokens")
 _ALL = (_AZURE, _PLAIN, _LENGTHS)
 
@@ -62,7 +63,7 @@ def parse(text: str, file: str) -> Found:
         shown = ",".join(names)
         Place(file, number, 1).fail(f"the header {shown!r} is of no trace that is known here:\n{trace_formats.CSV}")
     found = Found(chosen.name, timed=bool(chosen.arrival))
-    at = {name: known[name] for name in chosen.columns}
+    at = {name: known[name] for name in (*chosen.columns, chosen.objective) if name in known}
     for number, cells in lines:
         found.rows.append(_row(chosen, at, names, cells, file, number))
     return found
@@ -79,7 +80,9 @@ def _row(chosen: _Format, at: Mapping[str, int], names: list[str], cells: list[s
         return cells[position], Place(file, line, position + 1, names[position])
 
     arrival_s = chosen.seconds(*cell(chosen.arrival)) if chosen.arrival else 0.0
-    return Row(tokens_of(*cell(chosen.inputs)), tokens_of(*cell(chosen.outputs)), arrival_s)
+    objective_s = objective_of(*cell(chosen.objective)) if chosen.objective in at else 0.0
+    inputs, outputs = tokens_of(*cell(chosen.inputs)), tokens_of(*cell(chosen.outputs))
+    return Row(inputs, outputs, arrival_s, wait_objective_s=objective_s)
 
 
 def _lines(text: str, file: str) -> Iterator[tuple[int, list[str]]]:

@@ -6,7 +6,7 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alignedserve.errors import ConfigError
 from alignedserve.simulator.traces.load import Load
@@ -15,12 +15,16 @@ from alignedserve.simulator.workload import Arrival, Workload
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request as a file has it. `arrival_s` on the file's own clock; `request_id` "" where it names none."""
+    """A request as a file has it. `arrival_s` on the file's own clock; `request_id` "" where it names none.
+
+    `wait_objective_s`: 0 where it has none.
+    """
 
     input_tokens: int
     output_tokens: int
     arrival_s: float = 0.0
     request_id: str = ""
+    wait_objective_s: float = 0.0
 
 
 class Trace(ABC):
@@ -89,7 +93,7 @@ def _describe(source: str, name: str, sha256: str, rows: int) -> dict[str, objec
 
 def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...]:
     return tuple(
-        Arrival(row.request_id or f"r{number}", time, row.input_tokens, row.output_tokens)
+        Arrival(row.request_id or f"r{number}", time, row.input_tokens, row.output_tokens, row.wait_objective_s)
         for number, (row, time) in enumerate(zip(rows, times, strict=True))
     )
 
@@ -98,5 +102,5 @@ def in_order(rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
     """Sorted by arrival, ties as in the file, moved to begin at 0. The second: whether they had been in order."""
     ordered = sorted(rows, key=lambda row: row.arrival_s)
     first = ordered[0].arrival_s if ordered else 0.0
-    moved = tuple(Row(row.input_tokens, row.output_tokens, row.arrival_s - first, row.request_id) for row in ordered)
+    moved = tuple(replace(row, arrival_s=row.arrival_s - first) for row in ordered)
     return moved, all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(rows))

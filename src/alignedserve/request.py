@@ -10,6 +10,7 @@ from alignedserve.errors import InvalidRequestError
 
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
+WAIT_OBJECTIVE_S = (0.01, 86_400.0)  # less than an iteration takes could not be kept
 
 
 class FinishReason(enum.StrEnum):

@@ -193,3 +193,18 @@ def test_passes_are_listed_by_their_start_and_none_overlaps_another_of_its_insta
             assert steps.start_s[before] + steps.seconds[before] <= steps.start_s[after] + 1e-9
     for column in StepRecorder.__slots__:
         assert len(getattr(steps, column)) == len(steps.instance) == len(steps.gap_s)
+
+
+def test_a_request_goes_by_the_objective_that_its_trace_gives_it() -> None:
+    """A long one among short ones that come without end; what else waits keeps to the default."""
+
+    def wait_s(objective_s: float) -> float:
+        short = [Arrival(f"short-{i}", 0.003 * i, 12 + i % 3, 15) for i in range(300)]
+        long = Arrival("long", 0.1, 100, 15, objective_s)
+        arrivals = sorted([*short, long], key=lambda arrival: arrival.arrival_s)
+        config = small_config(starvation_after_s=5.0)
+        result = run(Workload(tuple(arrivals)), SYSTEMS["aligned"], config, hardware(pool_tokens=20_000))
+        return next(request.pool_wait_s for request in result.requests if request.arrival is long)
+
+    assert wait_s(0.0) > 1.0
+    assert 0.02 < wait_s(0.02) < 0.1

@@ -74,6 +74,19 @@ def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_
     assert list(workload.notes) == ["1 requests of the log ended without a token and were left out"]
 
 
+def test_objectives_of_the_plain_csv_and_of_the_request_log_come_with_the_requests(tmp_path: Path) -> None:
+    table = "arrival_time_s,input_tokens,output_tokens,wait_objective_s\n0,5,5,2.5\n1,5,5,\n"
+    log = [
+        {"arrival_unix_s": 10.0, "input_tokens": 5, "output_tokens": 5, "wait_objective_s": 2.5},
+        {"arrival_unix_s": 11.0, "input_tokens": 5, "output_tokens": 5, "wait_objective_s": None},
+        {"arrival_unix_s": 12.0, "input_tokens": 5, "output_tokens": 5},
+    ]
+    text = "\n".join(map(json.dumps, log))
+    for name, content, wanted in (("t.csv", table, [2.5, 0.0]), ("l.jsonl", text, [2.5, 0.0, 0.0])):
+        arrivals = read_trace(write(tmp_path, name, content)).workload(Load(), 0).arrivals
+        assert [arrival.wait_objective_s for arrival in arrivals] == wanted
+
+
 LENGTHS = "num_prefill_tokens,num_decode_tokens,pd_ratio\n" + "".join(f"{n},{n + 1},0.5\n" for n in range(1, 201))
 
 
@@ -159,6 +172,8 @@ JSON_HEAD = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
         (CSV_HEAD + "0,5\n", 2, 3, "2 fields, the header 3"),
         (CSV_HEAD + '0,"5,5\n', 2, 1, "not CSV"),
         (CSV_HEAD, 2, 1, "no requests"),
+        (CSV_HEAD.replace("\n", ",wait_objective_s\n") + "0,5,5,0\n", 2, 4, "0 is not between 0.01 and"),
+        (CSV_HEAD.replace("\n", ",wait_objective_s\n") + "0,5,5,soon\n", 2, 4, "not a time"),
         ("a,b\n1,2\n", 1, 1, "no trace that is known here"),
         ("", 1, 1, "empty"),
         (b"a,b\n1,\xff\n", 2, 3, "not UTF-8"),
@@ -167,6 +182,12 @@ JSON_HEAD = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
         (JSON_HEAD + '{"timestamp": 1, "input_length": 5}\n', 2, 1, "output_length.*missing"),
         (JSON_HEAD + "[1]\n", 2, 1, "JSON object"),
         ('{"arrival_unix_s": 1, "input_tokens": "x", "output_tokens": 6}\n', 1, 23, "not a whole number"),
+        (
+            '{"arrival_unix_s": 1, "input_tokens": 5, "output_tokens": 6, "wait_objective_s": "x"}\n',
+            1,
+            62,
+            "not a time",
+        ),
         ('{"a": 1}\n', 1, 1, "no trace that is known here"),
     ],
 )
