@@ -7,6 +7,7 @@ The threshold is tied to the request's objective, and adjusted at run time (ADR 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError
@@ -31,6 +32,7 @@ def _two_digits(seconds: float) -> float:
 GAIN = 0.02  # of the late share: the last fifty requests or so
 SHORTER, LONGER = 0.98, 1.005  # the threshold's steps, one for each request that begins to decode
 LEAST_SHARE = 0.25  # of an objective: the threshold is never shorter
+DELAY_GAIN = 0.1  # of `delay_share`: the last ten late requests or so
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class _Wait:
     objective_s: float
     in_pool: bool = True
     overdue: bool = False
+    overdue_since_s: float = math.inf  # when it was found so
 
     @property
     def due_s(self) -> float:
@@ -50,13 +53,16 @@ class WaitingClock:
 
     The threshold is a share of each request's objective (`objective_s` where it has none): all of it, as long as no
     more than `late_share` of the requests that began to decode lately were late, that is, past their objective; else
-    less, so that what is about to be late goes first sooner. It is not shortened while most of what waits is overdue:
-    going first would then mean going in the order of arrival, with less throughput, and more would be late.
+    less, so that what is about to be late goes first sooner. What a late request still waited once it went first says
+    how much less would have saved it: the threshold is shortened by no more, and not at all where even LEAST_SHARE would
+    not have been enough, or while most of what waits is overdue. Going first would then mean going in the order of
+    arrival, with less throughput, and more would be late.
     """
 
     def __init__(self, objective_s: float, late_share: float = 1.0) -> None:
         self.late = 0.0  # share of the requests that began to decode lately
         self.threshold_share = 1.0  # of an objective
+        self.delay_share = 0.0  # of the objectives of late requests: how long they waited on once they were overdue
         self._objective_s = objective_s
         self._most_late = late_share
         self._waits: dict[RequestKey, _Wait] = {}
@@ -97,13 +103,26 @@ class WaitingClock:
 
     def decode(self, key: RequestKey, now_s: float) -> None:
         """It decodes: the wait is over, and says whether the threshold is right."""
-        late = now_s >= self._waits[key].due_s
+        wait = self._waits[key]
+        late = now_s >= wait.due_s
         mostly_overdue = 2 * self._overdue > len(self._waits)
         self.stop(key)
         self.late += GAIN * (late - self.late)
-        if self.late > self._most_late and not mostly_overdue:
+        if late and wait.objective_s:
+            delay_s = max(0.0, now_s - wait.overdue_since_s)
+            self.delay_share += DELAY_GAIN * (delay_s / wait.objective_s - self.delay_share)
+        self._adjust(can_help=not mostly_overdue and self.delay_share < 1.0 - LEAST_SHARE)
+
+    def _adjust(self, *, can_help: bool) -> None:
+        """A step of the threshold. `can_help`: a shorter one may save late requests."""
+        enough = 1.0 - self.delay_share  # late requests would have been just in time
+        if self.late > self._most_late and can_help:
+            shorten, lengthen = self.threshold_share > enough, self.threshold_share < enough * SHORTER
+        else:
+            shorten, lengthen = False, not self._most_late / 2 < self.late <= self._most_late
+        if shorten:
             self.threshold_share = max(LEAST_SHARE, self.threshold_share * SHORTER)
-        elif self.late <= self._most_late / 2 or self.late > self._most_late:
+        elif lengthen:
             self.threshold_share = min(1.0, self.threshold_share * LONGER)
 
     def newly_overdue(self, now_s: float) -> list[RequestKey]:
@@ -115,7 +134,7 @@ class WaitingClock:
                 since_s, key = oldest
                 order.remove(key, since_s)
                 wait = self._waits[key]
-                wait.overdue = True
+                wait.overdue, wait.overdue_since_s = True, now_s
                 self._overdue += 1
                 if wait.in_pool:
                     self._overdue_in_pool.add(key, wait.due_s)

@@ -78,10 +78,16 @@ class Bound:
 
 
 def make_cell(
-    seed: int, *, decodes: int = 1, prefetch: bool = True, after_s: float = DEFAULT_S, **sizes: int
+    seed: int,
+    *,
+    decodes: int = 1,
+    prefetch: bool = True,
+    after_s: float = DEFAULT_S,
+    late_share: float = 1.0,
+    **sizes: int,
 ) -> SmallCell:
     scheduler = SchedulerConfig(
-        max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=after_s, late_share=1.0
+        max_prefix_tokens=256, min_batch_requests=4, leaf_tokens=4, starvation_after_s=after_s, late_share=late_share
     )
     sizes = {"pool_blocks": 4000, "batch_buffer": 40, "requests_buffer": 40, "max_running": 6, **sizes}
     return SmallCell(Shape(seed=seed, decodes=decodes, prefetch=prefetch, scheduler=scheduler, **sizes))
@@ -207,6 +213,31 @@ def test_an_evicted_request_goes_by_its_own_objective() -> None:
     load.one("other", 0.0, 140, 240)
     cell.run()
     assert not Bound(cell).broken()
+
+
+def late_share_of(cell: SmallCell, since_s: float) -> float:
+    """Of the waits that began after `since_s`: those past their objective."""
+    bound = Bound(cell)
+    waits = [wait for wait in bound.waits if wait.since_s > since_s]
+    return sum(wait.until_s >= bound.due_s(wait) for wait in waits) / len(waits)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_late_share_stays_under_late_share_where_capacity_allows(seed: int) -> None:
+    """One in nine is in a hurry, and of a length that no batch has. Capacity allows: all others can wait for long."""
+    shares = []
+    for late_share in (1.0, 0.05):
+        cell = make_cell(seed, after_s=5.0, late_share=late_share)
+        load = Load(cell, random.Random(seed))
+        load.stream("short", 500, 0.008, (10, 14), (14, 18))
+        for number in range(66):
+            load.one(f"hurried-{number}", 0.3 + 0.06 * number, 60, 10).wait_objective_s = 0.1
+        cell.run()
+        assert not [wait for wait in Bound(cell).waits if wait.until_s - wait.since_s >= 5.0]
+        shares.append(late_share_of(cell, 1.33))
+    fixed, adjusted = shares
+    assert fixed > 0.1  # so that it is the adjustment that keeps it
+    assert adjusted <= 0.05
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, 0.0, 1.0, 2.5, 7.0, math.inf])), max_size=300))

@@ -111,6 +111,20 @@ def test_the_threshold_comes_forward_until_no_more_are_late_than_may_be():
     assert serve_when_overdue(late_share=1.0, service_s=1.0)[0] == 0.5
 
 
+def test_the_threshold_is_shortened_by_no_more_than_what_late_requests_still_waited():
+    """A second of five was missing: sooner than at four fifths of the objective, nobody has to go first."""
+    clock = serve_when_overdue(late_share=0.0, service_s=1.0)[1]
+    assert clock.delay_share == pytest.approx(0.2, abs=0.01)
+    assert 0.97 * 0.8 <= clock.threshold_share <= 0.81
+
+
+def test_the_threshold_is_not_shortened_where_going_first_would_save_nobody():
+    """They wait for four seconds more after they were found overdue: even a quarter of the objective were too long."""
+    share, clock = serve_when_overdue(late_share=0.05, service_s=4.0)
+    assert share == 0.5
+    assert clock.threshold_share == 1.0
+
+
 def test_the_threshold_is_not_shortened_while_most_of_what_waits_is_overdue():
     clock = WaitingClock(1.0, late_share=0.05)
     for number in range(200):
