@@ -54,9 +54,9 @@ class WaitingClock:
     The threshold is a share of each request's objective (`objective_s` where it has none): all of it, as long as no
     more than `late_share` of the requests that began to decode lately were late, that is, past their objective; else
     less, so that what is about to be late goes first sooner. What a late request still waited once it went first says
-    how much less would have saved it: the threshold is shortened by no more, and not at all where even LEAST_SHARE would
-    not have been enough, or while most of what waits is overdue. Going first would then mean going in the order of
-    arrival, with less throughput, and more would be late.
+    how much less would have saved it: the threshold is shortened by no more, and not at all where even LEAST_SHARE
+    would not have been enough, or while most of what waits is overdue. Going first would then mean going in the order
+    of arrival, with less throughput, and more would be late.
     """
 
     def __init__(self, objective_s: float, late_share: float = 1.0) -> None:
