@@ -46,7 +46,7 @@ def simulate(
     """
     if system.topology is not Topology.DISAGGREGATED:
         raise ConfigError(f"{system.name} is a {system.topology.value} system, and has no prefill and decode instances")
-    config = _configure(config, system, prefill_instances, decode_instances, refuse_for_load)
+    config = as_run(config, system, prefill_instances, decode_instances, refuse_for_load)
     cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
     policy = cell.core.policy
     if isinstance(policy, GuardedPolicy):
@@ -88,7 +88,8 @@ def configured(config: Config, settings: Mapping[str, Any]) -> Config:
     return config
 
 
-def _configure(config: Config, system: System, prefill: int, decode: int, refuse_for_load: bool) -> Config:
+def as_run(config: Config, system: System, prefill: int, decode: int, refuse_for_load: bool) -> Config:
+    """`config` with what a run decides itself: the policy and what it fixes, the instances, who is refused."""
     settings: dict[str, Any] = {
         "cluster.prefill": prefill,
         "cluster.decode": decode,

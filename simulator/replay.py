@@ -12,7 +12,7 @@ from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.systems import System, Topology, resolve, with_options
 from alignedserve.simulator.colocated import simulate_colocated
-from alignedserve.simulator.disaggregated import simulate
+from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.results import RunResult
 from alignedserve.simulator.traces import Load, Trace
@@ -20,6 +20,9 @@ from alignedserve.simulator.workload import Workload
 
 ROUTING = "routing"
 TPOT_OBJECTIVE = "scheduler.tpot_objective_s"
+REFUSE_FOR_LOAD = "scheduler.refuse_for_load"
+# Keys of the configuration that options of the command decide.
+DECIDED = {"scheduler.policy": "--policy", "cluster.prefill": "--prefill", "cluster.decode": "--decode"}
 ITERATION_GAP = "iteration_gap_s"
 
 
@@ -41,6 +44,10 @@ class Candidate:
     def colocated(self) -> bool:
         return self.system.topology is Topology.COLOCATED
 
+    @property
+    def refuse_for_load(self) -> bool:
+        return self.config.scheduler.refuse_for_load
+
     @classmethod
     def of(
         cls, name: str, settings: Mapping[str, str], config_file: str | None, tpot_objective_s: float | None = None
@@ -48,6 +55,7 @@ class Candidate:
         """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`).
 
         `tpot_objective_s`: what a disaggregated policy keeps to where neither `settings` nor the file say otherwise.
+        Nobody is refused for load unless `settings` ask for it: a file says what holds in a cluster.
         Raises ConfigError.
         """
         system = resolve(name)
@@ -58,21 +66,26 @@ class Candidate:
         gap_s = _gap_s(name, own.pop(ITERATION_GAP, "0"))
         if wrong := [key for key in own if "." not in key]:
             raise ConfigError(f"--set {name}.{wrong[0]}: a disaggregated policy takes SECTION.KEY of the configuration")
+        for key, option in DECIDED.items():
+            if key in own:
+                raise ConfigError(f"--set {name}.{key}: {option} of `alignedserve simulate` decides this; use it")
         typed = {key: value_of(key, text, "--set") for key, text in own.items()}
         for key, fixed in system.settings.items():
             if key in typed and typed[key] != fixed:
                 raise ConfigError(f"--set {name}.{key}: this policy has it fixed at {fixed}")
-        flags = {**typed, **system.settings}
+        flags = {REFUSE_FOR_LOAD: False, **typed, **system.settings}
         config = load(config_file, environ={}, flags=flags)
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
             config = load(config_file, environ={}, flags={**flags, TPOT_OBJECTIVE: tpot_objective_s})
         return cls(name, system, config, {}, "", gap_s)
 
-    def describe(self) -> dict[str, object]:
+    def describe(self, prefill: int, decode: int) -> dict[str, object]:
+        """What runs on so many instances; a colocated one says nothing of them."""
         shared = {"topology": self.system.topology.value, "target": self.system.target}
         if self.colocated:
             return {**shared, "options": dict(self.options), ROUTING: self.routing}
-        return {**shared, "config": to_tree(self.config), ITERATION_GAP: self.iteration_gap_s}
+        config = as_run(self.config, self.system, prefill, decode, self.refuse_for_load)
+        return {**shared, "config": to_tree(config), ITERATION_GAP: self.iteration_gap_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +105,7 @@ class Plan:
 
     def describe(self) -> dict[str, object]:
         return {
-            "policies": {candidate.name: candidate.describe() for candidate in self.candidates},
+            "policies": {one.name: one.describe(self.prefill, self.decode) for one in self.candidates},
             "hardware": asdict(self.hardware),
             "instances": {"colocated": self.instances, "prefill": self.prefill, "decode": self.decode},
             "rates_per_s": list(self.rates),
@@ -139,6 +152,7 @@ class Plan:
             prefill_instances=self.prefill,
             decode_instances=self.decode,
             seed=seed,
+            refuse_for_load=candidate.refuse_for_load,
             iteration_gap_s=candidate.iteration_gap_s,
         )
 

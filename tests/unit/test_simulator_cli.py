@@ -55,6 +55,19 @@ def test_the_objective_for_tpot_reaches_the_policy_that_keeps_to_it(capsys: pyte
     assert found == {"aligned-cost": 0.1, "aligned": 0.2}
 
 
+def test_the_configuration_that_ran_is_the_one_recorded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("scheduler: {policy: fcfs, refuse_for_load: true, max_queue: 2}\ncluster: {prefill: 7}\n")
+    arguments = ("--trace", MIX, "--policy", "aligned,fcfs", "--prefill", "2", "--decode", "3", "--config", str(file))
+    asked = ("--set", "aligned.scheduler.refuse_for_load=true")
+    summary, _ = simulate(capsys, *arguments, *asked, "--json")
+    for policy, refuses in (("aligned", True), ("fcfs", False)):
+        config = summary["run"]["configuration"]["policies"][policy]["config"]
+        assert (config["scheduler"]["policy"], config["scheduler"]["refuse_for_load"]) == (policy, refuses)
+        assert (config["cluster"]["prefill"], config["cluster"]["decode"]) == (2, 3)
+        assert (summary[policy]["refused"] > 0) is refuses
+
+
 def test_rates_and_seeds_are_swept_and_settings_reach_their_policy(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--trace", MIX, "--rate", "10:30:20", "--seeds", "2", "--policy", "vllm,aligned", "--limit", "12")
     settings = ("--set", "vllm.max_num_seqs=2", "--set", "aligned.scheduler.min_batch_requests=3")
@@ -128,6 +141,9 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             "has no option 'max_seqs'",
         ),
         (("--trace", MIX, "--set", "aligned.scheduler.leaf=1"), "unknown configuration key 'scheduler.leaf'"),
+        (("--trace", MIX, "--set", "aligned.scheduler.policy=fcfs"), "scheduler.policy: --policy of"),
+        (("--trace", MIX, "--set", "aligned.cluster.prefill=7"), "cluster.prefill: --prefill of"),
+        (("--trace", MIX, "--set", "aligned.cluster.decode=1"), "cluster.decode: --decode of"),
         (("--trace", MIX, "--set", "aligned.iteration_gap_s=-1"), "iteration_gap_s: wants seconds, at least 0"),
         (
             ("--trace", MIX, "--set", "aligned.iteration_gap_s=ten"),
