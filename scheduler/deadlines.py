@@ -1,4 +1,4 @@
-"""When candidates of a decode instance become overdue, each by its own objective."""
+"""Requests by the time at which each is due, by its own objective."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class Deadlines:
         self._due_s: dict[RequestKey, float] = {}
         self._heap: list[tuple[float, RequestKey]] = []
 
+    def __len__(self) -> int:
+        return len(self._due_s)
+
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._due_s
 
@@ -36,12 +39,17 @@ class Deadlines:
     def discard(self, key: RequestKey) -> None:
         self._due_s.pop(key, None)
 
-    def next_s(self) -> float:
-        """When the first is due; infinite where none is."""
+    def first(self) -> tuple[float, RequestKey] | None:
+        """(when, who) of the one that is due first; None where none ever is."""
         heap = self._heap
         while heap and self._due_s.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
-        return heap[0][0] if heap else math.inf
+        return heap[0] if heap else None
+
+    def next_s(self) -> float:
+        """When the first is due; infinite where none is."""
+        first = self.first()
+        return math.inf if first is None else first[0]
 
     def pop_due(self, now_s: float) -> list[RequestKey]:
         """Those that are due, the one that was first first; they are known no more."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.age_order import AgeOrder
+from alignedserve.scheduler.deadlines import Deadlines
 
 
 def join_range(shortest_tokens: int, longest_tokens: int, window: float) -> tuple[int, int]:
@@ -31,6 +32,7 @@ def _two_digits(seconds: float) -> float:
 
 GAIN = 0.02  # of the late share: the last fifty requests or so
 SHORTER, LONGER = 0.98, 1.005  # the threshold's steps, one for each request that begins to decode
+FEW_OBJECTIVES, LOOK_S = 8, 0.01  # with more of them than that who is overdue is looked up so often, not in each event
 LEAST_SHARE = 0.25  # of an objective: the threshold is never shorter
 DELAY_GAIN = 0.1  # of `delay_share`: the last ten late requests or so
 
@@ -67,7 +69,8 @@ class WaitingClock:
         self._most_late = late_share
         self._waits: dict[RequestKey, _Wait] = {}
         self._in_time: dict[float, AgeOrder] = {}  # by objective
-        self._overdue_in_pool = AgeOrder()  # by when they are due, not since when they wait
+        self._overdue_in_pool = Deadlines()
+        self._look_again_s = -math.inf
         self._overdue = 0
 
     def __len__(self) -> int:
@@ -85,7 +88,7 @@ class WaitingClock:
         """It was prefetched, and waits on in a candidate buffer."""
         wait = self._waits[key]
         if wait.overdue and wait.in_pool:
-            self._overdue_in_pool.remove(key, wait.due_s)
+            self._overdue_in_pool.discard(key)
         wait.in_pool = False
 
     def stop(self, key: RequestKey) -> float:
@@ -98,7 +101,7 @@ class WaitingClock:
             if not len(order):
                 del self._in_time[wait.objective_s]
         elif wait.in_pool:
-            self._overdue_in_pool.remove(key, wait.due_s)
+            self._overdue_in_pool.discard(key)
         return wait.since_s
 
     def decode(self, key: RequestKey, now_s: float) -> None:
@@ -127,6 +130,9 @@ class WaitingClock:
 
     def newly_overdue(self, now_s: float) -> list[RequestKey]:
         """Those that passed the threshold since this was last asked, the one that is due first first."""
+        if len(self._in_time) > FEW_OBJECTIVES and now_s < self._look_again_s:
+            return []
+        self._look_again_s = now_s + LOOK_S
         found = []
         for objective_s, order in list(self._in_time.items()):
             since_most_s = now_s - objective_s * self.threshold_share
@@ -137,7 +143,7 @@ class WaitingClock:
                 wait.overdue, wait.overdue_since_s = True, now_s
                 self._overdue += 1
                 if wait.in_pool:
-                    self._overdue_in_pool.add(key, wait.due_s)
+                    self._overdue_in_pool.set(key, wait.due_s)
                 found.append((wait.due_s, key))
             if not len(order):
                 del self._in_time[objective_s]

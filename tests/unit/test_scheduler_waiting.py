@@ -142,3 +142,18 @@ def test_an_objective_counts_to_two_digits_and_never_as_more_than_it_is(objectiv
     clock.start(A, 0.0, objective_s)
     assert clock.newly_overdue(0.9 * objective_s) == []
     assert clock.newly_overdue(objective_s) == [A]
+
+
+def test_many_objectives_are_looked_through_a_hundred_times_a_second_not_in_each_event():
+    clock = WaitingClock(5.0)
+    keys = {objective: RequestKey(f"{objective}") for objective in range(1, 100)}
+    for objective, key in keys.items():
+        clock.start(key, 0.0, float(objective))
+    assert clock.newly_overdue(1.5) == [keys[1]]
+    assert clock.newly_overdue(1.505) == []
+    clock.start(A, 0.0, 1.2)  # overdue as soon as it comes
+    assert clock.newly_overdue(1.509) == []
+    assert clock.newly_overdue(1.511) == [A]
+    assert clock.newly_overdue(50.0) == [keys[objective] for objective in range(2, 51)]
+    assert clock.oldest_overdue_in_pool() == keys[1]
+    clock.check_integrity()
