@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,15 +21,20 @@ from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import ConfigError
 
+LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
+
 
 def run_profile(config: Config, out: str, limit_s: float) -> int:
-    """Writes the file whole or not at all. Raises ConfigError where it cannot be written, ModelError."""
+    """Writes the file whole or not at all. Raises ConfigError where that, or the measuring, cannot be; ModelError."""
+    if not (math.isfinite(limit_s) and limit_s >= LEAST_S):
+        raise ConfigError(f"--seconds must be at least {LEAST_S:g}, not {limit_s:g}")
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
+    device = _device(config)
     print(f"measuring {config.model.path} for about {limit_s:g} s", file=sys.stderr)
     with environment_of_a_worker(config):
-        content = _measure(config, limit_s)
+        content = _measure(config, device, limit_s)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
@@ -46,12 +52,23 @@ def run_profile(config: Config, out: str, limit_s: float) -> int:
     return 0
 
 
-def _measure(config: Config, limit_s: float) -> dict[str, Any]:
+def _device(config: Config) -> str:
+    """Where it is measured. Raises ConfigError where that is CUDA, and torch has none."""
+    device = resolve_device(config, count_gpus())
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("--device cuda: this torch finds no CUDA device here; use --device cpu")
+    return device
+
+
+def _measure(config: Config, device: str, limit_s: float) -> dict[str, Any]:
     from alignedserve.control.echo import measure_message_s
     from alignedserve.decode_worker.loop_overhead import loop_overhead_s
     from alignedserve.engine.profiler import profile
 
-    content = profile(config, resolve_device(config, count_gpus()), limit_s, loop_overhead_s)
+    content = profile(config, device, limit_s, loop_overhead_s)
     content["hardware"]["message_s"] = round(asyncio.run(measure_message_s(new_token())), 9)
     return content
 

@@ -203,3 +203,21 @@ def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--device", "cpu", "--out", str(tmp_path / "no/such/file.json")]) == 2
     assert "give a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "nan", "inf", "0.01"])
+def test_a_time_in_which_nothing_can_be_measured_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    out = tmp_path / "cost.json"
+    assert main(["profile", "--device", "cpu", "--seconds", seconds, "--out", str(out)]) == 2
+    assert "--seconds must be at least 0.1" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_cuda_where_torch_has_none_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["profile", "--device", "cuda", "--out", str(tmp_path / "cost.json")]) == 2
+    assert "finds no CUDA device here; use --device cpu" in capsys.readouterr().err
