@@ -78,7 +78,7 @@ def _read_yaml(file: str) -> Mapping[str, Any]:
         raw = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read configuration file {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, nested too deeply
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if raw is None:
         return {}
@@ -120,8 +120,12 @@ def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
 
 def value_of(name: str, text: str, origin: str) -> Any:
     """What `text` says for the key `name`. Raises UnknownKeyError."""
-    if text and _kind(name, origin) is not str:  # a name such as 007 stays what it is
-        with contextlib.suppress(yaml.YAMLError):
+    kind = _kind(name, origin)
+    if kind is float:  # YAML 1.1 takes 1e-3 for a text
+        with contextlib.suppress(ValueError):
+            return float(text)
+    if text and kind is not str:  # a name such as 007 stays what it is
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
             return yaml.safe_load(text)
     return text
 
@@ -142,7 +146,8 @@ def _kind(name: str, origin: str) -> type:
 
 def _typed(name: str, value: Any, kind: type, origin: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        with contextlib.suppress(OverflowError):  # hundreds of digits: stays an int, and is refused
+            value = float(value)
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if kind is bool and value in (0, 1):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from alignedserve.cluster.cli import main
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree, known_keys, load, to_tree, to_yaml
 from alignedserve.errors import ConfigError, UnknownKeyError
@@ -31,6 +32,7 @@ def test_text_in_the_environment_stays_as_it_is(name: str) -> None:
     ("variable", "text", "value"),
     [
         ("ALIGNEDSERVE_KV_POOL__SIZE_GIB", "2", 2.0),
+        ("ALIGNEDSERVE_SCHEDULER__TPOT_OBJECTIVE_S", "1e-3", 1e-3),
         ("ALIGNEDSERVE_DECODE__CACHE_BLOCKS", "64", 64),
         ("ALIGNEDSERVE_CLUSTER__PREFETCH", "false", False),
         ("ALIGNEDSERVE_CLUSTER__PREFETCH", "0", False),
@@ -51,6 +53,11 @@ def test_numbers_and_truth_values_in_the_environment_are_read(variable: str, tex
         ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "many"}, "must be int, not 'many' (from ALIGNEDSERVE_DECODE__"),
         ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "true"}, "must be int, not True"),
         ({"ALIGNEDSERVE_KV_POOL__SIZE_GIB": ".nan"}, "must be a finite number"),
+        ({"ALIGNEDSERVE_KV_POOL__SIZE_GIB": "nan"}, "must be a finite number"),
+        ({"ALIGNEDSERVE_KV_POOL__SIZE_GIB": "9" * 400}, "must be a finite number"),
+        ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "9" * 5000}, "must be int, not '999"),
+        ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "[" * 9000}, "must be int, not '[[["),
+        ({"ALIGNEDSERVE_DECODE__CACHE_BLOCKS": "2024-13-01"}, "must be int, not '2024-13-01'"),
         ({"ALIGNEDSERVE_GATEWAY__PORT": "70000"}, "gateway.port must be between 1 and 65535; got 70000"),
         ({"ALIGNEDSERVE_SUPERVISOR__HEARTBEAT_S": "4"}, "must be at least twice supervisor.heartbeat_s (4)"),
         ({"ALIGNEDSERVE_GATEWAY__PROXY": "nginx"}, "gateway.proxy must be one of haproxy, python; got 'nginx'"),
@@ -68,6 +75,8 @@ def test_a_mistake_is_named_with_its_place(environ: dict[str, str], said: str) -
         ("- a\n", "must hold sections"),
         ("gateway: 3\n", "must hold keys"),
         ("gateway: {port: [}\n", "is not valid YAML"),
+        ("gateway: {port: 2024-13-01}\n", "is not valid YAML"),
+        ("[" * 9000, "is not valid YAML"),
         ("gatway: {port: 3}\n", "unknown configuration key 'gatway'"),
     ],
 )
@@ -102,3 +111,8 @@ def test_the_served_name_is_the_folders(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_key_that_is_none_is_an_error_of_its_own_type() -> None:
     with pytest.raises(UnknownKeyError):
         from_tree({"gateway": {"prot": 1}})
+
+
+def test_the_command_s_set_takes_a_number_as_python_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--set", "scheduler.tpot_objective_s=1e-3"]) == 0
+    assert "tpot_objective_s: 0.001 " in capsys.readouterr().out
