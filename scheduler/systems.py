@@ -11,6 +11,7 @@ import contextlib
 import enum
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -203,8 +204,8 @@ def _as_typed(name: str, value: Option, default: Option) -> Option:
             value = words[value.lower()] if kind is bool else kind(value)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{name} must be of type {kind.__name__}, not {value!r}")
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"{name} must be of type {kind.__name__}{', finite' * (kind is float)}, not {value!r}")
     return value
 
 
@@ -218,6 +219,8 @@ def _system_of(name: str, target: str) -> System:
 
 def _imported(name: str, target: str) -> type[BatchPolicy] | type[InstanceScheduler]:
     module, _, attribute = target.partition(":")
+    if module.startswith("."):
+        raise ConfigError(f"policy {name!r}: {target} is relative; name it as package.module:Class")
     folder = os.environ.get(FOLDER_VARIABLE) or os.getcwd()
     if folder not in sys.path:  # a policy beside the command that names it
         sys.path.append(folder)

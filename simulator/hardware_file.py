@@ -28,6 +28,17 @@ _DOCS = {
     "message_s": "seconds of a control message",
     "host_overhead_s": "seconds that an engine adds to every pass",
 }
+# By key. Far beyond any machine, and still what the tables of a store and the digits of a float hold.
+_MOST = {
+    "block_size": 1 << 20,
+    "batch_buffer_share": 1,
+    "requests_buffer_share": 1,
+    "copy_latency_s": 3600,
+    "message_s": 3600,
+    "host_overhead_s": 3600,
+}
+_MOST_OF_ANY = 10**18
+_MOST_BLOCKS = 1 << 24  # of one store: each is an entry of a table
 _POSITIVE = ("kv_tokens", "kv_bytes_per_token", "pool_tokens", "block_size", "pool_bandwidth", "peer_bandwidth")
 
 
@@ -48,6 +59,8 @@ def read_hardware(file: str, base: Hardware) -> Hardware:
         raw = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except ValueError as error:  # of both readers; they say line and column
         raise ConfigError(f"{file} is neither TOML nor JSON: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{file} is no hardware file: nested too deeply") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} must hold keys and values")
     return _with(file, base, raw)
@@ -63,14 +76,24 @@ def template(hardware: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shown(value: object) -> str:
+    return repr(value)[:40] if isinstance(value, str | int | float) else type(value).__name__
+
+
 def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
     kinds = get_type_hints(Hardware)
     changes: dict[str, int | float] = {}
     for name, value in raw.items():
         if name not in kinds:
             raise ConfigError(f"{origin}: unknown key {name!r}; a machine has: {', '.join(kinds)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{origin}: {name} must be a number, not {value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or (isinstance(value, float) and math.isnan(value))
+        ):
+            raise ConfigError(f"{origin}: {name} must be a number, not {_shown(value)}")
+        if value > (most := _MOST.get(name, _MOST_OF_ANY)):
+            raise ConfigError(f"{origin}: {name} must be at most {most:,}")
         if value < 0 or (value == 0 and name in _POSITIVE):
             raise ConfigError(f"{origin}: {name} must be {'more than' if name in _POSITIVE else 'at least'} 0")
         if kinds[name] is int and not float(value).is_integer():
@@ -79,4 +102,9 @@ def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
     hardware = replace(base, **changes)  # type: ignore[arg-type]  # by name, as their fields say
     if hardware.batch_buffer_share + hardware.requests_buffer_share >= 1:
         raise ConfigError(f"{origin}: the two buffers' shares leave a prefill instance no memory of its own")
+    for name in ("kv_tokens", "pool_tokens"):
+        if getattr(hardware, name) // hardware.block_size > _MOST_BLOCKS:
+            raise ConfigError(
+                f"{origin}: {name} must be at most {_MOST_BLOCKS:,} blocks of {hardware.block_size} tokens"
+            )
     return hardware

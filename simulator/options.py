@@ -10,6 +10,9 @@ from alignedserve.simulator import trace_formats
 
 DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
 _MAX_RATES = 1000
+_LEAST_RATE, _MOST_RATE = Decimal("1e-6"), Decimal("1e12")
+_MAX_SEEDS = 1000
+_SEED_END = 1 << 63  # the files of results hold them in 64 bits
 SUMMARY = "Replay a trace through the real scheduler in virtual time, and compare policies."
 EPILOG = f"""traces, recognised by their content:
 {trace_formats.EVERY}
@@ -69,6 +72,8 @@ def rates_of(text: str | None) -> tuple[float | None, ...]:
         raise ConfigError(f"--rate takes R or A:B:STEP in requests a second, not {text!r}") from None
     if len(parts) not in (1, 3) or not all(part.is_finite() and part > 0 for part in parts):
         raise ConfigError(f"--rate takes R or A:B:STEP, each more than 0, not {text!r}")
+    if not all(_LEAST_RATE <= part <= _MOST_RATE for part in parts):
+        raise ConfigError(f"--rate {text}: wants {_LEAST_RATE:g} to {_MOST_RATE:g} requests a second")
     if len(parts) == 1:
         return (float(parts[0]),)
     first, last, step = parts
@@ -80,14 +85,22 @@ def rates_of(text: str | None) -> tuple[float | None, ...]:
 def seeds_of(seed: int, text: str | None) -> tuple[int, ...]:
     """Raises ConfigError."""
     if text is None:
-        return (seed,)
+        return _checked((seed,), "--seed")
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--seeds takes a count, or seeds with commas between them, not {text!r}") from None
+    if "," not in text and numbers[0] > _MAX_SEEDS:
+        raise ConfigError(f"--seeds takes a count of {_MAX_SEEDS} at most, or seeds with commas between them")
     seeds = tuple(numbers) if "," in text else tuple(range(seed, seed + numbers[0]))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {text}: wants at least one seed, and none twice")
+    return _checked(seeds, "--seeds")
+
+
+def _checked(seeds: tuple[int, ...], option: str) -> tuple[int, ...]:
+    if not all(-_SEED_END <= seed < _SEED_END for seed in seeds):
+        raise ConfigError(f"{option}: a seed is a whole number of 64 bits, between -2^63 and 2^63 - 1")
     return seeds
 
 

@@ -19,9 +19,10 @@ class SarathiScheduler(ContinuousScheduler):
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         super().__init__(options, allocator, block_size)
         self._max_num_seqs = whole(options, "max_num_seqs")
-        self._reserve = int(allocator.capacity * float(options["watermark"]))
-        if not 0 <= self._reserve < max(allocator.capacity, 1):
-            raise ConfigError(f"option watermark must be at least 0 and below 1, not {options['watermark']}")
+        watermark = float(options["watermark"])
+        if not 0 <= watermark < 1:
+            raise ConfigError(f"option watermark must be at least 0 and below 1, not {watermark}")
+        self._reserve = int(allocator.capacity * watermark)
         self._step_tokens = whole(options, "chunk_tokens")
         if not options["dynamic"]:
             self._sizes = [whole(options, "token_budget", low=self._max_num_seqs)]

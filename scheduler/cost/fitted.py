@@ -50,7 +50,9 @@ def load_fitted(path: Path) -> CostParts:
         raw = json.loads(content)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from error
-    except UnicodeDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is no cost model: JSON nested too deeply") from None
+    except ValueError as error:  # no text, or a number of thousands of digits
         raise ConfigError(f"{path} is no JSON file: {error}") from error
     return parts_from(raw, str(path), hashlib.sha256(content).hexdigest())
 

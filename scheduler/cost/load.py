@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
                 f"a cost model in mode {kernel_mode} has no option {name!r}; its options are: "
                 f"{', '.join(allowed) or 'none'}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"option {name} of a cost model must be a number above 0; got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"option {name} of a cost model must be a finite number above 0; got {value!r}")
     shape = {name: int(options[name]) for name in SHAPE_OPTIONS if name in options}
     parts = load_parts(source, shape)
     return STEP_COSTS[kernel_mode](

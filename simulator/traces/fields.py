@@ -41,16 +41,22 @@ def tokens_of(value: object, place: Place, least: int = 1) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
         place.fail(f"{_shown(value)} is not a whole number of tokens")
     if not least <= number < MAX_TOKENS:
-        place.fail(f"{number} is not between {least} and {MAX_TOKENS - 1} tokens")
+        place.fail(f"{_shown(number)} is not between {least} and {MAX_TOKENS - 1} tokens")
     return number
 
 
 def seconds_of(value: object, place: Place) -> float:
     """A finite time in whatever unit the file has."""
     number = _float(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, int | float):
         place.fail(f"{_shown(value)} is not a time")
-    return float(number)
+    try:
+        found = float(number)
+    except OverflowError:  # a whole number of hundreds of digits
+        found = math.inf
+    if not math.isfinite(found):
+        place.fail(f"{_shown(value)} is not a time")
+    return found
 
 
 def objective_of(value: object, place: Place) -> float:
@@ -81,5 +87,8 @@ def _float(text: str) -> float | None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "what is nested so deeply"
     return text if len(text) <= 40 else f"{text[:40]}…"

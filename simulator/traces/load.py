@@ -6,8 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NoReturn
 
 from alignedserve.errors import ConfigError
+
+LONGEST_S = 366 * 86_400.0  # of a workload's arrivals: far beyond, a tick is too short to move virtual time
+_LEAST_CV, _MOST_CV = 1e-6, 1e3
+_INSTANT_S = 1e-9  # a trace no longer than this has nothing to stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,8 @@ class Load:
     def __post_init__(self) -> None:
         if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
             raise ConfigError(f"a rate must be more than 0 requests a second, not {self.rate_per_s:g}")
-        if self.cv is not None and not 0 <= self.cv < float("inf"):
-            raise ConfigError(f"--cv must be at least 0, not {self.cv:g}")
+        if self.cv is not None and self.cv != 0 and not _LEAST_CV <= self.cv <= _MOST_CV:
+            raise ConfigError(f"--cv must be 0, or between {_LEAST_CV:g} and {_MOST_CV:g}, not {self.cv:g}")
         if self.cv is not None and self.rate_per_s is None:
             raise ConfigError("--cv says how unevenly requests arrive, and needs --rate: without it all come at once")
         if self.limit is not None and self.limit < 1:
@@ -50,12 +55,22 @@ class Load:
         shape = 1.0 / (cv * cv) if cv else 0.0
         gaps = (rng.gammavariate(shape, 1.0 / shape) if cv else 1.0 for _ in range(count - 1))
         rate = self.rate_per_s
-        return [time / rate for time in accumulate(gaps, initial=0.0)]
+        return self._checked([time / rate for time in accumulate(gaps, initial=0.0)])
 
     def stretch(self, arrivals_s: Sequence[float]) -> list[float]:
         """A trace's own arrivals, faster or slower, so that their mean rate is `rate_per_s`."""
         span_s = arrivals_s[-1] if arrivals_s else 0.0
-        if self.rate_per_s is None or span_s == 0.0:
+        if self.rate_per_s is None or span_s < _INSTANT_S:
             return list(arrivals_s)
+        if (len(arrivals_s) - 1) / self.rate_per_s > LONGEST_S:
+            self._too_slow()
         factor = (len(arrivals_s) - 1) / (self.rate_per_s * span_s)
         return [time * factor for time in arrivals_s]
+
+    def _checked(self, arrivals_s: list[float]) -> list[float]:
+        if not arrivals_s[-1] <= LONGEST_S:
+            self._too_slow()
+        return arrivals_s
+
+    def _too_slow(self) -> NoReturn:
+        raise ConfigError(f"at {self.rate_per_s:g} requests a second the last would arrive after more than a year")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from typing import Any
 
 from alignedserve.simulator import trace_formats
@@ -42,6 +44,10 @@ class _Record:
             Place(file, number, error.colno).fail(f"not JSON: {error.msg}")
         except RecursionError:
             Place(file, number, 1).fail("not a trace: JSON nested too deeply")
+        except ValueError:  # of Python's limit on the digits of a whole number
+            most = sys.get_int_max_str_digits()
+            found = re.search(rf"\d{{{most + 1}}}", line)
+            Place(file, number, found.start() + 1 if found else 1).fail(f"a number of more than {most} digits")
         if not isinstance(self.values, dict):
             Place(file, number, 1).fail("a line must hold a JSON object")
 
@@ -64,7 +70,7 @@ class _Mooncake:
     def add(self, record: _Record) -> None:
         arrival_s = seconds_of(*record.get("timestamp")) / 1e3
         row = Row(tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length")), arrival_s)
-        self._found.rows.append(row)
+        self._found.add(row, record.place("timestamp"))
         blocks = record.values.get("hash_ids", ())
         if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
             record.place("hash_ids").fail("must be a list of whole numbers")
@@ -93,7 +99,10 @@ class _RequestLog:
 
     def add(self, record: _Record) -> None:
         outputs = tokens_of(*record.get("output_tokens"), least=0)
-        request_id = str(record.values.get("request_id", ""))
+        given = record.values.get("request_id")
+        if not isinstance(given, str | int | None):
+            record.place("request_id").fail("must be a text")
+        request_id = "" if given is None else str(given)
         if request_id in self._ids:  # one that went on through another gateway
             request_id = ""
         self._ids.add(request_id)
@@ -104,7 +113,7 @@ class _RequestLog:
         if outputs == 0:
             self._empty += 1
         else:
-            self._found.rows.append(row)
+            self._found.add(row, record.place("arrival_unix_s"))
 
     def finish(self) -> Found:
         if self._empty:

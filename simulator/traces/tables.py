@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from alignedserve.errors import TraceError
 from alignedserve.simulator import trace_formats
 from alignedserve.simulator.traces.fields import Place, objective_of, seconds_of, stamp_of, tokens_of
+from alignedserve.simulator.traces.load import LONGEST_S
 from alignedserve.simulator.traces.trace import Row
 
 
@@ -22,6 +23,13 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     any_order: bool = False
+
+    def add(self, row: Row, place: Place) -> None:
+        """`place`: of its arrival. Raises TraceError for one so far from the first that virtual time would not pass."""
+        first_s = self.rows[0].arrival_s if self.rows else row.arrival_s
+        if not abs(row.arrival_s - first_s) <= LONGEST_S:
+            place.fail("the arrival is more than a year from the first line's")
+        self.rows.append(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,9 @@ def parse(text: str, file: str) -> Found:
     found = Found(chosen.name, timed=bool(chosen.arrival))
     at = {name: known[name] for name in (*chosen.columns, chosen.objective) if name in known}
     for number, cells in lines:
-        found.rows.append(_row(chosen, at, names, cells, file, number))
+        column = at[chosen.arrival] if chosen.arrival else 0
+        place = Place(file, number, column + 1, names[column])
+        found.add(_row(chosen, at, names, cells, file, number), place)
     return found
 
 

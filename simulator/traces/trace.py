@@ -92,10 +92,22 @@ def _describe(source: str, name: str, sha256: str, rows: int) -> dict[str, objec
 
 
 def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...]:
+    rows = tuple(rows)
+    taken = {row.request_id for row in rows}
+    names = (row.request_id or _made_up(number, taken) for number, row in enumerate(rows))
     return tuple(
-        Arrival(row.request_id or f"r{number}", time, row.input_tokens, row.output_tokens, row.wait_objective_s)
-        for number, (row, time) in enumerate(zip(rows, times, strict=True))
+        Arrival(name, time, row.input_tokens, row.output_tokens, row.wait_objective_s)
+        for name, row, time in zip(names, rows, times, strict=True)
     )
+
+
+def _made_up(number: int, taken: set[str]) -> str:
+    """`rNUMBER`, or where a request of the trace is called that, with a stroke behind it, or more."""
+    name = f"r{number}"
+    while name in taken:
+        name += "'"
+    taken.add(name)
+    return name
 
 
 def in_order(rows: list[Row]) -> tuple[tuple[Row, ...], bool]:

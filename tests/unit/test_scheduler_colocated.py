@@ -171,6 +171,7 @@ def test_a_request_is_added_once_and_cancelled_once():
         ("sarathi", {"token_budget": 100}, "token_budget must be at least 128"),
         ("sarathi", {"dynamic": True, "chunk_high": 100}, "chunk_high must be at least 512"),
         ("sarathi", {"watermark": 1.0}, "watermark must be at least 0 and below 1"),
+        ("sarathi", {"watermark": -1e-9}, "watermark must be at least 0 and below 1"),
         ("fastgen", {"token_budget": -1}, "token_budget must be at least 256"),
         ("orca", {"n_workers": 0}, "n_workers must be at least 1"),
         ("static", {"max_batch": 0}, "max_batch must be at least 1"),

@@ -154,6 +154,20 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             "has no option 'iteration_gap_s'",
         ),
         (("--trace", MIX, "--set", "fcfs.x=1"), "with a policy of --policy (aligned)"),
+        (("--trace", MIX, "--policy", ".x:Y"), "'.x:Y': .x:Y is relative"),
+        (
+            ("--trace", MIX, "--policy", "sarathi", "--set", "sarathi.watermark=nan"),
+            "sarathi.watermark must be of type float",
+        ),
+        (
+            ("--trace", MIX, "--kernel-mode", "no_split", "--block-bandwidth", "inf"),
+            "block_bandwidth of a cost model must be a finite number above 0",
+        ),
+        (("--trace", MIX, "--rate", "1", "--cv", "1e-200"), "--cv must be 0, or between"),
+        (("--trace", MIX, "--rate", "1e-300"), "--rate 1e-300: wants 0.000001 to 1e+12"),
+        (("--trace", MIX, "--seeds", "9" * 20), "--seeds takes a count of 1000 at most"),
+        (("--trace", MIX, "--seeds", "1," + "9" * 20), "a seed is a whole number of 64 bits"),
+        (("--trace", MIX, "--seed", "9" * 20), "a seed is a whole number of 64 bits"),
         (("--trace", MIX, "--rate", "fast"), "--rate takes R or A:B:STEP"),
         (("--trace", MIX, "--cv", "2"), "needs --rate"),
         (("--trace", MIX, "--decode", "0"), "--decode must be at least 1"),
@@ -181,13 +195,45 @@ def test_the_hardware_template_can_be_read_back(capsys: pytest.CaptureFixture[st
     assert "pool_tokens must be a number" in error
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("kv_tokens = 1e300", "kv_tokens must be at most"),
+        ('{"pool_tokens": 1' + "0" * 400 + "}", "pool_tokens must be at most"),
+        ("kv_tokens = 10_000_000_000", "kv_tokens must be at most 16,777,216 blocks of 16 tokens"),
+        ("kv_tokens = [1]", "kv_tokens must be a number, not list"),
+        ("kv_tokens = nan", "kv_tokens must be a number, not nan"),
+        ("message_s = inf", "message_s must be at most 3,600"),
+        ('{"a": ' * 9000 + "1" + "}" * 9000, "nested too deeply"),
+        ("a = " + "[" * 9000 + "]" * 9000, "nested too deeply"),
+    ],
+)
+def test_a_hardware_file_that_no_machine_has_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, problem: str
+) -> None:
+    file = tmp_path / "machine"
+    file.write_text(text)
+    _, error = simulate(capsys, "--trace", MIX, "--hardware", str(file), status=2)
+    assert problem in error
+
+
+@pytest.mark.parametrize("text", ["[" * 9000 + "]" * 9000, '{"version": ' + "9" * 5000 + "}"])
+def test_a_cost_file_that_cannot_be_read_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "cost.json"
+    file.write_text(text)
+    _, error = simulate(capsys, "--trace", MIX, "--cost-model", str(file), status=2)
+    assert str(file) in error
+
+
 def test_rates_and_seeds() -> None:
     assert rates_of("0.5:2:0.5") == (0.5, 1.0, 1.5, 2.0)
     assert rates_of("1:2:0.3") == (1.0, 1.3, 1.6, 1.9)
     assert rates_of(None) == (None,)
     assert seeds_of(5, "3") == (5, 6, 7)
     assert seeds_of(5, "3,9") == (3, 9)
-    for text in ("1:2", "2:1:1", "0", "1:2:0", "nan"):
+    for text in ("1:2", "2:1:1", "0", "1:2:0", "nan", "1:1e999999:1e-999999"):
         with pytest.raises(ConfigError):
             rates_of(text)
     for text in ("0", "a", "1,1"):

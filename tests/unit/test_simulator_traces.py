@@ -87,6 +87,15 @@ def test_objectives_of_the_plain_csv_and_of_the_request_log_come_with_the_reques
         assert [arrival.wait_objective_s for arrival in arrivals] == wanted
 
 
+def test_a_made_up_id_is_none_of_the_trace_s(tmp_path: Path) -> None:
+    ids = ["r2", "a", "a", "r2'"]
+    rows = [
+        {"request_id": one, "arrival_unix_s": n, "input_tokens": 1, "output_tokens": 1} for n, one in enumerate(ids)
+    ]
+    workload = read_trace(write(tmp_path, "l.jsonl", "\n".join(map(json.dumps, rows)))).workload(Load(), 0)
+    assert [arrival.request_id for arrival in workload.arrivals] == ["r2", "a", "r2''", "r2'"]
+
+
 LENGTHS = "num_prefill_tokens,num_decode_tokens,pd_ratio\n" + "".join(f"{n},{n + 1},0.5\n" for n in range(1, 201))
 
 
@@ -207,6 +216,18 @@ def test_a_missing_file_and_a_load_that_makes_no_sense(tmp_path: Path) -> None:
     for wrong in ({"rate_per_s": 0.0}, {"rate_per_s": 1.0, "cv": -1.0}, {"cv": 2.0}, {"limit": 0}):
         with pytest.raises(ConfigError):
             Load(**wrong)  # type: ignore[arg-type]
+    for cv in (1e-200, 1e200, math.nan):
+        with pytest.raises(ConfigError, match="--cv must be 0, or between"):
+            Load(rate_per_s=1.0, cv=cv)
+
+
+@pytest.mark.parametrize("text", ["mix:requests=5", CSV_HEAD + "0,5,5\n1,5,5\n"])
+@pytest.mark.parametrize("rate_per_s", [1e-300, 5e-324, 1e-8])
+def test_a_rate_at_which_virtual_time_would_stop_is_refused(tmp_path: Path, text: str, rate_per_s: float) -> None:
+    source = text if text.startswith("mix:") else write(tmp_path, "t.csv", text)
+    with pytest.raises(ConfigError, match="after more than a year"):
+        read_trace(source).workload(Load(rate_per_s=rate_per_s), 0)
+    assert shape(source, Load(rate_per_s=1e-6))[-1][0] > 1e5
 
 
 DATA = Path(os.environ.get("ALIGNEDSERVE_DATA") or Path(__file__).parents[2] / "../shared/data")
