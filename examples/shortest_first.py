@@ -1,5 +1,8 @@
 """A policy of one's own, in the cluster and in the simulator: --policy examples.shortest_first:ShortestFirst"""
 
+from bisect import bisect_left, insort
+from itertools import chain, takewhile
+
 from alignedserve.scheduler.policies.base import BatchPolicy, as_many_as_fit
 
 
@@ -7,26 +10,33 @@ class ShortestFirst(BatchPolicy):
     """The shortest prefixes first, as many as fit."""
 
     def __init__(self, config):
-        self.waiting = {}  # sorted anew for each batch: for many waiting requests, keep an order instead
+        self.waiting, self.blocks, self.order = {}, 0, []  # `order`: sorted, so that a batch is read off its front
 
     def insert(self, entry):
         self.waiting[entry.key] = entry
+        self.blocks += entry.blocks
+        insort(self.order, (entry.tokens, entry.since_s, entry.key))  # found in O(log n); the list moves up behind it
 
     def remove(self, key):
-        del self.waiting[key]
+        entry = self.waiting.pop(key)
+        self.blocks -= entry.blocks
+        del self.order[bisect_left(self.order, (entry.tokens, entry.since_s, key))]
 
     def totals(self):
-        return len(self.waiting), sum(entry.blocks for entry in self.waiting.values())
+        return len(self.waiting), self.blocks
 
     def form(self, limits, seed, now_s):
-        order = sorted(self.waiting.values(), key=lambda entry: (entry.key != seed, entry.tokens, entry.since_s))
-        return as_many_as_fit(order, limits) or order[:1]  # larger than the limit: a batch alone
+        order = chain((seed,) if seed else (), (key for _, _, key in self.order if key != seed))
+        batch = as_many_as_fit((self.waiting[key] for key in order), limits)
+        return batch or [self.waiting[seed or key] for _, _, key in self.order[:1]]  # too large: a batch alone
 
     def matches(self, tokens, shortest_tokens, longest_tokens):
         return tokens <= longest_tokens
 
     def matching(self, shortest_tokens, longest_tokens, limits):
-        return as_many_as_fit(sorted(self.waiting.values(), key=lambda entry: entry.tokens), limits)
+        short_enough = takewhile(lambda place: place[0] <= longest_tokens, self.order)
+        return as_many_as_fit((self.waiting[key] for _, _, key in short_enough), limits)
 
     def check_integrity(self):
-        assert all(entry.key == key for key, entry in self.waiting.items())
+        assert self.blocks == sum(entry.blocks for entry in self.waiting.values())
+        assert self.order == sorted((entry.tokens, entry.since_s, key) for key, entry in self.waiting.items())

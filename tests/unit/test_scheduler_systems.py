@@ -118,6 +118,8 @@ def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
     assert names(BatchLimits(450, 1, 9)) == ["short", "middle"]
     assert names(BatchLimits(950, 1, 9), RequestKey("long")) == ["long"]
     assert names(BatchLimits(50, 1, 9)) == ["short"]  # alone, though it is larger than the limit
+    assert [entry.tokens for entry in policy.matching(200, 400, BatchLimits(2000, 1, 9))] == [100, 300]
+    assert [entry.tokens for entry in policy.matching(200, 400, BatchLimits(350, 1, 9))] == [100]
     policy.remove(RequestKey("short"))
     assert policy.totals() == (2, 1200)
     policy.check_integrity()

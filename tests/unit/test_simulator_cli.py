@@ -12,6 +12,7 @@ import pytest
 
 from alignedserve.cluster.cli import main
 from alignedserve.errors import ConfigError
+from alignedserve.scheduler.systems import policy_class, resolve
 from alignedserve.simulator.options import rates_of, seeds_of
 
 MIX = "mix:short=0.8,requests=24,long_max=2000,output_min=4,output_max=40"
@@ -45,6 +46,31 @@ def test_both_topologies_are_compared_and_only_json_is_on_stdout(
     assert run["configuration"]["policies"]["vllm"]["options"]["max_num_seqs"] == 128
     assert run["configuration"]["policies"]["aligned-no-prefetch"]["config"]["cluster"]["prefetch"] is False
     assert run["configuration"]["hardware"]["kv_tokens"] > 0
+
+
+def test_the_example_of_a_policy_of_ones_own_is_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = tmp_path / "small.toml"
+    hardware.write_text("kv_tokens = 4096\nkv_bytes_per_token = 131072\npool_tokens = 65536\n")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    name = "examples.shortest_first:ShortestFirst"
+    policy = policy_class(resolve(name))
+    form, batches = policy.form, []
+
+    def recorded(*arguments: Any) -> Any:
+        batches.append(form(*arguments))
+        return batches[-1]
+
+    monkeypatch.setattr(policy, "form", recorded)
+    arguments = ("--trace", MIX, "--policy", f"{name},aligned", "--hardware", str(hardware))
+    summary, _ = simulate(capsys, *arguments, "--json")
+    for system in (name, "aligned"):
+        assert (summary[system]["completed"], summary[system]["refused"]) == (24, 0)
+        assert all(summary[system][key] > 0 for key in KEYS)
+    lengths = [[entry.tokens for entry in batch] for batch in batches]
+    assert max(map(len, lengths)) > 1
+    assert lengths == [sorted(batch) for batch in lengths]
 
 
 def test_the_objective_for_tpot_reaches_the_policy_that_keeps_to_it(capsys: pytest.CaptureFixture[str]) -> None:

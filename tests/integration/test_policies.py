@@ -1,0 +1,159 @@
+"""A cluster with each policy that serves: the same tokens, nothing left behind, and it is that policy that decided."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.cluster.runtime_dir import cluster_dir
+from alignedserve.config_sources import load
+from alignedserve.request import SamplingParams
+from alignedserve.scheduler.systems import FOLDER_VARIABLE, served_settings
+from alignedserve.testing.driver import Answer, Driver
+from alignedserve.testing.metrics import value
+from alignedserve.testing.models import make_model
+from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from alignedserve.testing.traced_roles import TRACE
+
+EXAMPLE = Path(__file__).parents[2] / "examples/shortest_first.py"
+POLICIES = "alignedserve.scheduler.policies"
+LENGTHS = (12, 130, 8, 90, 20, 150, 33, 5, 110, 16, 70, 26)
+VOCAB_SIZE = 400
+NEW_TOKENS = 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Served:
+    answers: list[Answer]
+    metrics: str
+    classes: set[str]  # that formed batches
+
+
+def serve(policy: str, folder: Path, **flags: object) -> Served:
+    """Serve all prompts at once with a policy, configured as `alignedserve serve --policy` does."""
+    model, trace = make_model("llama", folder / "m", seed=41, vocab_size=VOCAB_SIZE), folder / "trace"
+    keys = {
+        "scheduler.policy": policy,
+        "model.path": str(model),
+        "cluster.device": "cpu",
+        "cluster.threads": 1,
+        "kv_pool.size_gib": 0.1,
+        "kv_pool.block_size": 4,
+        "decode.cache_blocks": 90,  # of the 232 that all requests come to: several batches
+        "scheduler.min_batch_requests": 3,
+        "supervisor.heartbeat_s": 0.2,
+        "supervisor.fence_after_s": 60.0,
+    }
+    config = load(environ={}, flags={**keys, **flags}, settings_of=served_settings)
+    prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=42)
+
+    async def run() -> tuple[list[Answer], str, Path]:
+        module = "alignedserve.testing.traced_roles"
+        async with LocalCluster(config, environment={TRACE: str(trace)}, output_dir=folder, module=module) as cluster:
+            await cluster.wait_ready()
+            async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+                # All wait in the pool before the first iteration: there is a choice.
+                cluster.kill("decode-0", signal.SIGSTOP)
+                answers = [driver.submit(prompt, GREEDY)[0] for prompt in prompts]
+                while not all(answer.tokens or answer.error for answer in answers):  # noqa: ASYNC110  # no event
+                    await asyncio.sleep(0.02)
+                cluster.kill("decode-0", signal.SIGCONT)
+                await driver.wait(answers)
+                metrics = await settled(cluster)
+                assert list((await cluster.status()).degraded) == []  # also where a guarded policy was at fault
+                return answers, metrics, cluster_dir(cluster.cluster_id)
+
+    answers, metrics, runtime = asyncio.run(run())
+    assert not runtime.exists()
+    return Served(answers, metrics, set(trace.read_text().split()))
+
+
+async def settled(cluster: LocalCluster, timeout_s: float = 10.0) -> str:
+    """The metrics once every role has reported that it holds nothing; those of the last look where one does."""
+    await asyncio.sleep(0.3)  # what was reported before the requests came says nothing
+    for _ in range(round(timeout_s / 0.1)):
+        metrics = (await cluster.status()).metrics
+        if not value(metrics, "alignedserve_kv_blocks", state="owned"):
+            break
+        await asyncio.sleep(0.1)
+    return metrics
+
+
+def through_buffers(metrics: str) -> float:
+    """Copies from the pool to the candidate buffers of the prefill instance."""
+    copies = (line for line in metrics.splitlines() if line.startswith("alignedserve_transfer_copies_total"))
+    into = ('destination="prefill-0/batch', 'destination="prefill-0/requests')
+    return sum(float(line.rpartition(" ")[2]) for line in copies if any(buffer in line for buffer in into))
+
+
+@pytest.fixture(scope="module")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return serve("aligned", tmp_path_factory.mktemp("aligned"))
+
+
+def check(served: Served, aligned: Served) -> None:
+    assert [answer.error for answer in served.answers] == [None] * len(LENGTHS)
+    assert [answer.tokens for answer in served.answers] == [answer.tokens for answer in aligned.answers]
+    assert value(served.metrics, "alignedserve_kv_blocks", state="owned") == 0
+    capacity = value(served.metrics, "alignedserve_kv_capacity_blocks")
+    assert value(served.metrics, "alignedserve_kv_blocks", state="free") == capacity > 0
+
+
+def test_aligned_serves_what_generate_gives(aligned: Served, tmp_path: Path) -> None:
+    reference = load_reference(make_model("llama", tmp_path, seed=41, vocab_size=VOCAB_SIZE))
+    assert [answer.tokens for answer in aligned.answers] == [
+        greedy(reference, prompt, NEW_TOKENS) for prompt in random_prompts(LENGTHS, VOCAB_SIZE, seed=42)
+    ]
+    assert aligned.classes == {f"{POLICIES}.aligned:AlignedPolicy"}
+    assert through_buffers(aligned.metrics) > 0
+    check(aligned, aligned)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decides", "prefetches"),
+    [
+        ("fcfs", f"{POLICIES}.fcfs:FcfsPolicy", True),
+        ("aligned-no-prefetch", f"{POLICIES}.aligned:AlignedPolicy", False),
+        ("aligned-no-prefetch-fcfs", f"{POLICIES}.fcfs:FcfsPolicy", False),
+    ],
+)
+def test_a_policy_by_name(policy: str, decides: str, prefetches: bool, aligned: Served, tmp_path: Path) -> None:
+    served = serve(policy, tmp_path)
+    check(served, aligned)
+    assert served.classes == {decides}
+    assert (through_buffers(served.metrics) > 0) == prefetches
+
+
+def test_aligned_cost_with_a_cost_model_that_ships(aligned: Served, tmp_path: Path) -> None:
+    served = serve("aligned-cost", tmp_path, **{"scheduler.cost_model": "rtxpro6000-llama-3.1-8b"})
+    check(served, aligned)
+    assert served.classes == {f"{POLICIES}.aligned_cost:AlignedCostPolicy"}
+    bubbles = "alignedserve_iteration_bubble_seconds"
+    iterations = value(served.metrics, f"{bubbles}_count", instance="decode-0")
+    assert iterations >= NEW_TOKENS - 1
+    predicted_s = value(served.metrics, "alignedserve_iteration_predicted_seconds_total", instance="decode-0")
+    assert 0 < value(served.metrics, f"{bubbles}_sum", instance="decode-0") < predicted_s
+    assert value(aligned.metrics, f"{bubbles}_count") == 0  # it has no cost model
+
+
+def test_a_class_beside_the_command_that_names_it(
+    aligned: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roles have another working directory (under Ray): a copy that only the variable leads to."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    shutil.copy(EXAMPLE, folder / "my_shortest_first.py")
+    monkeypatch.syspath_prepend(folder)  # undone at the end, unlike what looking for a policy adds
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+
+    served = serve("my_shortest_first:ShortestFirst", tmp_path)
+
+    check(served, aligned)
+    assert served.classes == {"my_shortest_first:ShortestFirst"}
