@@ -7,12 +7,14 @@ import random
 from dataclasses import dataclass, field, fields, replace
 
 from alignedserve.errors import ConfigError
+from alignedserve.simulator.traces.fields import MAX_TOKENS
 from alignedserve.simulator.traces.load import Load
 from alignedserve.simulator.traces.trace import Trace
 from alignedserve.simulator.workload import Arrival, Workload
 
 PREFIX = "mix:"
 _DEFAULT_REQUESTS = 1000
+_MOST_REQUESTS = 10_000_000
 
 
 def is_mix(source: str) -> bool:
@@ -56,12 +58,14 @@ class Mix(Trace):
     def _check(self, source: str) -> None:
         if not 0 <= self.short <= 1:
             raise ConfigError(f"{source}: short is a share, between 0 and 1")
-        if self.requests < 1:
-            raise ConfigError(f"{source}: requests must be at least 1")
+        if not 1 <= self.requests <= _MOST_REQUESTS:
+            raise ConfigError(f"{source}: requests must be between 1 and {_MOST_REQUESTS}")
         for name in ("short", "long", "output"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
                 raise ConfigError(f"{source}: {name}_min ({low}) must be at least 1, {name}_max ({high}) at least that")
+            if high >= MAX_TOKENS:
+                raise ConfigError(f"{source}: {name}_max must be less than {MAX_TOKENS} tokens")
 
     def workload(self, load: Load, seed: int) -> Workload:
         rng = random.Random(f"alignedserve mix {seed}")

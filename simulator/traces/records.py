@@ -101,7 +101,7 @@ class _RequestLog:
         outputs = tokens_of(*record.get("output_tokens"), least=0)
         given = record.values.get("request_id")
         if not isinstance(given, str | int | None):
-            record.place("request_id").fail("must be a text")
+            record.place("request_id").fail("must be text or a whole number")
         request_id = "" if given is None else str(given)
         if request_id in self._ids:  # one that went on through another gateway
             request_id = ""

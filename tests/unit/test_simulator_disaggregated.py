@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +14,7 @@ from alignedserve.config import Config, DecodeConfig, PrefillConfig, SchedulerCo
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.systems import System, Topology
-from alignedserve.simulator.disaggregated import configured, simulate
+from alignedserve.simulator.disaggregated import as_run, configured, simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.results import RunResult
 from alignedserve.simulator.steps import StepRecorder
@@ -177,6 +177,7 @@ def test_the_settings_of_a_system_are_its_configuration() -> None:
     assert config["cluster"]["prefetch"] is False
     assert config["cluster"]["decode"] == 2
     assert result.instances == ("prefill-0", "decode-0", "decode-1")
+    assert asdict(as_run(small_config(), NO_PREFETCH, 1, 2, refuse_for_load=False)) == config  # what a plan records
     with pytest.raises(ConfigError, match=r"no configuration key cluster\.speed"):
         configured(Config(), {"cluster.speed": 1})
     with pytest.raises(ConfigError, match="colocated"):

@@ -159,6 +159,8 @@ def test_a_mix_has_its_share_of_short_requests_and_its_limits() -> None:
         ("mix:short=1.5", "short is a share"),
         ("mix:requests=many", "requests='many' is no int"),
         ("mix:long_min=9000", "long_max"),
+        ("mix:requests=99999999999999999999", "requests must be between 1 and 10000000"),
+        ("mix:long_max=99999999999999999999", "long_max must be less than 2147483648 tokens"),
     ],
 )
 def test_a_broken_mix_says_what_is_wrong(source: str, problem: str) -> None:
