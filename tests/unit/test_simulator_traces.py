@@ -200,6 +200,13 @@ JSON_HEAD = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
             "not a time",
         ),
         ('{"a": 1}\n', 1, 1, "no trace that is known here"),
+        (JSON_HEAD + f'{{"timestamp": {"9" * 400}, "input_length": 5, "output_length": 6}}\n', 2, 2, "is not a time"),
+        (JSON_HEAD + f'{{"timestamp": 1, "input_length": {"9" * 5000}}}\n', 2, 34, "more than 4300 digits"),
+        (JSON_HEAD + f'{{"timestamp": 1, "input_length": {"9" * 400}, "output_length": 6}}\n', 2, 18, "is not between"),
+        (JSON_HEAD + f'{{"timestamp": {"[" * 9000}{"]" * 9000}}}\n', 2, 1, "nested too deeply"),
+        (JSON_HEAD + '{"timestamp": 4e10, "input_length": 5, "output_length": 6}\n', 2, 2, "more than a year"),
+        (CSV_HEAD + "0,5,5\n1e300,5,5\n", 3, 1, "more than a year"),
+        ('{"arrival_unix_s": 1, "input_tokens": 1, "output_tokens": 6, "request_id": []}\n', 1, 62, "must be text or"),
     ],
 )
 def test_a_broken_trace_names_file_line_and_column(
