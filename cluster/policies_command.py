@@ -16,7 +16,7 @@ def list_policies(*, as_json: bool) -> int:
     width = max(len(system.name) for system in systems)
     for system in systems:
         fixed = ", ".join(f"{key} {value}" for key, value in system.settings.items())
-        notes = [*([f"sets {fixed}"] if fixed else []), *([] if _serves(system) else ["simulator only for now"])]
+        notes = [*([f"sets {fixed}"] if fixed else []), *([] if _serves(system) else ["simulator only"])]
         remark = f" ({'; '.join(notes)})" if notes else ""
         print(f"{system.name:<{width}}  {system.summary}{remark}")
     print("or package.module:Class, of one's own")

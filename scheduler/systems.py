@@ -79,7 +79,7 @@ SYSTEMS: Mapping[str, System] = {
         _disaggregated(
             "aligned-no-prefetch-fcfs", "fcfs:FcfsPolicy", "fcfs, joining straight from the pool", _NO_PREFETCH
         ),
-        _disaggregated("oracle", "oracle:OraclePolicy", "knows output lengths, fewest left first; simulator only"),
+        _disaggregated("oracle", "oracle:OraclePolicy", "knows output lengths, fewest left first"),
         _colocated(
             "vllm",
             "vllm:VllmScheduler",

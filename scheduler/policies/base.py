@@ -81,8 +81,8 @@ class BatchPolicy(ABC):
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
         """The next candidate batch, in the order in which they should join; empty only where nothing waits.
 
-        At most `limits.max_blocks`, but for a request that is larger: that is a batch alone. With a `seed` (the oldest
-        overdue one) the batch holds it, whatever else.
+        At most `limits.max_blocks`, but for a request that is larger: that is a batch alone. With a `seed` (the
+        overdue one that was due first) the batch holds it, whatever else.
         """
 
     @abstractmethod
