@@ -83,8 +83,9 @@ class GuardedPolicy(BatchPolicy):
         self._ask("use_cost", lambda: self.inner.use_cost(cost))
 
     def check_integrity(self) -> None:
-        """Of the guard's own books; a policy that is wrong about its own shows in its answers."""
+        """Of the guard's own books; that the policy is wrong about its own is a fault of it."""
         self._oldest.check_integrity()
+        self._ask("check_integrity", self.inner.check_integrity)
 
     def _checked(self, answer: Iterable[Entry], limits: BatchLimits, seed: RequestKey | None) -> list[Entry]:
         """A candidate batch. Raises ValueError for what is none."""

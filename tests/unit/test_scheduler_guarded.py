@@ -85,6 +85,16 @@ def test_one_that_was_not_told_of_a_change_is_not_asked_any_more() -> None:
     policy.check_integrity()
 
 
+def test_books_of_its_own_that_do_not_match_are_a_fault_of_it() -> None:
+    policy = GuardedPolicy(SchedulerConfig(), "mine", broken("check_integrity", fail))
+    waiting(policy)
+    policy.check_integrity()
+    assert policy.fault == "check_integrity: RuntimeError('poison')"
+    policy.strict = True
+    with pytest.raises(ConfigError, match="check_integrity"):
+        policy.check_integrity()
+
+
 def test_one_that_fails_all_the_time_is_asked_so_often() -> None:
     asked: list[int] = []
     policy = GuardedPolicy(SchedulerConfig(), "mine", broken("form", lambda *_: asked.append(1)))
