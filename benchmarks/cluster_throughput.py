@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", nargs="*", default=["generate_batch", "generate"])
-    parser.add_argument("--serve", nargs="*", default=[], help="options for `alignedserve serve`")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--cache-blocks", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", nargs="*", default=[], help="options for `alignedserve serve`")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = benchmark(options)

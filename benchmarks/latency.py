@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", nargs="*", default=[], help="options for `alignedserve serve`")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = benchmark(options)

@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--times", type=float, default=5.0, help="objectives as multiples of the unloaded medians")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", nargs="*", default=[], help="options for `alignedserve serve`")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="options for `alignedserve serve`; last")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = asyncio.run(benchmark(options))
