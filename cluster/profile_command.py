@@ -31,7 +31,7 @@ def run_profile(config: Config, out: str, limit_s: float) -> int:
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
-    device = _device(config)
+    device = resolve_device(config, count_gpus())
     print(f"measuring {config.model.path} for about {limit_s:g} s", file=sys.stderr)
     with environment_of_a_worker(config):
         content = _measure(config, device, limit_s)
@@ -50,17 +50,6 @@ def run_profile(config: Config, out: str, limit_s: float) -> int:
             print(f"{what}: mean error {errors['mean']:.1%}, P90 {errors['p90']:.1%} of {errors['rows']} passes")
     print(f"wrote {out}; use it with --cost-model {out}")
     return 0
-
-
-def _device(config: Config) -> str:
-    """Where it is measured. Raises ConfigError where that is CUDA, and torch has none."""
-    device = resolve_device(config, count_gpus())
-    if device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError("--device cuda: this torch finds no CUDA device here; use --device cpu")
-    return device
 
 
 def _measure(config: Config, device: str, limit_s: float) -> dict[str, Any]:

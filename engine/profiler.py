@@ -20,6 +20,7 @@ from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.engine.profile import PassBench, measure, plan_measurements
 from alignedserve.engine.profile_fit import Profiled, fit_profile
 from alignedserve.engine.runner import ModelRunner
+from alignedserve.errors import ConfigError
 from alignedserve.memory import available_memory_bytes
 from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.scheduler.cost.parts import ModelShape
@@ -30,10 +31,14 @@ HostOverhead = Callable[[ModelRunner, int, int], float]
 
 
 def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead) -> dict[str, Any]:
-    """Load the configured model on `device`, measure for about `limit_s` seconds, fit. Raises ModelError.
+    """Load the configured model on `device`, measure for about `limit_s` seconds, fit.
+
+    Raises ModelError, and ConfigError where the device is CUDA, and torch has none.
 
     `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of so many requests.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this torch finds no CUDA device here; use --device cpu")
     memory_bytes = available_memory_bytes()
     host.prepare_process(config)
     path = resolve_model(config.model.path, config.model.trust_remote_code)
