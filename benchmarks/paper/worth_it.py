@@ -4,8 +4,8 @@
 
 Workloads: the six mixes, ShareGPT and long-document lengths, the Azure and Mooncake traces, uniform lengths. At time
 zero for throughput; at 0.9 of capacity for latency and goodput. Every table names the kernel mode and the topology. The
-gain is a curve over one thread block's bandwidth, too. With --out an interrupted run goes on where it was. About 1,500
-runs of one to two seconds of processor time each: less than half an hour on two cores.
+gain is a curve over one thread block's bandwidth, too. With --out an interrupted run goes on where it was. About 3,900
+runs of one to two seconds of processor time each: an hour on two cores that others used too.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from evaluation.runs import ALIGNED, ALIGNED_COST, FCFS, FCFS_10_MS, Machine, Ou
 
 RTX = "rtxpro6000-llama-3.1-8b"
 MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
+ONE_SEED = ("--topology", "2:1", "--kernel-modes", "split_kv", "--seeds", "1", "--limit", "20")
 ONE = Run(MIX, FCFS, Machine(RTX), Topology(1, 1), None, 0)
 
 
@@ -345,19 +346,7 @@ def test_figure_13_s_thresholds(capsys: pytest.CaptureFixture[str], data: Path) 
 
 
 def test_figure_14_has_what_each_ablation_loses(capsys: pytest.CaptureFixture[str], data: Path) -> None:
-    arguments = (
-        "--data",
-        str(data),
-        "--topology",
-        "2:1",
-        "--kernel-modes",
-        "split_kv",
-        "--seeds",
-        "1",
-        "--limit",
-        "20",
-    )
-    text = report(capsys, "figure14", *arguments, "--loads", "at-once,0.9")
+    text = report(capsys, "figure14", "--data", str(data), *ONE_SEED, "--loads", "at-once,0.9")
     rows = rows_of(text, "decode tokens/s")
     assert len(rows) == 2
     stated, *ours = rows_of(text, "throughput lost")
@@ -373,19 +362,7 @@ def test_figure_14_has_what_each_ablation_loses(capsys: pytest.CaptureFixture[st
 
 
 def test_figure_15_has_starvation_handling_disabled_and_not(capsys: pytest.CaptureFixture[str], data: Path) -> None:
-    arguments = (
-        "--data",
-        str(data),
-        "--topology",
-        "2:1",
-        "--kernel-modes",
-        "split_kv",
-        "--seeds",
-        "1",
-        "--limit",
-        "20",
-    )
-    text = report(capsys, "figure15", *arguments, "--loads", "at-once,0.5")
+    text = report(capsys, "figure15", "--data", str(data), *ONE_SEED, "--loads", "at-once,0.5")
     for name, mean in (("ShareGPT-8k", "1.49 s"), ("arXiv summarization", "2.54 s (LongBench)")):
         stated, at_once, half = rows_of(text, f"time to second token, {name}")
         assert stated["starvation handling disabled: mean, s"] == mean
