@@ -238,9 +238,11 @@ class Prefetcher:
         `least_room`: with less there is nothing to look for (what else waits did not fit before, either).
         """
         lengths = self._range(decode)
+        if lengths is None:
+            return
         for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
             slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
-            if lengths is None or room < least_room or slots <= 0:
+            if room < least_room or slots <= 0:
                 continue
             records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))
             if records:
