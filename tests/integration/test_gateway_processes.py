@@ -115,8 +115,8 @@ async def running() -> AsyncIterator[Running]:
             "cluster": {"device": "cpu", "threads": 1},
             "kv_pool": {"size_gib": 0.1},
             "supervisor": {"heartbeat_s": 0.1},
-            "prefill": {"cache_blocks": 160},  # few, so that each has been touched before anything is counted
-            "decode": {"cache_blocks": 160},
+            "prefill": {"cache_blocks": 64},  # few, so that each has been touched before anything is counted
+            "decode": {"cache_blocks": 64},
         }
     )
     async with LocalCluster(config, environment=ENVIRONMENT) as cluster:
