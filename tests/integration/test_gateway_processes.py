@@ -115,8 +115,8 @@ async def running() -> AsyncIterator[Running]:
             "cluster": {"device": "cpu", "threads": 1},
             "kv_pool": {"size_gib": 0.1},
             "supervisor": {"heartbeat_s": 0.1},
-            "prefill": {"cache_blocks": 64},  # few, so that each has been touched before anything is counted
-            "decode": {"cache_blocks": 64},
+            "prefill": {"cache_blocks": 160},  # few: one prompt touches them all before anything is counted
+            "decode": {"cache_blocks": 160},
         }
     )
     async with LocalCluster(config, environment=ENVIRONMENT) as cluster:
@@ -149,6 +149,8 @@ async def give_up(running: Running, count: int, seed: int) -> Counter[str]:
 
 
 async def test_thousands_of_requests_given_up_leave_no_trace(running: Running) -> None:
+    async with AsyncClient(running.gateways[0].grpc_address) as client:  # however few run at once, each block is touched
+        await client.generate(prompt_token_ids=[11] * 2500, max_tokens=50, ignore_eos=True)
     await give_up(running, WARM_UP, seed=1)
     await running.wait_released(1.0)
     before = await running.settled()
