@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from itertools import chain, takewhile
 
+from alignedserve.errors import AccountingError
 from alignedserve.scheduler.policies.base import BatchPolicy, as_many_as_fit
 
 
@@ -13,11 +14,15 @@ class ShortestFirst(BatchPolicy):
         self.waiting, self.blocks, self.order = {}, 0, []  # `order`: sorted, so that a batch is read off its front
 
     def insert(self, entry):
+        if entry.key in self.waiting:
+            raise AccountingError(f"{entry.key} waits already")
         self.waiting[entry.key] = entry
         self.blocks += entry.blocks
         insort(self.order, (entry.tokens, entry.since_s, entry.key))  # found in O(log n); the list moves up behind it
 
     def remove(self, key):
+        if key not in self.waiting:
+            raise AccountingError(f"{key} does not wait")
         entry = self.waiting.pop(key)
         self.blocks -= entry.blocks
         del self.order[bisect_left(self.order, (entry.tokens, entry.since_s, key))]
@@ -38,5 +43,6 @@ class ShortestFirst(BatchPolicy):
         return as_many_as_fit((self.waiting[key] for _, _, key in short_enough), limits)
 
     def check_integrity(self):
-        assert self.blocks == sum(entry.blocks for entry in self.waiting.values())
-        assert self.order == sorted((entry.tokens, entry.since_s, key) for key, entry in self.waiting.items())
+        order = sorted((entry.tokens, entry.since_s, key) for key, entry in self.waiting.items())
+        if self.order != order or self.blocks != sum(entry.blocks for entry in self.waiting.values()):
+            raise AccountingError("the order or the blocks do not match the requests that wait")

@@ -1,5 +1,7 @@
 """Batch-formation policies by name, behind one narrow contract."""
 
+from pathlib import Path
+
 import pytest
 
 from alignedserve.config import SchedulerConfig
@@ -9,6 +11,7 @@ from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 from alignedserve.scheduler.systems import policy_class, resolve
 
 NAMES = ("aligned", "aligned-cost", "fcfs")
+EXAMPLE = "examples.shortest_first:ShortestFirst"
 LENGTHS = (900, 100, 110, 2000, 105, 120)
 LIMITS = BatchLimits(max_blocks=1000, min_requests=3, max_requests=100)
 
@@ -54,8 +57,9 @@ def test_lengths_beyond_the_range_of_the_tree_match_too():
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_policy_keeps_its_books(name):
+@pytest.mark.parametrize("name", [*NAMES, EXAMPLE])
+def test_every_policy_keeps_its_books(name, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     policy = make(name)
     assert policy.totals() == (6, sum(LENGTHS))
     for entry in policy.form(LIMITS, None, 0.0):
@@ -66,6 +70,15 @@ def test_every_policy_keeps_its_books(name):
     with pytest.raises(AccountingError):
         policy.insert(Entry(RequestKey("3"), 1, 1, 0.0))
     policy.check_integrity()
+
+
+def test_the_example_raises_as_the_contract_asks_where_its_books_do_not_match(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    for spoil in (lambda policy: setattr(policy, "blocks", 1), lambda policy: policy.order.pop()):
+        policy = make(EXAMPLE)
+        spoil(policy)
+        with pytest.raises(AccountingError):
+            policy.check_integrity()
 
 
 @pytest.mark.parametrize("name", NAMES)
