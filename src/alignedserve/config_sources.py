@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from alignedserve.config import SECTIONS, Config
 from alignedserve.errors import ConfigError, UnknownKeyError
 
 ENV_PREFIX = "ALIGNEDSERVE_"
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", re.ASCII)  # YAML 1.1 takes 1e-3 for a text
 
 Tree = dict[str, dict[str, Any]]
 
@@ -34,7 +36,7 @@ def load(
     """
     tree: Tree = {}
     if file:
-        _merge_tree(tree, _read_yaml(file), file)
+        _merge_tree(tree, _read_yaml(file), file, _number_of_yaml)
     _merge_environment(tree, os.environ if environ is None else environ)
     for name, value in (flags or {}).items():
         if value is not None:
@@ -87,7 +89,20 @@ def _read_yaml(file: str) -> Mapping[str, Any]:
     return raw
 
 
-def _merge_tree(tree: Tree, raw: Mapping[str, Any], origin: str) -> None:
+def _number_of_yaml(name: str, value: Any, origin: str) -> Any:
+    """`1e-3` for a float is the number that it is in YAML 1.2; all else stays as it was read."""
+    if isinstance(value, str) and _EXPONENT.fullmatch(value) and _kind(name, origin) is float:
+        return float(value)
+    return value
+
+
+def _merge_tree(
+    tree: Tree,
+    raw: Mapping[str, Any],
+    origin: str,
+    read: Callable[[str, Any, str], Any] = lambda name, value, origin: value,
+) -> None:
+    """`read`: what a value says for its key, from (key, value, origin)."""
     for section, keys in raw.items():
         if section not in SECTIONS:
             raise _unknown(str(section), list(SECTIONS), origin)
@@ -96,7 +111,8 @@ def _merge_tree(tree: Tree, raw: Mapping[str, Any], origin: str) -> None:
         if not isinstance(keys, Mapping):
             raise ConfigError(f"{section} in {origin} must hold keys, not {keys!r}")
         for key, value in keys.items():
-            _put(tree, f"{section}.{key}", value, origin)
+            name = f"{section}.{key}"
+            _put(tree, name, read(name, value, origin), origin)
 
 
 def _fix(tree: Tree, policy: str, settings: Mapping[str, Any]) -> None:
@@ -121,7 +137,7 @@ def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
 def value_of(name: str, text: str, origin: str) -> Any:
     """What `text` says for the key `name`. Raises UnknownKeyError."""
     kind = _kind(name, origin)
-    if kind is float:  # YAML 1.1 takes 1e-3 for a text
+    if kind is float:
         with contextlib.suppress(ValueError):
             return float(text)
     if text and kind is not str:  # a name such as 007 stays what it is

@@ -89,6 +89,40 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert str(file) in str(error.value)
 
 
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("5E2", 500.0), ("+.5e+1", 5.0), ("2.e1", 20.0)])
+def test_a_file_s_exponent_is_a_number_for_a_float_and_a_name_for_a_text(
+    text: str, value: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"scheduler: {{max_wait_s: 3e2, ttft_objective_s: {text}}}\nmodel: {{served_name: 1e-3}}\n")
+    config = load(str(file), {})
+    assert (config.scheduler.ttft_objective_s, config.scheduler.max_wait_s) == (value, 300.0)
+    assert config.model.served_name == "1e-3"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("decode: {cache_blocks: 1e3}", "decode.cache_blocks must be int, not '1e3'"),
+        ("cluster: {prefetch: 1e0}", "cluster.prefetch must be bool, not '1e0'"),
+        ("scheduler: {max_wait_s: '5'}", "scheduler.max_wait_s must be float, not '5'"),
+        ("scheduler: {max_wait_s: 1e3s}", "scheduler.max_wait_s must be float, not '1e3s'"),
+        ("scheduler: {max_wait_s: e3}", "scheduler.max_wait_s must be float, not 'e3'"),
+        ("scheduler: {max_wait_s: 1_0e3}", "scheduler.max_wait_s must be float, not '1_0e3'"),
+        ("scheduler: {max_wait_s: nan}", "scheduler.max_wait_s must be float, not 'nan'"),
+        ("scheduler: {max_wait_s: 1e999}", "scheduler.max_wait_s must be a finite number"),
+        ("scheduler: {late_share: 1e3}", "scheduler.late_share must be between 0 and 1"),
+        ("scheduler: {max_wate_s: 1e3}", "the nearest is 'scheduler.max_wait_s'"),
+    ],
+)
+def test_no_other_text_of_a_file_is_a_number(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(str(file), {})
+    assert said in str(error.value)
+
+
 def test_what_is_printed_is_read_as_the_same() -> None:
     config = load(environ={"ALIGNEDSERVE_MODEL__SERVED_NAME": "007", "ALIGNEDSERVE_LOG__DIR": "a: b # c"})
     assert from_tree(yaml.safe_load(to_yaml(config))) == config
