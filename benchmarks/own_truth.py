@@ -36,6 +36,7 @@ from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.simulator.hardware_file import default_hardware
+from alignedserve.simulator.replay import has_effect
 from alignedserve.testing.open_loop import Load, Outcome, drive_apart
 from alignedserve.testing.serving import ServeProcess
 
@@ -124,7 +125,8 @@ def simulate(trace: Path, profile: Path, blocks: Mapping[str, int], options: arg
     )
     machine = out.with_suffix(".hardware.json")
     machine.write_text(json.dumps(asdict(hardware)), encoding="utf-8")
-    settings = [f"{key}={count}" for key, count in blocks.items() if "." in key] + options.set
+    given = [setting for setting in options.set if has_effect(setting.partition("=")[0])]
+    settings = [f"{key}={count}" for key, count in blocks.items() if "." in key] + given
     own = each("--set", (f"{options.policy}.{setting}" for setting in settings))
     model = ("--cost-model", str(profile), "--hardware", str(machine))
     command("simulate", "--trace", str(trace), "--policy", options.policy, *model, *own, "--out", str(out))
@@ -234,7 +236,7 @@ def main() -> int:
     parser.add_argument("--profile-s", type=float, default=90.0, help="seconds of profiling (default 90)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=(
-        "a configuration key for profile, cluster and simulation (cluster.threads=1); repeatable"
+        "a configuration key for profile, cluster, and simulation if that reads it (cluster.threads=1); repeatable"
     ))  # fmt: skip
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, log and simulation in this folder")
     parser.add_argument("--json", type=Path)

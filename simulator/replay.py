@@ -23,7 +23,15 @@ TPOT_OBJECTIVE = "scheduler.tpot_objective_s"
 REFUSE_FOR_LOAD = "scheduler.refuse_for_load"
 # Keys of the configuration that options of the command decide.
 DECIDED = {"scheduler.policy": "--policy", "cluster.prefill": "--prefill", "cluster.decode": "--decode"}
+# What else of the configuration a run reads: whole sections, or single keys.
+_READ = ("scheduler.", "prefill.", "decode.", "cluster.prefetch", "kv_pool.growth_reserve")
+_OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}
 ITERATION_GAP = "iteration_gap_s"
+
+
+def has_effect(key: str) -> bool:
+    """Whether a run goes by this `section.key` of the configuration, and no option of the command decides it."""
+    return key.startswith(_READ) and key not in DECIDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,9 @@ class Candidate:
             if key in own:
                 raise ConfigError(f"--set {name}.{key}: {option} of `alignedserve simulate` decides this; use it")
         typed = {key: value_of(key, text, "--set") for key, text in own.items()}
+        if idle := [key for key in own if not has_effect(key)]:
+            instead = f": see {_OF_HARDWARE[idle[0]]} of --hardware" if idle[0] in _OF_HARDWARE else ""
+            raise ConfigError(f"--set {name}.{idle[0]}: this key has no effect in a simulation{instead}")
         for key, fixed in system.settings.items():
             if key in typed and typed[key] != fixed:
                 raise ConfigError(f"--set {name}.{key}: this policy has it fixed at {fixed}")

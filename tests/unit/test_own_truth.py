@@ -51,7 +51,7 @@ def test_times_of_a_log_count_from_the_submission_to_the_scheduler(tmp_path: Pat
 def test_a_log_is_replayed_on_the_stores_of_the_cluster(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", [entry(number, 8) for number in range(6)])
     blocks = dict.fromkeys(own_truth.STORES, 64) | {"pool": 300}
-    options = argparse.Namespace(policy="aligned", set=["decode.max_running=2"])
+    options = argparse.Namespace(policy="aligned", set=["decode.max_running=2", "cluster.threads=1"])
     own_truth.simulate(log, SHIPPED, blocks, options, tmp_path / "out")
     answers, later = (own_truth.simulated_answers(tmp_path / "out", messages_s) for messages_s in (0.0, 0.5))
     assert len(answers) == 6

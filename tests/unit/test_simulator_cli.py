@@ -170,6 +170,11 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
         (("--trace", MIX, "--set", "aligned.scheduler.policy=fcfs"), "scheduler.policy: --policy of"),
         (("--trace", MIX, "--set", "aligned.cluster.prefill=7"), "cluster.prefill: --prefill of"),
         (("--trace", MIX, "--set", "aligned.cluster.decode=1"), "cluster.decode: --decode of"),
+        (("--trace", MIX, "--set", "aligned.gateway.port=81"), "gateway.port: this key has no effect in a simulation"),
+        (
+            ("--trace", MIX, "--set", "aligned.kv_pool.size_gib=2"),
+            "no effect in a simulation: see pool_tokens of",
+        ),
         (("--trace", MIX, "--set", "aligned.iteration_gap_s=-1"), "iteration_gap_s: wants seconds, at least 0"),
         (
             ("--trace", MIX, "--set", "aligned.iteration_gap_s=ten"),
