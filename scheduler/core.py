@@ -99,10 +99,10 @@ class SchedulerCore:
     def alarm(self, now_s: float) -> str:
         """What people should know of, with the figures; "" where there is nothing.
 
-        The last resort of a full pool was needed lately; a policy of one's own answered what it must not.
+        The last resort of a full pool was needed lately; a policy of one's own lately answered what it must not.
         """
         policy = self._books.policy
-        alarms = self._relief.alarm(now_s), policy.alarm if isinstance(policy, GuardedPolicy) else ""
+        alarms = self._relief.alarm(now_s), policy.alarm(now_s) if isinstance(policy, GuardedPolicy) else ""
         return "; ".join(filter(None, alarms))
 
     @property

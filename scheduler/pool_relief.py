@@ -7,13 +7,11 @@ architecture.md, section 8).
 
 from __future__ import annotations
 
-from collections import deque
-
 from alignedserve.scheduler.admission import Admission
+from alignedserve.scheduler.alarm import Recent
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.request_table import Record
 
-ALARM_S = 60.0  # for so long after the last resort people are told
 PATIENCE_TICKS = 5  # evictions must have waited for so long before the last resort
 LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
 
@@ -24,7 +22,7 @@ class PoolRelief:
         self._admission = admission
         self._last_resort_s = 0.0  # when it is due; while evictions wait
         self._waiting = False
-        self._drops_s: deque[float] = deque()  # of the last minute
+        self._drops = Recent()
         self.dropped_requests = 0  # by the last resort
 
     def relieve(self, now_s: float) -> None:
@@ -49,13 +47,12 @@ class PoolRelief:
 
     def alarm(self, now_s: float) -> str:
         """What to tell people, with the figures, while the last resort was needed within the last minute; else ""."""
-        while self._drops_s and now_s - self._drops_s[0] > ALARM_S:
-            self._drops_s.popleft()
-        if not self._drops_s:
+        drops = self._drops.count(now_s)
+        if not drops:
             return ""
         ledger = self._books.ledger
         return (
-            f"KV was dropped {len(self._drops_s)} times in the last minute, to be prefilled again: the KV pool "
+            f"KV was dropped {drops} times in the last minute, to be prefilled again: the KV pool "
             f"({ledger.capacity} blocks) is too small for what decodes; set kv_pool.size_gib higher"
         )
 
@@ -64,7 +61,7 @@ class PoolRelief:
         record = self._cheapest() if books.in_pool else self._latest_candidate()
         if record is not None:
             self.dropped_requests += 1
-            self._drops_s.append(now_s)
+            self._drops.add(now_s)
             books.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
 
     def _cheapest(self) -> Record:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.alarm import Recent
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
@@ -42,10 +43,14 @@ class GuardedPolicy(BatchPolicy):
         self._entries: dict[RequestKey, Entry] = {}
         self._oldest = FcfsPolicy(config)
         self._trusted = True
+        self._noticed = 0
+        self._lately = Recent()
 
-    @property
-    def alarm(self) -> str:
-        if not self.faults:
+    def alarm(self, now_s: float) -> str:
+        """What to tell people: for a minute after a fault was noticed here; always, once it is not asked any more."""
+        self._lately.add(now_s, self.faults - self._noticed)
+        self._noticed = self.faults
+        if self._trusted and not self._lately.count(now_s):
             return ""
         state = "" if self._trusted else "; it is not asked any more"
         return f"policy {self._name}: {self.faults} faults, the last: {self.fault}{state}"

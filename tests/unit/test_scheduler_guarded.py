@@ -14,6 +14,7 @@ from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.alarm import ALARM_S
 from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.guarded import MOST_FAULTS, GuardedPolicy
@@ -56,8 +57,8 @@ def test_what_is_no_batch_is_replaced_by_the_oldest_that_fit(answer: Callable[..
     policy = GuardedPolicy(SchedulerConfig(), "mine", broken("form", answer))
     entries = waiting(policy)
     assert policy.form(LIMITS, None, 1.0) == entries[:3]
-    assert said in policy.alarm
-    assert policy.alarm.startswith("policy mine: 1 faults")
+    assert said in policy.alarm(0.0)
+    assert policy.alarm(0.0).startswith("policy mine: 1 faults")
 
 
 def test_a_batch_without_the_overdue_request_is_none() -> None:
@@ -80,7 +81,8 @@ def test_one_that_was_not_told_of_a_change_is_not_asked_any_more() -> None:
     entries = waiting(policy)
     policy.remove(entries[0].key)
     assert policy.form(LIMITS, None, 1.0) == entries[1:4]
-    assert "not asked any more" in policy.alarm
+    assert "not asked any more" in policy.alarm(0.0)
+    assert "not asked any more" in policy.alarm(ALARM_S + 1.0)
     assert policy.faults == 1
     policy.check_integrity()
 
@@ -104,6 +106,19 @@ def test_one_that_fails_all_the_time_is_asked_so_often() -> None:
     assert len(asked) == policy.faults == MOST_FAULTS
 
 
+def test_faults_are_told_for_a_minute() -> None:
+    policy = GuardedPolicy(SchedulerConfig(), "mine", broken("form", fail))
+    waiting(policy)
+    assert policy.alarm(0.0) == ""
+    policy.form(LIMITS, None, 1.0)
+    told = policy.alarm(2.0)
+    assert "1 faults" in told
+    assert policy.alarm(2.0 + ALARM_S) == told
+    assert policy.alarm(3.0 + ALARM_S) == ""
+    policy.form(LIMITS, None, 90.0)
+    assert "2 faults" in policy.alarm(90.0)
+
+
 def test_the_core_serves_on_and_says_whose_fault_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Path(__file__).stem
     monkeypatch.setitem(globals(), "Poison", broken("form", fail))
@@ -113,7 +128,8 @@ def test_the_core_serves_on_and_says_whose_fault_it_was(monkeypatch: pytest.Monk
     cell.do(ev.Joined("d0", (key("a"),)))
     assert cell.do(ev.Finished((key("a"),)))
     cell.do(decode_report())
-    assert "poison" in cell.core.alarm(0.0)
+    assert "poison" in cell.core.alarm(cell.now_s)
+    assert cell.core.alarm(cell.now_s + ALARM_S + 1.0) == ""
 
 
 def test_the_simulator_ends_with_what_was_wrong(

@@ -10,7 +10,8 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.actions import ReportLost
-from alignedserve.scheduler.pool_relief import ALARM_S, PATIENCE_TICKS
+from alignedserve.scheduler.alarm import ALARM_S
+from alignedserve.scheduler.pool_relief import PATIENCE_TICKS
 from alignedserve.testing.core_cell import CoreCell, decode_report, key, only
 
 
