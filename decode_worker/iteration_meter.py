@@ -18,7 +18,8 @@ class IterationMeter:
 
     The gap: from the last token chosen in one iteration to the forward pass of the next, all that is decided, sent and
     begun at the boundary included; not where nothing ran in between. The bubble: what an iteration is predicted to
-    take, less what the same bytes at equal lengths are (`scheduler.cost_model`); without a cost model there is none.
+    take, less what the same bytes at equal lengths are (`scheduler.cost_model`), as in the simulator: it may be below 0
+    (ADR 25). Without a cost model there is none.
     """
 
     def __init__(self, cost: StepCost | None) -> None:
@@ -27,6 +28,7 @@ class IterationMeter:
         self.gaps = Histogram(GAP_BOUNDS_S)
         self.bubbles = Histogram(BUBBLE_BOUNDS_S)
         self.predicted_s = 0.0
+        self.balanced_s = 0.0
 
     def begin(self) -> None:
         """A forward pass begins."""
@@ -47,8 +49,10 @@ class IterationMeter:
             return None
         lengths = [item.kv_tokens for item in run]
         predicted_s = self._cost.step_s((), lengths)
-        bubble_s = max(0.0, predicted_s - self._cost.balanced_step_s((), lengths))
+        balanced_s = self._cost.balanced_step_s((), lengths)
+        bubble_s = predicted_s - balanced_s
         self.predicted_s += predicted_s
+        self.balanced_s += balanced_s
         self.bubbles.observe(bubble_s)
         return bubble_s
 
@@ -57,7 +61,6 @@ class IterationMeter:
         lines = self.gaps.lines("iteration_gap_seconds", instance)
         if self._cost is not None:
             lines += self.bubbles.lines("iteration_bubble_seconds", instance)
-            lines.append(
-                f'alignedserve_iteration_predicted_seconds_total{{instance="{instance}"}} {self.predicted_s!r}'
-            )
+            for name, seconds in ("predicted", self.predicted_s), ("balanced", self.balanced_s):
+                lines.append(f'alignedserve_iteration_{name}_seconds_total{{instance="{instance}"}} {seconds!r}')
         return lines

@@ -124,7 +124,7 @@ class Stopwatch:
     """Of `decode`: predicted to be owed to unequal lengths in its iterations. None: there is no cost model."""
 
     def waste(self, bubble_s: float) -> None:
-        """An iteration is predicted to have lasted so much longer for unequal lengths."""
+        """An iteration is predicted to have lasted so much longer for unequal lengths; below 0: shorter."""
         self.bubble_s = (self.bubble_s or 0.0) + bubble_s
 
     def enter(self, stage: Stage, now_ns: int) -> None:

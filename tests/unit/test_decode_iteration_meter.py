@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.cluster.metrics_text import merge
+from alignedserve.config import Config
 from alignedserve.control.convert import timings_from_proto, timings_to_proto
 from alignedserve.control.metrics import Histogram
 from alignedserve.decode_worker import iteration_meter
@@ -13,6 +14,12 @@ from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.request import RequestKey, Stopwatch
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.plan import RunItem
+from alignedserve.scheduler.systems import resolve
+from alignedserve.simulator.disaggregated import simulate
+from alignedserve.simulator.hardware import Hardware
+from alignedserve.simulator.workload import Arrival, Workload
+
+SHARE = ("predicted", "balanced")
 
 
 @pytest.fixture
@@ -65,8 +72,28 @@ def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
     assert found["alignedserve_iteration_bubble_seconds_sum", ""] == pytest.approx(bubble_s)
     assert found["alignedserve_iteration_bubble_seconds_count", ""] == 2
     assert found["alignedserve_iteration_bubble_seconds_bucket", "0.0"] == 1
-    assert found["alignedserve_iteration_predicted_seconds_total", ""] > bubble_s
+    predicted_s, balanced_s = (found[f"alignedserve_iteration_{name}_seconds_total", ""] for name in SHARE)
+    assert predicted_s - balanced_s == pytest.approx(bubble_s)
+    assert balanced_s > 0.0
     assert merge(pages).count("# TYPE alignedserve_iteration_bubble_seconds histogram") == 1
+
+
+def test_the_bubble_is_the_simulators_where_it_is_below_0_too() -> None:
+    prompts = [2745, 1450, 2156, 2604, 1908, 2866]  # one round of jobs is shorter than two at equal lengths
+    cost = load_step_cost("rtxpro6000-llama-3.1-8b", kernel_mode="no_split", block_bandwidth=5e9)
+    load = Workload(tuple(Arrival(f"r{number}", 0.0, tokens, 80) for number, tokens in enumerate(prompts)))
+    hardware = Hardware(kv_tokens=40_000, kv_bytes_per_token=1 << 17, pool_tokens=80_000)
+    found = simulate(load, resolve("fcfs"), Config(), hardware, cost, cost)
+    steps, meter = found.steps, IterationMeter(cost)
+    bubbles_s = []
+    for start_s, decodes, *seconds in zip(steps.start_s, steps.decodes, steps.seconds, steps.balanced_s, strict=True):
+        if decodes == len(prompts):  # all of them run
+            tokens = [sum(token_s <= start_s for token_s in one.token_s) for one in found.requests]
+            lengths = [prompt + answered - 1 for prompt, answered in zip(prompts, tokens, strict=True)]
+            bubbles_s.append(meter.bubble_s(run_of(lengths)))
+            assert bubbles_s[-1] == seconds[0] - seconds[1]
+    assert min(bubbles_s) < -1e-3
+    assert meter.bubbles.sum == pytest.approx(sum(bubbles_s))
 
 
 def test_a_request_carries_the_bubble_of_its_iterations_wherever_it_goes() -> None:
