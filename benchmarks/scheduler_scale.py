@@ -265,7 +265,7 @@ class CoreLoad:
         lengths = [self.lengths[key] for key in held]
         blocks = sum(-(-tokens // BLOCK) + 4 for tokens in lengths)
         shortest, longest = min(lengths, default=0), max(lengths, default=0)
-        of_all = decode_id, 1 << 16, (1 << 16) - blocks, len(held), shortest, longest, 1, False, 0, 0, 0
+        of_all = decode_id, 1 << 16, (1 << 16) - blocks, len(held), shortest, longest, 1, 0, 0, 0
         report = events.DecodeReported(*of_all, batch_shortest_tokens=shortest, batch_longest_tokens=longest)
         self.handle(report)
 

@@ -242,7 +242,6 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
                 "batch_shortest_tokens",
                 "batch_longest_tokens",
                 "batch_id",
-                "switching",
                 "batch_buffer_requests",
                 "requests_buffer_requests",
                 "iterations",

@@ -138,7 +138,6 @@ class DecodeReported:
     shortest_tokens: int
     longest_tokens: int
     batch_id: int
-    switching: bool
     batch_buffer_requests: int
     requests_buffer_requests: int
     pool_wait_blocks: int = 0

@@ -100,7 +100,6 @@ def decode_reported(decode_id: str, message: dw.DecodeDescription) -> DecodeRepo
         message.shortest_tokens,
         message.longest_tokens,
         message.batch_id,
-        message.switching,
         message.batch_buffer_requests,
         message.requests_buffer_requests,
         message.pool_wait_blocks,

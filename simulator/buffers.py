@@ -82,7 +82,6 @@ def decode_report(
         status.shortest_tokens,
         status.longest_tokens,
         status.batch_id,
-        status.switching,
         status.batch_buffer_requests,
         status.requests_buffer_requests,
         waits,

@@ -106,10 +106,10 @@ def test_requests_that_come_to_match_are_prefetched_late():
 def test_in_a_switch_late_joins_match_the_new_batch():
     cell = Cell()
     cell.make_busy(lengths=(10, 10))
-    cell.do(decode_report(free=0, running=9, shortest=10, longest=200, batch_id=1, switching=True, formed=(190, 200)))
+    cell.do(decode_report(free=0, running=9, shortest=10, longest=200, batch_id=1, formed=(190, 200)))
     assert only(cell.wait("old", 10), Prefetch) == []
     assert only(cell.wait("new", 60), Prefetch) == []
-    report = decode_report(free=0, running=9, shortest=10, longest=200, batch_id=1, switching=True, formed=(60, 70))
+    report = decode_report(free=0, running=9, shortest=10, longest=200, batch_id=1, formed=(60, 70))
     assert only(cell.do(report), Prefetch) == [Prefetch("d0", "p0", REQUESTS, 1, (key("new"),))]
 
 

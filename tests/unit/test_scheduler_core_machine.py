@@ -180,7 +180,6 @@ class CoreMachine(RuleBasedStateMachine):
         running=st.integers(0, 4),
         lengths=st.tuples(TOKENS, TOKENS),
         batch_id=st.integers(0, 3),
-        switching=st.booleans(),
         waits=st.sampled_from((0, 0, 3)),
     )
     def decode_reports(
@@ -190,13 +189,10 @@ class CoreMachine(RuleBasedStateMachine):
         running: int,
         lengths: tuple[int, int],
         batch_id: int,
-        switching: bool,
         waits: int,
     ) -> None:
         shortest, longest = sorted(lengths) if running else (0, 0)
-        report = ev.DecodeReported(
-            f"d{instance}", CACHE, free, running, shortest, longest, batch_id, switching, 0, 0, waits
-        )
+        report = ev.DecodeReported(f"d{instance}", CACHE, free, running, shortest, longest, batch_id, 0, 0, waits)
         self.do(report)
 
     @rule(free=BLOCKS)
@@ -280,7 +276,7 @@ class CoreMachine(RuleBasedStateMachine):
             running = [e.kv_tokens for e in entries if e.state == "decoding" and e.decode_id == name]
             free_blocks = max(0, CACHE - sum(map(blocks_of, running)))
             lengths = min(running, default=0), max(running, default=0)
-            self.do(ev.DecodeReported(name, CACHE, free_blocks, len(running), *lengths, 1, False, 0, 0))
+            self.do(ev.DecodeReported(name, CACHE, free_blocks, len(running), *lengths, 1, 0, 0))
         held = sum(blocks_of(e.kv_tokens) for e in entries if e.state in ("waiting", "prefetched", "decoding"))
         self.do(ev.PoolReported("pool", self.pool, max(0, self.pool - held)))
 

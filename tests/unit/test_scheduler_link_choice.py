@@ -51,7 +51,7 @@ def test_a_near_buffer_with_room_for_the_least_batch_is_enough():
         cell = make_cell(batch, requests=(0, 0, 0), min_batch_requests=3, flush_after_s=1000.0)
         cell.wait("busy", 10)
         cell.do(ev.Joined("d0", (key("busy"),)))
-        cell.do(ev.DecodeReported("d0", 100, 0, 1, 10, 10, 1, False, 0, 0, 0, None, 10, 10))
+        cell.do(ev.DecodeReported("d0", 100, 0, 1, 10, 10, 1, 0, 0, 0, None, 10, 10))
         return [action for name in "abc" for action in cell.wait(name, 40)]
 
     (near,) = only(full_of((90, 30, 20)), Prefetch)

@@ -176,9 +176,7 @@ def test_decode_passes_teach_each_instance_its_own_speed():
     cell = CoreCell(decodes=2)
     for _ in range(30):
         for decode_id, seconds in ("d0", 0.2), ("d1", 0.8):
-            cell.do(
-                ev.DecodeReported(decode_id, 100, 100, 0, 0, 0, 0, False, 0, 0, measured=Passes(10, 100, 5000, seconds))
-            )
+            cell.do(ev.DecodeReported(decode_id, 100, 100, 0, 0, 0, 0, 0, 0, measured=Passes(10, 100, 5000, seconds)))
     costs = [cell.core._books.instances.decode[name].cost.predict_iteration_s([50] * 10) for name in ("d0", "d1")]
     assert costs == pytest.approx([0.02, 0.08], rel=0.05)
 

@@ -29,7 +29,6 @@ def decode_report(
     longest: int = 0,
     batch_id: int = 0,
     *,
-    switching: bool = False,
     waits: int = 0,
     formed: tuple[int, int] | None = None,
 ) -> ev.DecodeReported:
@@ -37,7 +36,7 @@ def decode_report(
     free = cache if free is None else free
     lengths = shortest, longest
     formed = lengths if formed is None else formed
-    return ev.DecodeReported(decode_id, cache, free, running, *lengths, batch_id, switching, 0, 0, waits, None, *formed)
+    return ev.DecodeReported(decode_id, cache, free, running, *lengths, batch_id, 0, 0, waits, None, *formed)
 
 
 def only(actions: Iterable[Action], kind: type[Kind]) -> list[Kind]:

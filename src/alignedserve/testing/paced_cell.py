@@ -247,6 +247,6 @@ class PacedCell:
         running = len(self._running)
         self._do(
             ev.DecodeReported(
-                "d0", self._cache_blocks, free, running, min(lengths), max(lengths), 1, False, 0, 0, measured=measured
+                "d0", self._cache_blocks, free, running, min(lengths), max(lengths), 1, 0, 0, measured=measured
             )
         )
