@@ -45,6 +45,7 @@ from alignedserve.scheduler.links import WorkerLinks
 from alignedserve.scheduler.outgoing import Outgoing
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
+from alignedserve.scheduler.systems import decides
 from alignedserve.scheduler.wire import decode_reported, held_requests, pairs_changed, prefill_reported, request_meta
 from alignedserve.sizing import StorePlan
 
@@ -125,10 +126,15 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._drained = self._core.drained()
         return sv.Heartbeat(
             holds=holds or "no request",
-            metrics="\n".join(counter_lines(self.settings.id, gauges)),
+            metrics="\n".join([*counter_lines(self.settings.id, gauges), self._policy_line()]),
             alarms=[alarm] if alarm else [],
             drained=self._drained,
         )
+
+    def _policy_line(self) -> str:
+        assert self._core is not None
+        labels = f'instance="{self.settings.id}",policy="{decides(self._core.policy)}"'
+        return f"alignedserve_scheduler_policy{{{labels}}} 1"
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         return [check_books("requests", self.settings.id, self._core.check_integrity)] if self._core else []

@@ -77,7 +77,7 @@ class SchedulerCore:
 
     @property
     def policy(self) -> BatchPolicy:
-        """For the simulator, which tells an oracle what no cluster knows."""
+        """What forms batches; the simulator tells an oracle what no cluster knows."""
         return self._books.policy
 
     def describe(self) -> dict[str, int]:

@@ -158,6 +158,12 @@ def make_policy(config: SchedulerConfig) -> BatchPolicy:
     return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind)
 
 
+def decides(policy: BatchPolicy) -> str:
+    """`package.module:Class` of what forms batches, guarded or not."""
+    kind = type(policy.inner if isinstance(policy, GuardedPolicy) else policy)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def served_settings(name: str) -> Mapping[str, object]:
     """The configuration keys that a policy of the cluster fixes. Raises ConfigError where it cannot serve."""
     system = resolve(name)

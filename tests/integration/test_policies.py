@@ -72,7 +72,9 @@ def serve(policy: str, folder: Path, **flags: object) -> Served:
 
     answers, metrics, runtime = asyncio.run(run())
     assert not runtime.exists()
-    return Served(answers, metrics, set(trace.read_text().split()))
+    classes = set(trace.read_text().split())
+    assert {named for named in classes if value(metrics, "alignedserve_scheduler_policy", policy=named)} == classes
+    return Served(answers, metrics, classes)
 
 
 async def settled(cluster: LocalCluster, timeout_s: float = 10.0) -> str:

@@ -30,13 +30,21 @@ class ServeProcess:
     """`with ServeProcess("--model", path) as server:` is ready to answer inside, and gone after.
 
     `start_s` is the time from the start to a healthy answer. `environment` is added to this process's.
+    `folder`: that the command is given in; else this process's.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
         self.port, self.grpc_port = free_ports(2)
         self.start_s = 0.0
         self._timeout_s = timeout_s
         self._arguments = arguments
+        self._folder = folder
         self._environment = {**os.environ, **(environment or {})}
         self._log = tempfile.NamedTemporaryFile(prefix="alignedserve-serve-", suffix=".log", delete=False)  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,7 +75,12 @@ class ServeProcess:
     def start(self) -> None:
         """Start the command, without waiting for it."""
         self._process = subprocess.Popen(
-            self.command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._environment
+            self.command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=self._environment,
+            cwd=self._folder,
         )
 
     def __enter__(self) -> Self:
