@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignedserve.config import DecodeConfig
-from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.actions import Prefetch, ReportLost, StartPrefill
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import Candidate, IterationPlan
 from alignedserve.testing.core_cell import CoreCell, decode_report, key, only
+from alignedserve.testing.iterations import Worker, names
 
 BATCH, REQUESTS = BufferKind.BATCH, BufferKind.REQUESTS
 
@@ -91,43 +87,26 @@ def test_an_instance_that_is_not_known_here_is_drained_and_the_loss_of_a_drained
 # the iteration scheduler
 
 
-class Instance:
-    """An iteration scheduler whose copies complete when a test says so."""
-
-    def __init__(self, capacity: int = 100) -> None:
-        self.allocator = BlockAllocator(capacity, "decode-0")
-        self.scheduler = IterationScheduler(DecodeConfig(join_iterations=2), self.allocator, 4)
-        self.scheduler.set_requests_buffer_lease(1000)
-
-    def offer(self, name: str, buffer: BufferKind = BATCH) -> None:
-        self.scheduler.offer(Candidate(RequestKey(name), 10, 28, "", 0, buffer, 1), 0.0)
-
-    def plan(self) -> IterationPlan:
-        plan = self.scheduler.plan(0.0)
-        self.scheduler.check_integrity()
-        return plan
-
-    def iterate(self, plan: IterationPlan) -> None:
-        self.scheduler.advance([(item.key, False) for item in plan.run])
-
-    def start(self, *names: str) -> None:
-        """These run, and have had an iteration."""
-        for name in names:
-            self.offer(name)
-        for join in self.plan().joins:
-            self.scheduler.copied_in(join.key)
-        self.iterate(self.plan())
+def worker(*running: str, capacity: int = 100) -> Worker:
+    """Copies complete when a test says so; these run, and have had an iteration."""
+    found = Worker(capacity, instant=False)
+    for name in running:
+        offer(found, name)
+    if running:
+        for join in found.plan().joins:
+            found.scheduler.copied_in(join.key)
+        found.run(found.plan())
+    return found
 
 
-def names(items: Any) -> list[str]:
-    return [getattr(item, "key", item).request_id for item in items]
+def offer(found: Worker, name: str) -> None:
+    found.offer(name, 10, most=28)
 
 
 def test_draining_sends_what_runs_to_the_pool_and_gives_candidates_back() -> None:
-    instance = Instance()
-    instance.start("a", "b")
+    instance = worker("a", "b")
     instance.scheduler.drain()
-    instance.offer("late")
+    offer(instance, "late")
     plan = instance.plan()
     assert names(plan.evictions) == ["a", "b"]
     assert all(evict.to_pool for evict in plan.evictions)
@@ -140,39 +119,37 @@ def test_draining_sends_what_runs_to_the_pool_and_gives_candidates_back() -> Non
 
 
 def test_one_that_is_on_its_way_in_runs_once_and_then_leaves() -> None:
-    instance = Instance()
-    instance.offer("a")
+    instance = worker()
+    offer(instance, "a")
     (join,) = instance.plan().joins
     instance.scheduler.drain()
     assert instance.plan().evictions == ()
     instance.scheduler.copied_in(join.key)
     plan = instance.plan()
     assert (names(plan.run), plan.evictions) == (["a"], ())
-    instance.iterate(plan)
+    instance.run(plan)
     (evict,) = instance.plan().evictions
     assert evict.kv_tokens == 11
 
 
 def test_an_eviction_that_fails_is_tried_again_after_an_iteration() -> None:
-    instance = Instance()
-    instance.start("a")
+    instance = worker("a")
     instance.scheduler.drain()
     (evict,) = instance.plan().evictions
     assert instance.scheduler.copy_failed(evict.key)
     plan = instance.plan()
     assert (names(plan.run), plan.evictions) == (["a"], ())
-    instance.iterate(plan)
+    instance.run(plan)
     assert names(instance.plan().evictions) == ["a"]
 
 
 def test_one_that_was_on_its_way_to_the_requests_buffer_is_given_back_when_it_is_there() -> None:
-    instance = Instance(capacity=10)  # two requests of 10 tokens have room to grow, but not for long
-    instance.start("a", "b")
+    instance = worker("a", "b", capacity=10)  # two requests of 10 tokens have room to grow, but not for long
     plan = instance.plan()
     for _ in range(30):
         if plan.evictions:
             break
-        instance.iterate(plan)
+        instance.run(plan)
         plan = instance.plan()
     (evict,) = plan.evictions
     assert not evict.to_pool

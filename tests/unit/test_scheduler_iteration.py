@@ -2,70 +2,13 @@
 
 import pytest
 
-from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
-from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.plan import Candidate
+from alignedserve.scheduler.iteration import CancelOutcome
+from alignedserve.testing.core_cell import key
+from alignedserve.testing.iterations import Worker, names
 
-BATCH, REQUESTS = BufferKind.BATCH, BufferKind.REQUESTS
-
-
-def key(name):
-    return RequestKey(str(name))
-
-
-class Worker:
-    """A decode worker without an engine: carries out plans; copies complete when told, at once by default."""
-
-    def __init__(
-        self, capacity, block_size=4, instant=True, lease=1000, starvation_after_s=float("inf"), window=None, **config
-    ):
-        self.allocator = BlockAllocator(capacity, "decode-0")
-        config.setdefault("join_iterations", 2)
-        self.config = DecodeConfig(**config)
-        self.scheduler = IterationScheduler(
-            self.config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=window
-        )
-        self.scheduler.set_requests_buffer_lease(lease)
-        self.block_size = block_size
-        self.instant = instant
-        self.now_s = 0.0
-        self.kv_tokens = {}
-
-    def offer(self, name, kv_tokens, most=None, buffer=BATCH, batch_id=1, group="", shared=0, overdue=False):
-        self.scheduler.offer(
-            Candidate(key(name), kv_tokens, most or kv_tokens + 8, group, shared, buffer, batch_id, overdue), self.now_s
-        )
-
-    def plan(self):
-        plan = self.scheduler.plan(self.now_s)
-        if self.instant:
-            self.finish_copies(plan)
-        self.scheduler.check_integrity()
-        return plan
-
-    def finish_copies(self, plan):
-        for join in plan.joins:
-            self.scheduler.copied_in(join.key)
-        for evict in plan.evictions:
-            self.scheduler.copied_out(evict.key)
-
-    def run(self, plan, finished=()):
-        self.scheduler.advance([(item.key, item.key.request_id in finished) for item in plan.run])
-        self.scheduler.check_integrity()
-        self.now_s += 1
-
-    def step(self, finished=()):
-        plan = self.plan()
-        self.run(plan, finished)
-        return plan
-
-
-def names(items):
-    return [item.key.request_id for item in items]
+REQUESTS = BufferKind.REQUESTS
 
 
 def test_a_candidate_joins_an_idle_instance_and_runs_after_its_copy():
@@ -211,12 +154,12 @@ def test_an_evicted_request_comes_back_only_with_room_for_some_iterations():
     worker = Worker(10, join_iterations=6)
     for name in "ab":
         worker.offer(name, 10, most=24)
-    events = []
+    events, kv_tokens = [], {}
     for _ in range(40):
-        finished = [n for n in "ab" if worker.kv_tokens.get(n, 0) >= 23]
+        finished = [n for n in "ab" if kv_tokens.get(n, 0) >= 23]
         plan = worker.plan()
         for item in plan.run:
-            worker.kv_tokens[item.key.request_id] = item.kv_tokens + 1
+            kv_tokens[item.key.request_id] = item.kv_tokens + 1
         worker.run(plan, finished)
         events += [("in", n) for n in names(plan.joins)] + [("out", n) for n in names(plan.evictions)]
     assert events == [("in", "a"), ("in", "b"), ("out", "b"), ("in", "b")]
@@ -271,12 +214,13 @@ def test_a_request_that_fills_the_cache_alone_runs_to_its_end():
     worker = Worker(5)
     worker.offer("a", 3, most=20)
     worker.offer("b", 3, most=20)
+    kv_tokens = {}
     for _ in range(60):
         plan = worker.plan()
         for item in plan.run:
-            worker.kv_tokens[item.key.request_id] = item.kv_tokens + 1
-        worker.run(plan, [name for name, tokens in worker.kv_tokens.items() if tokens == 20])
-    assert worker.kv_tokens == {"a": 20, "b": 20}
+            kv_tokens[item.key.request_id] = item.kv_tokens + 1
+        worker.run(plan, [name for name, tokens in kv_tokens.items() if tokens == 20])
+    assert kv_tokens == {"a": 20, "b": 20}
     assert worker.scheduler.holds_nothing()
 
 
