@@ -134,7 +134,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         elif kind == "recall":
             compute.recall(keys_from_proto(command.recall))
         elif kind == "urgent":
-            compute.mark_urgent(keys_from_proto(command.urgent))
+            keys = [key_from_proto(key) for key in command.urgent.keys]
+            compute.mark_urgent(dict(zip(keys, command.urgent.due_in_s, strict=True)))
 
     # ---- from the decode thread
 

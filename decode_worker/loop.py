@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -110,8 +110,11 @@ class DecodeLoop:
     def recall(self, keys: Sequence[RequestKey]) -> None:
         self._inbox.put(lambda _: self._scheduler.recall(keys))
 
-    def mark_urgent(self, keys: Sequence[RequestKey]) -> None:
-        self._inbox.put(lambda _: self._scheduler.mark_urgent(keys))
+    def mark_urgent(self, due_in_s: Mapping[RequestKey, float]) -> None:
+        """These are overdue; each is due in so many seconds from now (negative: it was)."""
+        now_s = time.monotonic()
+        due_s = {key: now_s + in_s for key, in_s in due_in_s.items()}
+        self._inbox.put(lambda _: self._scheduler.mark_urgent(due_s))
 
     def take_inventory(self) -> None:
         """An outcome with everything that this instance decides about will follow."""

@@ -45,10 +45,18 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class MarkUrgent:
-    """An overdue request waits in the candidate batch of the decode instance: stop late joins, begin the switch."""
+    """Overdue requests wait at the decode instance, or are on their way; each is due in so many seconds (or was: < 0).
+
+    One in its candidate batch stops late joins and begins the switch.
+    """
 
     decode_id: str
     keys: tuple[RequestKey, ...]
+    due_in_s: tuple[float, ...]
+
+    def due_s(self, now_s: float) -> dict[RequestKey, float]:
+        """When each is due, by the clock that `now_s` is of."""
+        return {key: now_s + due_in_s for key, due_in_s in zip(self.keys, self.due_in_s, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """What waits in the two candidate buffers (paper, section 3.4), as a decode instance sees it: lengths, never KV.
 
-In each buffer overdue candidates go first, in the order in which they became overdue; then the order of arrival.
+Overdue candidates go first, of either buffer, in the order in which they are due; then the order of arrival.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -17,13 +19,14 @@ MOST_EARLY_URGENT = 4096
 
 
 class CandidateBuffers:
-    """The waiting candidates of one decode instance. Every operation is O(1) a request."""
+    """The waiting candidates of one decode instance. O(1) a request; where it is overdue, O(log n) and a short move."""
 
     def __init__(self) -> None:
         self._normal: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}
         self._overdue: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}
+        self._by_due: list[tuple[float, RequestKey]] = []  # those of both buffers that are overdue
         self._kind: dict[RequestKey, BufferKind] = {}
-        self._early_urgent: dict[RequestKey, None] = {}  # marked urgent before they were announced
+        self._early_urgent: dict[RequestKey, float] = {}  # marked urgent before they were announced: when each is due
 
     def __len__(self) -> int:
         return len(self._kind)
@@ -35,19 +38,21 @@ class CandidateBuffers:
         return key in self._kind
 
     def add(self, candidate: Candidate) -> None:
-        """A candidate that is here already is replaced and keeps its place where it is as urgent as before."""
+        """A candidate that is here already is replaced, and is as urgent as before at least; its place stays."""
         key = candidate.key
+        due_s = min(candidate.due_s, self._early_urgent.pop(key, math.inf))
         known = self._kind.get(key)
-        was_overdue = known is not None and key in self._overdue[known]
-        if known is not None and known is not candidate.buffer:
-            self.remove(key)
-        if (key in self._early_urgent or was_overdue) and not candidate.overdue:
-            candidate = replace(candidate, overdue=True)
-        self._early_urgent.pop(key, None)
-        if candidate.overdue:
-            self._normal[candidate.buffer].pop(key, None)
-        queue = self._overdue if candidate.overdue else self._normal
-        queue[candidate.buffer][key] = candidate
+        if known is not None:
+            was = self._overdue[known].get(key)
+            due_s = due_s if was is None else min(due_s, was.due_s)
+            if was is not None or due_s < math.inf or known is not candidate.buffer:
+                self.remove(key)
+        if due_s < math.inf:
+            candidate = candidate if due_s == candidate.due_s else replace(candidate, due_s=due_s)
+            self._overdue[candidate.buffer][key] = candidate
+            insort(self._by_due, (due_s, key))
+        else:
+            self._normal[candidate.buffer][key] = candidate
         self._kind[key] = candidate.buffer
 
     def remove(self, key: RequestKey) -> Candidate | None:
@@ -56,30 +61,38 @@ class CandidateBuffers:
         kind = self._kind.pop(key, None)
         if kind is None:
             return None
-        return self._normal[kind].pop(key, None) or self._overdue[kind].pop(key)
+        candidate = self._normal[kind].pop(key, None)
+        if candidate is None:
+            candidate = self._overdue[kind].pop(key)
+            del self._by_due[bisect_left(self._by_due, (candidate.due_s, key))]
+        return candidate
 
-    def mark_overdue(self, key: RequestKey) -> None:
+    def mark_overdue(self, key: RequestKey, due_s: float) -> None:
         """The candidate goes first; also one that comes later, since the mark may overtake the announcement."""
         kind = self._kind.get(key)
         if kind is None:
-            self._early_urgent[key] = None
+            self._early_urgent[key] = due_s
             if len(self._early_urgent) > MOST_EARLY_URGENT:  # marks of requests that never came
                 del self._early_urgent[next(iter(self._early_urgent))]
             return
-        candidate = self._normal[kind].pop(key, None)
-        if candidate is not None:
-            self._overdue[kind][key] = replace(candidate, overdue=True)
+        candidate = self._normal[kind].get(key) or self._overdue[kind][key]
+        if due_s < candidate.due_s:
+            self.add(replace(candidate, due_s=due_s))
 
-    def overdue(self, kind: BufferKind) -> Iterable[Candidate]:
-        """Oldest first. Not to be changed while it is iterated over."""
-        return self._overdue[kind].values()
+    def overdue(self) -> Iterator[Candidate]:
+        """Of both buffers, the one that is due first first. Not to be changed while it is iterated over."""
+        return (self._overdue[self._kind[key]][key] for _, key in self._by_due)
+
+    def first_due_s(self) -> float:
+        """When the first of those that are overdue is due; infinite where none is overdue."""
+        return self._by_due[0][0] if self._by_due else math.inf
 
     def normal(self, kind: BufferKind) -> Iterable[Candidate]:
         """Oldest first. Not to be changed while it is iterated over."""
         return self._normal[kind].values()
 
-    def in_order(self, kind: BufferKind) -> Iterator[Candidate]:
-        """Overdue ones first. Not to be changed while it is iterated over."""
+    def of(self, kind: BufferKind) -> Iterator[Candidate]:
+        """All of a buffer. Not to be changed while it is iterated over."""
         return chain(self._overdue[kind].values(), self._normal[kind].values())
 
     def count(self, kind: BufferKind) -> int:

@@ -389,6 +389,6 @@ class SchedulerCore:
         if not overdue:
             return
         records = self._books.open(overdue)
-        self._prefetcher.mark_overdue([record for record in records if record.state is RequestState.PREFETCHED])
+        self._prefetcher.mark_overdue([record for record in records if record.state is RequestState.PREFETCHED], now_s)
         if any(record.state is RequestState.WAITING for record in records):
             self._books.change_all()

@@ -51,11 +51,11 @@ class Deadlines:
         first = self.first()
         return math.inf if first is None else first[0]
 
-    def pop_due(self, now_s: float) -> list[RequestKey]:
-        """Those that are due, the one that was first first; they are known no more."""
+    def pop_due(self, now_s: float) -> list[tuple[float, RequestKey]]:
+        """(when, who) of those that are due, the one that was first first; they are known no more."""
         found = []
         while self.next_s() <= now_s:
-            _, key = heappop(self._heap)
-            del self._due_s[key]
-            found.append(key)
+            due = heappop(self._heap)
+            del self._due_s[due[1]]
+            found.append(due)
         return found

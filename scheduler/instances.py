@@ -74,7 +74,7 @@ class DecodeView:
         default_factory=lambda: {kind: {} for kind in BufferKind}
     )
     candidate_blocks: dict[BufferKind, int] = field(default_factory=lambda: dict.fromkeys(BufferKind, 0))
-    overdue: dict[RequestKey, None] = field(default_factory=dict)  # in its candidate batch, or sent alone
+    overdue: dict[RequestKey, float] = field(default_factory=dict)  # in its candidate batch, or sent alone: when due
     decoding: dict[RequestKey, Record] = field(default_factory=dict)
     joined_blocks: int = 0  # since the last report
     bounced: bool = False  # it gave something back: no late joins until it has reported

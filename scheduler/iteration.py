@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from alignedserve.config import Config, DecodeConfig
@@ -143,11 +143,14 @@ class IterationScheduler:
                 self._deadlines.discard(key)
                 self._giving_back[key] = None
 
-    def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
-        """These are overdue: they join first; in the batch buffer one stops late joins and begins the switch."""
-        for key in keys:
+    def mark_urgent(self, due_s: Mapping[RequestKey, float]) -> None:
+        """These are overdue, each since its threshold: they join first, the first due first.
+
+        In the batch buffer one stops late joins and begins the switch.
+        """
+        for key, key_due_s in due_s.items():
             if self._batch.get(key) is None and key not in self._giving_back:
-                self._waiting.mark_overdue(key)
+                self._waiting.mark_overdue(key, key_due_s)
 
     def cancel(self, key: RequestKey) -> CancelOutcome:
         member = self._batch.get(key)
@@ -192,7 +195,7 @@ class IterationScheduler:
                     kv_tokens=member.kv_tokens,
                     buffer=BufferKind.REQUESTS,
                     batch_id=member.batch_id,
-                    overdue=False,
+                    due_s=math.inf,
                 )
             )
             self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
@@ -264,8 +267,7 @@ class IterationScheduler:
             return 0
         most = count_quiet(self._batch, self._config, most)
         if waiting and most:
-            overdue = self._waiting.has_overdue(BufferKind.BATCH) or self._waiting.has_overdue(BufferKind.REQUESTS)
-            most = count_blocked(self._batch, self._config, overdue, most)
+            most = count_blocked(self._batch, self._config, self._waiting.first_due_s(), most)
         return most
 
     def deadline_s(self) -> float:
@@ -311,8 +313,8 @@ class IterationScheduler:
     # how it decides
 
     def _mark_overdue(self, now_s: float) -> None:
-        for key in self._deadlines.pop_due(now_s):
-            self._waiting.mark_overdue(key)
+        for due_s, key in self._deadlines.pop_due(now_s):
+            self._waiting.mark_overdue(key, due_s)
 
     def _due_s(self, candidate: Candidate, since_s: float) -> float:
         return since_s + (candidate.wait_objective_s or self._starvation_after_s)
@@ -372,11 +374,10 @@ class IterationScheduler:
             return joins
         room = Room(self._batch, self._config)
         urgent = waiting.has_overdue(BufferKind.BATCH)
-        for kind in BufferKind.REQUESTS, BufferKind.BATCH:
-            blocked = self._take(waiting.overdue(kind), room, joins)
-            if blocked is not None:
-                self._make_room(blocked, room, evictions, now_s)
-                return joins
+        blocked = self._take(waiting.overdue(), room, joins)
+        if blocked is not None:
+            self._make_room(blocked, room, evictions, now_s)
+            return joins
         if not urgent:
             self._take(waiting.normal(BufferKind.REQUESTS), room, joins)
         if urgent or not waiting.count(BufferKind.REQUESTS):
@@ -424,20 +425,21 @@ class IterationScheduler:
             self._sweep = True
 
     def _candidate_lengths(self, batch_id: int) -> list[int]:
-        return [c.kv_tokens for c in self._waiting.in_order(BufferKind.BATCH) if c.batch_id == batch_id]
+        return [c.kv_tokens for c in self._waiting.of(BufferKind.BATCH) if c.batch_id == batch_id]
 
     def _make_room(self, candidate: Candidate, room: Room, evictions: list[Evict], now_s: float) -> None:
         """Evict for an overdue candidate, if that makes enough room.
 
-        Spared: those that were overdue themselves when they joined, and those that have only just joined.
+        Spared: those that were overdue when they joined and were due before it, and those that have only just joined.
+        Of the others that were overdue the one that was due last goes first, after all that were not.
         """
         self._enter_batch(candidate)
         victims = [
             member
             for member in reversed(self._batch.running.values())
-            if not member.candidate.overdue and member.iterations >= self._config.join_iterations
+            if member.candidate.due_s > candidate.due_s and member.iterations >= self._config.join_iterations
         ]
-        victims.sort(key=self._claim, reverse=True)
+        victims.sort(key=lambda member: (member.candidate.due_s, *self._claim(member)), reverse=True)
         count = room.victims_needed(candidate, victims)
         evictions.extend(self._evict(member, now_s) for member in victims[:count])
 

@@ -14,7 +14,7 @@ from alignedserve.scheduler.adoption import Adoption
 from alignedserve.scheduler.files import Files
 from alignedserve.scheduler.left_behind import LeftBehind
 from alignedserve.scheduler.links import WorkerLinks, release_command
-from alignedserve.scheduler.wire import prefetch_command, rejection
+from alignedserve.scheduler.wire import candidates_command, prefetch_command, rejection
 
 
 class Outgoing:
@@ -45,10 +45,7 @@ class Outgoing:
                 role = "decode" if action.prefill_id is None else "prefill"
                 self._links.send(role, action.prefill_id or action.decode_id, command)
             case act.Recall() | act.MarkUrgent():
-                keys = keys_to_proto(action.keys)
-                recall = isinstance(action, act.Recall)
-                order = dw.DecodeCommand(recall=keys) if recall else dw.DecodeCommand(urgent=keys)
-                self._links.send("decode", action.decode_id, order)
+                self._links.send("decode", action.decode_id, candidates_command(action))
             case act.ReleasePool():
                 self._links.send_pool(release_command(action))
             case act.CancelAt():

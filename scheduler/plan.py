@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from alignedserve.request import RequestKey
@@ -13,7 +14,8 @@ class Candidate:
     """A request that waits, its copy complete, in a candidate buffer (or in the pool, where buffers are left out).
 
     `kv_tokens` tokens of KV; the first `shared_tokens` of them belong to the prompt that its group shares.
-    `overdue`: past the starvation threshold; it goes before density. `wait_objective_s`: its own, 0 where it has none.
+    `due_s`: of one that is past the starvation threshold, when its objective ends or ended; infinite for all others.
+    It goes before density, the first due first. `wait_objective_s`: its own, 0 where it has none.
     """
 
     key: RequestKey
@@ -23,8 +25,12 @@ class Candidate:
     shared_tokens: int
     buffer: BufferKind
     batch_id: int
-    overdue: bool = False
+    due_s: float = math.inf
     wait_objective_s: float = 0.0
+
+    @property
+    def overdue(self) -> bool:
+        return self.due_s < math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ since it was last sent something; one that is full waits for N, or for K blocks:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -74,15 +75,17 @@ class Prefetcher:
             if waiting and full.free_blocks(self._config, self._block_size) < 0:
                 self._books.recall(waiting[len(waiting) // 2 :])
 
-    def mark_overdue(self, records: Sequence[Record]) -> None:
+    def mark_overdue(self, records: Sequence[Record], now_s: float) -> None:
         """These passed the threshold while they were prefetched: tell their decode instances."""
-        by_decode: dict[str, list[RequestKey]] = {}
+        by_decode: dict[str, dict[RequestKey, float]] = {}
         for record in records:
-            by_decode.setdefault(record.decode_id, []).append(record.key)
+            due_s = self._clock.due_s(record.key)
+            by_decode.setdefault(record.decode_id, {})[record.key] = due_s
             if record.buffer is BufferKind.BATCH:
-                self._instances.decode[record.decode_id].overdue[record.key] = None
-        for decode_id, keys in by_decode.items():
-            self._books.actions.append(MarkUrgent(decode_id, tuple(keys)))
+                self._instances.decode[record.decode_id].overdue[record.key] = due_s
+        for decode_id, due in by_decode.items():
+            due_in_s = tuple(due_s - now_s for due_s in due.values())
+            self._books.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
 
     def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
         """The best instance for such a request first: the one of the nearest lengths, so that instances specialise.
@@ -118,7 +121,8 @@ class Prefetcher:
                 return True
         least = min(limits.max_blocks, -(-blocks * min(limits.min_requests, requests) // requests))  # N of mean length
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
-        if room <= 0 and decode.idle and prefill is not None:
+        at_once = decode.idle or seed is not None
+        if room <= 0 and at_once and prefill is not None:
             prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
         if room <= 0:
             return False
@@ -131,7 +135,7 @@ class Prefetcher:
         if prefill is not None:  # now that it is known how much it is
             prefill, room = self._choose_buffer(decode, BufferKind.BATCH, total)
         if total > room:  # one request, larger than K or than what is free
-            if prefill is not None and total <= self._largest_buffer(decode) and not decode.idle:
+            if prefill is not None and total <= self._largest_buffer(decode) and not at_once:
                 return False
             prefill = None  # no buffer can hold it, now or ever: the decode instance pulls it from the pool itself
         else:
@@ -143,12 +147,15 @@ class Prefetcher:
         return True
 
     def _send_overdue(self, decode: DecodeView, key: RequestKey, now_s: float) -> bool:
-        """Where every instance has a candidate batch, and nothing of this one's is overdue: it goes alone, before that.
+        """Where every instance has a candidate batch, and nothing here was due before it: it goes alone, before that.
 
-        One at a time: until it has joined, nothing else is sent late.
+        One at a time: until it has joined, nothing else is sent late but what was due before it.
         """
         record = self._books.record(key)
-        if decode.overdue or not all(view.candidates[BufferKind.BATCH] for view in self._instances.open_decode()):
+        due_s = self._clock.due_s(key)
+        if due_s >= min(decode.overdue.values(), default=math.inf):
+            return False
+        if not all(view.candidates[BufferKind.BATCH] for view in self._instances.open_decode()):
             return False
         if not self._fitting(decode, [record]):
             return False
@@ -161,7 +168,7 @@ class Prefetcher:
             [record],
             now_s,
         )
-        decode.overdue[key] = None
+        decode.overdue[key] = due_s
         return True
 
     def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:
@@ -288,11 +295,16 @@ class Prefetcher:
         now_s: float,
     ) -> None:
         prefill_id = "" if prefill is None else prefill.prefill_id
+        overdue = sorted(filter(self._is_overdue, records), key=lambda record: self._clock.due_s(record.key))
+        records = [*overdue, *(record for record in records if not self._is_overdue(record))]
         for record in records:
             self._books.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
         keys = tuple(record.key for record in records)
         self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
-        self.mark_overdue([record for record in records if self._clock.is_overdue(record.key)])
+        self.mark_overdue(overdue, now_s)
+
+    def _is_overdue(self, record: Record) -> bool:
+        return self._clock.is_overdue(record.key)
 
 
 def _state(decode: DecodeView) -> InstanceState:

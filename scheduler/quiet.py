@@ -29,15 +29,16 @@ def count_quiet(batch: RunningBatch, config: DecodeConfig, most: int) -> int:
     return most
 
 
-def count_blocked(batch: RunningBatch, config: DecodeConfig, overdue: bool, most: int) -> int:
+def count_blocked(batch: RunningBatch, config: DecodeConfig, due_s: float, most: int) -> int:
     """Iterations, at most `most`, in which candidates that have just found no room find none.
 
     Room shrinks as long as every request can still grow past all that a join looks ahead to. An overdue candidate may
-    have others evicted once they have run for `join_iterations`, but for those that were overdue themselves.
+    have others evicted once they have run for `join_iterations`, but for those that were overdue and due before it.
+    `due_s`: when the first of the overdue candidates is due; infinite where there is none.
     """
     for member in batch.present():
         most = min(most, member.max_total_tokens - member.kv_tokens - config.join_iterations - batch.block_size)
-        if overdue and not member.candidate.overdue:
+        if due_s < member.candidate.due_s:
             most = min(most, config.join_iterations - member.iterations - 1)
     return max(0, most)
 

@@ -153,6 +153,10 @@ class WaitingClock:
         wait = self._waits.get(key)
         return wait is not None and wait.overdue
 
+    def due_s(self, key: RequestKey) -> float:
+        """When the objective of one that waits ends."""
+        return self._waits[key].due_s
+
     def oldest_overdue_in_pool(self) -> RequestKey | None:
         """The one that is, or was, due first."""
         oldest = self._overdue_in_pool.first()

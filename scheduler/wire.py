@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from alignedserve.control.convert import enter_stage, failure_to_proto, key_from_proto, key_to_proto
+from alignedserve.control.convert import enter_stage, failure_to_proto, key_from_proto, key_to_proto, keys_to_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
@@ -13,7 +13,7 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.actions import MarkUrgent, Prefetch, Recall
 from alignedserve.scheduler.cost_model import Passes
 from alignedserve.scheduler.events import (
     BufferKind,
@@ -75,6 +75,13 @@ def prefetch_command(action: Prefetch, requests: Sequence[pb.StoredRequest]) -> 
         enter_stage(stored.spec.timings, Stage.PREFETCH, now_ns)
     candidates = pw.Announcement(buffer=buffer, batch_id=action.batch_id, requests=requests)
     return dw.DecodeCommand(candidates=candidates)
+
+
+def candidates_command(action: Recall | MarkUrgent) -> dw.DecodeCommand:
+    if isinstance(action, Recall):
+        return dw.DecodeCommand(recall=keys_to_proto(action.keys))
+    urgent = dw.UrgentRequests(keys=map(key_to_proto, action.keys), due_in_s=action.due_in_s)
+    return dw.DecodeCommand(urgent=urgent)
 
 
 def prefill_reported(prefill_id: str, message: pw.PrefillDescription) -> PrefillReported:

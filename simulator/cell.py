@@ -196,7 +196,7 @@ class Cell:
             case actions.Recall():
                 self.send(self.decodes[action.decode_id].recall, action.keys)
             case actions.MarkUrgent():
-                self.send(self.decodes[action.decode_id].mark_urgent, action.keys)
+                self.send(self.decodes[action.decode_id].mark_urgent, action.due_s(self.clock.now_s))
             case actions.CancelAt() if action.instance_id in self.decodes:
                 self.send(self.decodes[action.instance_id].cancel, action.keys)
             case actions.ReleasePool():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -98,9 +98,9 @@ class DecodeInstance:
         self._interrupt()
         self.scheduler.recall(keys)
 
-    def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
+    def mark_urgent(self, due_s: Mapping[RequestKey, float]) -> None:
         self._interrupt()
-        self.scheduler.mark_urgent(keys)
+        self.scheduler.mark_urgent(due_s)
 
     def cancel(self, keys: Iterable[RequestKey]) -> None:
         self._interrupt()

@@ -17,8 +17,16 @@ class DecodeCommand(_message.Message):
     candidates: _prefill_worker_pb2.Announcement
     cancel: _common_pb2.RequestKeys
     recall: _common_pb2.RequestKeys
-    urgent: _common_pb2.RequestKeys
-    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Announcement, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
+    urgent: UrgentRequests
+    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Announcement, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[UrgentRequests, _Mapping]] = ...) -> None: ...
+
+class UrgentRequests(_message.Message):
+    __slots__ = ("keys", "due_in_s")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DUE_IN_S_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]
+    due_in_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., due_in_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DecodeReport(_message.Message):
     __slots__ = ("description", "finished", "returned", "failed", "joined", "inventory")

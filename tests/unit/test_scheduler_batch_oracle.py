@@ -1,5 +1,7 @@
 """Batches out of a quad-tree that requests enter and leave, against a brute-force oracle: a list sorted by length."""
 
+import random
+from collections import Counter
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ class Oracle:
 
     def __init__(self):
         self.entries = []
+        self.yielded = []  # (number of the batch, length)
 
     def sorted(self):
         return sorted(self.entries, key=lambda entry: min(entry.tokens, RANGE))
@@ -128,3 +131,159 @@ def test_batches_keep_their_promises_whatever_comes_and_goes(
                 tree.move(entry.key, entry.tokens + 9, -(-(entry.tokens + 9) // BLOCK))
                 oracle.entries.append(tree.entry(entry.key))
         tree.check_integrity()
+
+
+class Search:
+    """Algorithm 1 to the letter of the paper, by ranges of lengths in a list; says in which case it ended.
+
+    Where equals are dense the range that has not yielded a batch for the longest time is taken, then the shorter one.
+    """
+
+    def __init__(self, oracle, limits, cut_sibling, width, leaf):
+        self.oracle, self.limits, self.cut_sibling, self.leaf = oracle, limits, cut_sibling, leaf
+        self.width = width  # lengths that the root stands for
+        self.cases = []
+
+    def inside(self, first, last):
+        """Oldest first."""
+        found = [e for e in self.oracle.entries if first <= min(e.tokens, self.width) <= last]
+        return sorted(found, key=lambda entry: entry.since_s)
+
+    def fits(self, entries):
+        blocks = sum(entry.blocks for entry in entries)
+        return blocks <= self.limits.max_blocks and len(entries) <= self.limits.max_requests
+
+    def cut(self, batch, entries):
+        """Those of `entries` that fit beside the batch, up to the first that does not. Alone one may be larger."""
+        for entry in entries:
+            if batch and not self.fits([*batch, entry]):
+                break
+            batch = [*batch, entry]
+        return batch
+
+    def parts(self, first, last):
+        """Leaves of a range, from left to right."""
+        return [(at, at + self.leaf - 1) for at in range(first, last + 1, self.leaf)]
+
+    def add_leaves(self, batch, leaves):
+        for leaf in leaves:
+            inside = self.inside(*leaf)
+            if len(batch) >= self.limits.min_requests:
+                break
+            if not self.fits(batch + inside):
+                return self.cut(batch, inside)
+            batch = batch + inside
+        return batch
+
+    def batch(self):
+        first, last = 1, self.width
+        while not self.fits(self.inside(first, last)):
+            self.cases.append(2)
+            if last - first + 1 == self.leaf:
+                self.cases.append("leaf")
+                return self.or_shortest(self.cut([], self.inside(first, last)))
+            quarter = (last - first + 1) // 4
+            children = [(first + i * quarter, first + (i + 1) * quarter - 1) for i in range(4)]
+            first, last = max(children, key=lambda child: (len(self.inside(*child)), -self.stamp(*child), -child[0]))
+        batch, quarter = self.inside(first, last), last - first + 1
+        if len(batch) >= self.limits.min_requests or quarter == self.width:
+            self.cases.append(1)
+            return self.or_shortest(batch)
+        number = (first - 1) // quarter
+        begin = number - number % 4
+        for name, siblings in ("left", range(number - 1, begin - 1, -1)), ("right", range(number + 1, begin + 4)):
+            for sibling in siblings:
+                if len(batch) >= self.limits.min_requests:
+                    break
+                ends = sibling * quarter + 1, (sibling + 1) * quarter
+                inside = self.inside(*ends)
+                if inside:
+                    self.cases.append(name)
+                if not self.fits(batch + inside):
+                    leaves = self.parts(*ends)
+                    if self.cut_sibling:
+                        self.cases.append(f"{name}, cut")
+                        batch = self.add_leaves(batch, reversed(leaves) if name == "left" else leaves)
+                    break
+                batch = batch + inside
+        return self.or_shortest(batch)
+
+    def or_shortest(self, batch):
+        """Where N is not reached: the shortest requests, if they are more."""
+        if len(batch) >= self.limits.min_requests or len(batch) == len(self.oracle.entries):
+            return batch
+        shortest = self.add_leaves([], self.parts(1, self.width))
+        if len(shortest) > len(batch):
+            self.cases.append("shortest")
+            return shortest
+        return batch
+
+    def stamp(self, first, last):
+        return max((number for number, tokens in self.oracle.yielded if first <= tokens <= last), default=0)
+
+
+def come_and_go(lengths, limits, cut_sibling, width, leaf, block, leave):
+    """Batch after batch, each against the search in the list, until nothing is left. The cases that were met."""
+    tree, oracle, cases = QuadTree(width, leaf), Oracle(), set()
+    generator = BatchGenerator(tree, cut_sibling)
+    for number, tokens in enumerate(lengths):
+        entry = Entry(RequestKey(str(number)), tokens, -(-tokens // block), float(number))
+        tree.insert(entry)
+        oracle.entries.append(entry)
+    for number in range(1, 2 * len(lengths) + 2):
+        search = Search(oracle, limits, cut_sibling, width, leaf)
+        expected = search.batch()
+        batch = generator.generate(limits)
+        assert {entry.key for entry in batch} == {entry.key for entry in expected}
+        assert [entry.since_s for entry in batch] == sorted(entry.since_s for entry in batch)
+        cases.update(search.cases)
+        tree.stamp(batch, float(number))
+        oracle.yielded += [(number, min(entry.tokens, width)) for entry in batch]
+        for entry in batch[:: 1 if leave else 2]:  # the others stay: nobody had room for them
+            tree.remove(entry.key)
+            oracle.entries.remove(entry)
+        tree.check_integrity()
+    assert not oracle.entries
+    return cases
+
+
+LIMITS = {
+    "max_blocks": st.integers(1, 300),
+    "min_requests": st.integers(1, 12),
+    "max_requests": st.integers(1, 40),
+    "cut_sibling": st.booleans(),
+    "leave": st.booleans(),
+}
+LENGTHS = st.lists(st.one_of(st.integers(1, 300), st.integers(60, 90), st.sampled_from((1, 255, 256, 257, 10**6))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths=LENGTHS, **LIMITS)
+def test_every_batch_is_that_of_the_search_in_a_sorted_list(
+    lengths, max_blocks, min_requests, max_requests, cut_sibling, leave
+):
+    limits = BatchLimits(max_blocks, min(min_requests, max_requests), max_requests)
+    come_and_go(lengths, limits, cut_sibling, RANGE, LEAF, BLOCK, leave)
+
+
+def test_all_cases_of_the_search_and_both_sweeps_are_met():
+    """In random lists of the same kind: so that the comparison says something of each."""
+    rng, met = random.Random(1), Counter()
+    for _ in range(150):
+        lengths = [rng.choice((rng.randint(1, 300), rng.randint(60, 90), 256, 257)) for _ in range(rng.randint(1, 30))]
+        enough = rng.randint(1, 12)
+        limits = BatchLimits(rng.randint(1, 300), enough, rng.randint(enough, 40))
+        met.update(come_and_go(lengths, limits, rng.random() < 0.5, RANGE, LEAF, BLOCK, leave=True))
+    assert set(met) == {1, 2, "left", "right", "left, cut", "right, cut", "leaf", "shortest"}
+    assert min(met.values()) >= 5
+
+
+EDGES = st.lists(st.one_of(st.sampled_from((1, 2, 16, 17, 65520, 65521, 65535, 65536, 65537, 200_000))), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=EDGES, max_blocks=st.sampled_from((1, 2, 4096, 5000, 20_000)), min_requests=st.integers(1, 6))
+def test_lengths_at_the_ends_of_the_range_and_beyond_it(lengths, max_blocks, min_requests):
+    """With the product's range, leaves and blocks. What is longer than the range counts as its end."""
+    limits = BatchLimits(max_blocks, min_requests, 40)
+    come_and_go(lengths, limits, cut_sibling=True, width=65536, leaf=16, block=16, leave=True)

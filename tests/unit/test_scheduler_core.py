@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from alignedserve.config import Config
 from alignedserve.errors import InvalidRequestError, OverloadedError
 from alignedserve.scheduler import events as ev
@@ -18,7 +20,7 @@ from alignedserve.scheduler.actions import (
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.cost_model import Passes
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.testing.core_cell import BLOCK, decode_report, key, only
+from alignedserve.testing.core_cell import BLOCK, decode_report, key, marked, only
 from alignedserve.testing.core_cell import CoreCell as Cell
 
 BATCH, REQUESTS = BufferKind.BATCH, BufferKind.REQUESTS
@@ -274,7 +276,8 @@ def test_an_overdue_candidate_is_marked_urgent_where_it_waits():
     cell.make_busy(lengths=(10, 10), free=90)
     cell.wait("other", 60)
     assert only(cell.do(ev.Tick(), after_s=1.9), MarkUrgent) == []
-    assert only(cell.do(ev.Tick(), after_s=0.2), MarkUrgent) == [MarkUrgent("d0", (key("other"),))]
+    (mark,) = only(cell.do(ev.Tick(), after_s=0.2), MarkUrgent)
+    assert (mark.decode_id, mark.keys, mark.due_in_s) == ("d0", (key("other"),), (pytest.approx(-0.1),))
     assert only(cell.do(ev.Tick(), after_s=0.2), MarkUrgent) == []
     assert only(cell.wait("match", 10), Prefetch) == []  # no late joins while it waits
     assert len(only(cell.do(ev.Joined("d0", (key("other"),))), Prefetch)) == 1
@@ -286,7 +289,7 @@ def test_an_overdue_request_of_the_pool_goes_before_density():
     cell.wait("old", 90)
     actions = cell.do(ev.Tick(), after_s=2.1)
     assert only(actions, Prefetch) == [Prefetch("d0", "p0", BATCH, 2, (key("old"),))]
-    assert only(actions, MarkUrgent) == [MarkUrgent("d0", (key("old"),))]
+    assert marked(actions) == (key("old"),)
     for i in range(4):
         cell.wait(f"dense-{i}", 50)
     assert cell.core.describe()["waiting_in_pool"] == 4

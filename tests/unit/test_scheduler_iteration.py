@@ -1,5 +1,7 @@
 """Algorithm 2 on the decode worker: who joins, who is evicted, who runs; copies in flight; never stuck."""
 
+import math
+
 import pytest
 
 from alignedserve.errors import AccountingError
@@ -335,7 +337,7 @@ def test_an_urgent_candidate_stops_late_joins_and_begins_the_switch():
     worker.step()
     worker.offer("late", 40, buffer=REQUESTS, batch_id=1)
     worker.offer("b", 4, batch_id=2)
-    worker.scheduler.mark_urgent([key("b")])
+    worker.scheduler.mark_urgent({key("b"): 0.0})
     plan = worker.plan()
     assert names(plan.joins) == ["b"]
     assert plan.switching
@@ -344,7 +346,7 @@ def test_an_urgent_candidate_stops_late_joins_and_begins_the_switch():
 
 def test_a_mark_that_overtakes_the_announcement_still_counts():
     worker = Worker(20, max_running=1)
-    worker.scheduler.mark_urgent([key("b")])
+    worker.scheduler.mark_urgent({key("b"): 0.0})
     worker.offer("a", 4)
     worker.offer("b", 4)
     assert names(worker.plan().joins) == ["b"]
@@ -358,21 +360,54 @@ def test_for_an_urgent_candidate_the_longest_of_the_old_batch_are_evicted_at_onc
     worker.step()
     worker.offer("c", 8, most=40, batch_id=2)
     assert worker.step().joins == ()
-    worker.scheduler.mark_urgent([key("c")])
+    worker.scheduler.mark_urgent({key("c"): 0.0})
     plan = worker.step()
     assert names(plan.evictions) == ["b"]
     assert plan.evictions[0].to_pool
     assert names(worker.plan().joins) == ["c"]
 
 
-def test_overdue_requests_that_run_are_not_evicted_for_other_overdue_ones():
+@pytest.mark.parametrize(("due_s", "evicted"), [(5.0, []), (3.0, []), (2.5, ["b"]), (1.5, ["b"])])
+def test_overdue_requests_that_run_are_evicted_only_for_one_that_was_due_before_them(due_s, evicted):
     worker = Worker(10, join_iterations=1)
-    for name in "ab":
-        worker.offer(name, 8, most=40, batch_id=1, overdue=True)
+    for name, tokens, at_s in ("a", 9, 2.0), ("b", 8, 3.0):
+        worker.offer(name, tokens, most=40, batch_id=1, due_s=at_s)
     worker.step()
     worker.step()
-    worker.offer("c", 8, most=40, batch_id=2, overdue=True)
-    assert worker.step().evictions == ()
+    worker.offer("c", 7, most=40, batch_id=2, due_s=due_s)
+    assert names(worker.step().evictions) == evicted
+
+
+def test_for_an_overdue_candidate_those_go_first_that_were_not_overdue():
+    worker = Worker(10, join_iterations=1)
+    worker.offer("overdue", 12, most=40, batch_id=1, due_s=3.0)
+    worker.offer("other", 11, most=40, batch_id=1)
+    worker.step()
+    worker.step()
+    worker.offer("c", 20, most=40, batch_id=2, due_s=1.0)
+    assert names(worker.step().evictions) == ["other", "overdue"]
+    worker = Worker(10, join_iterations=1)
+    worker.offer("overdue", 9, most=40, batch_id=1, due_s=3.0)
+    worker.offer("other", 8, most=40, batch_id=1)
+    worker.step()
+    worker.step()
+    worker.offer("c", 4, most=40, batch_id=2, due_s=1.0)
+    assert names(worker.step().evictions) == ["other"]
+
+
+def test_overdue_candidates_join_in_the_order_in_which_they_are_due_of_whichever_buffer():
+    worker = Worker(40, max_running=1)
+    worker.offer("c", 4, buffer=REQUESTS, due_s=3.0)
+    worker.offer("b", 4, due_s=2.0)
+    worker.scheduler.mark_urgent({key("a"): 1.0})
+    worker.offer("d", 4, buffer=REQUESTS)
+    worker.offer("a", 4)
+    joined = []
+    for _ in range(4):
+        (name,) = names(worker.plan().joins)
+        joined.append(name)
+        worker.step(finished=[name])
+    assert joined == ["a", "b", "c", "d"]
 
 
 def test_a_candidate_that_waited_past_the_threshold_is_urgent_without_being_told():
@@ -432,7 +467,7 @@ def test_a_small_candidate_passes_one_that_does_not_fit_unless_that_is_overdue()
         worker = Worker(10)
         worker.offer("a", 16, most=20)
         worker.step()
-        worker.offer("large", 30, overdue=overdue)
+        worker.offer("large", 30, due_s=0.0 if overdue else math.inf)
         worker.offer("small", 4, most=5)
         assert names(worker.plan().joins) == joined
 

@@ -103,9 +103,9 @@ class IterationMachine(RuleBasedStateMachine):
             if int(known.candidate.key.request_id) in numbers:
                 known.where = "giving back"
 
-    @rule(numbers=MANY)
-    def mark_urgent(self, numbers: list[int]) -> None:
-        self.scheduler.mark_urgent([key_of(number) for number in numbers])
+    @rule(numbers=MANY, late_s=st.floats(-5.0, 5.0))
+    def mark_urgent(self, numbers: list[int], late_s: float) -> None:
+        self.scheduler.mark_urgent({key_of(number): self.now_s - late_s for number in numbers})
 
     @rule(number=NUMBERS)
     def cancel(self, number: int) -> None:

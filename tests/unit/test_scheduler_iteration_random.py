@@ -70,7 +70,7 @@ class World:
             case 1:
                 self.scheduler.recall([name])
             case 2:
-                self.scheduler.mark_urgent([name])
+                self.scheduler.mark_urgent({name: self.rng.uniform(0.0, self.now_s)})
             case 3:
                 if self.scheduler.withdraw(name):
                     self.pool[name] = self.group[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -22,8 +23,8 @@ def scheduler(blocks: int, config: DecodeConfig) -> IterationScheduler:
     return made
 
 
-def candidate(number: int, tokens: int, most: int, kind: BufferKind, batch_id: int, overdue: bool) -> Candidate:
-    return Candidate(RequestKey(f"r{number}"), tokens, most, "", 0, kind, batch_id, overdue)
+def candidate(number: int, tokens: int, most: int, kind: BufferKind, batch_id: int, due_s: float) -> Candidate:
+    return Candidate(RequestKey(f"r{number}"), tokens, most, "", 0, kind, batch_id, due_s)
 
 
 class Pair:
@@ -97,8 +98,8 @@ def test_counting_iterations_leaves_what_planning_them_does(seed: int) -> None:
             kind = rng.choice(list(BufferKind))
             tokens = [rng.randint(1, 40) for _ in range(rng.randint(1, 4))]
             most = rng.choice([90, 120])
-            overdue = rng.random() < 0.2
-            pair.offer(*(candidate(number + i, t, most, kind, batch, overdue) for i, t in enumerate(tokens)))
+            due_s = rng.choice((1.0, 2.0)) if rng.random() < 0.2 else math.inf
+            pair.offer(*(candidate(number + i, t, most, kind, batch, due_s) for i, t in enumerate(tokens)))
             number += len(tokens)
         plan = pair.plan()
         pair.pass_some(plan, rng.choice([1, 5, 30]))

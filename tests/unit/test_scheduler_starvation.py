@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -19,62 +18,9 @@ from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.testing.machines import machine_settings
-from alignedserve.testing.small_cell import Request, Service, Shape, SmallCell, Wait
+from alignedserve.testing.small_cell import Bound, Load, Shape, SmallCell
 
 DEFAULT_S = 0.5
-
-
-def covered_s(intervals: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:
-    """How much of begin..end lies in any of the intervals."""
-    total, reached = 0.0, begin_s
-    for first_s, last_s in sorted(intervals):
-        total += max(0.0, min(last_s, end_s) - max(first_s, reached))
-        reached = max(reached, last_s)
-    return total
-
-
-class Bound:
-    """What each wait of a run may have taken at most, by the run's own steps."""
-
-    def __init__(self, cell: SmallCell) -> None:
-        default_s = cell.config.scheduler.starvation_after_s
-        self.objective_s = {name: request.wait_objective_s or default_s for name, request in cell.requests.items()}
-        self.waits = [wait for request in cell.requests.values() for wait in request.waits]
-        of_request: dict[str, list[Service]] = {}
-        for service in sorted(cell.services, key=lambda service: service.begin_s):
-            of_request.setdefault(service.request_id, []).append(service)
-        self.overdue: list[tuple[float, Service]] = []  # when it was due, and the service that its wait ended with
-        for wait in self.waits:
-            if wait.until_s >= self.due_s(wait):
-                after = [service for service in of_request[wait.request_id] if service.end_s >= wait.until_s]
-                self.overdue.append((self.due_s(wait), after[0]))
-        self.room_s = self.time_to_make_room_s(cell)
-
-    def due_s(self, wait: Wait) -> float:
-        return wait.since_s + self.objective_s[wait.request_id]
-
-    @staticmethod
-    def time_to_make_room_s(cell: SmallCell) -> float:
-        """Notice it, prefetch it, let those that have just joined run, evict, copy it in, run it."""
-        step = cell.longest_s
-        iterations = 1 + cell.config.decode.join_iterations + 2
-        copies_s = step.get("prefetch", 0.0) + 2 * step["copy in"] + step.get("copy out", 0.0)
-        return cell.config.scheduler.tick_s + 3 * step["message"] + copies_s + iterations * step["iteration"]
-
-    def of(self, wait: Wait) -> float:
-        """The longest that it may have taken."""
-        due_s = self.due_s(wait)
-        older = [
-            (service.begin_s - self.room_s, service.end_s)
-            for older_s, service in self.overdue
-            if older_s <= due_s and service.request_id != wait.request_id
-        ]
-        return due_s - wait.since_s + self.room_s + covered_s(older, due_s, wait.until_s)
-
-    def broken(self) -> list[tuple[float, Wait]]:
-        """Waits past their bound, and by how much."""
-        found = [(wait.until_s - wait.since_s - self.of(wait), wait) for wait in self.waits]
-        return [(excess_s, wait) for excess_s, wait in found if excess_s > 1e-9]
 
 
 def make_cell(
@@ -91,34 +37,6 @@ def make_cell(
     )
     sizes = {"pool_blocks": 4000, "batch_buffer": 40, "requests_buffer": 40, "max_running": 6, **sizes}
     return SmallCell(Shape(seed=seed, decodes=decodes, prefetch=prefetch, scheduler=scheduler, **sizes))
-
-
-class Load:
-    """Requests that come to a cell at their times."""
-
-    def __init__(self, cell: SmallCell, rng: random.Random) -> None:
-        self.cell, self.rng = cell, rng
-
-    def one(self, name: str, at_s: float, prompt: int, answer: int, most: int = 0) -> Request:
-        request = Request(name, prompt, answer, max(most, answer), "")
-        self.cell.at(at_s, partial(self.cell.submit, [request]))
-        return request
-
-    def stream(
-        self,
-        name: str,
-        count: int,
-        every_s: float,
-        prompts: tuple[int, int],
-        answers: tuple[int, int],
-        at_s: float = 0.0,
-    ) -> None:
-        """One after the other; half of them may ask for more tokens than they will get."""
-        rng = self.rng
-        for number in range(count):
-            answer, most = rng.randint(*answers), rng.choice([0, answers[1]])
-            at = at_s + number * every_s * rng.uniform(0.8, 1.2)
-            self.one(f"{name}-{number}", at, rng.randint(*prompts), answer, most)
 
 
 def dense_short_ones_and_one_long(load: Load) -> None:
@@ -254,6 +172,6 @@ def test_deadlines_come_in_their_order_whatever_was_set_and_discarded(steps: lis
         assert deadlines.next_s() == min(known.values(), default=math.inf)
     for now_s in (0.5, 2.5, 100.0):
         late = sorted((due_s, key) for key, due_s in known.items() if due_s <= now_s)
-        assert deadlines.pop_due(now_s) == [key for _, key in late]
+        assert deadlines.pop_due(now_s) == late
         known = {key: due_s for key, due_s in known.items() if due_s > now_s}
         assert set(deadlines) == set(known)

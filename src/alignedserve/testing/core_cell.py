@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Action
+from alignedserve.scheduler.actions import Action, MarkUrgent
 from alignedserve.scheduler.core import SchedulerCore
 
 BLOCK = 4
@@ -41,6 +41,12 @@ def decode_report(
 
 def only(actions: Iterable[Action], kind: type[Kind]) -> list[Kind]:
     return [action for action in actions if isinstance(action, kind)]
+
+
+def marked(actions: Iterable[Action]) -> tuple[RequestKey, ...]:
+    """Those that one decode instance is told are overdue."""
+    (mark,) = only(actions, MarkUrgent)
+    return mark.keys
 
 
 class CoreCell:

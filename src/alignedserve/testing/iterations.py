@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -54,9 +55,9 @@ class Worker:
         *,
         group: str = "",
         shared: int = 0,
-        overdue: bool = False,
+        due_s: float = math.inf,
     ) -> None:
-        candidate = Candidate(key(name), kv_tokens, most or kv_tokens + 8, group, shared, buffer, batch_id, overdue)
+        candidate = Candidate(key(name), kv_tokens, most or kv_tokens + 8, group, shared, buffer, batch_id, due_s)
         self.scheduler.offer(candidate, self.now_s)
 
     def plan(self) -> IterationPlan:

@@ -6,5 +6,6 @@ link, after a delay; copies and computing take time; every store counts its bloc
 
 from alignedserve.testing.small_cell.cell import Shape, SmallCell
 from alignedserve.testing.small_cell.requests import Request, Service, Wait
+from alignedserve.testing.small_cell.waits import Bound, Load
 
-__all__ = ["Request", "Service", "Shape", "SmallCell", "Wait"]
+__all__ = ["Bound", "Load", "Request", "Service", "Shape", "SmallCell", "Wait"]

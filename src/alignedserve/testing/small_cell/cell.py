@@ -169,7 +169,7 @@ class SmallCell:
             case actions.Recall():
                 self._command(self.decodes.get(action.decode_id), "recall", action.keys)
             case actions.MarkUrgent():
-                self._command(self.decodes.get(action.decode_id), "mark_urgent", action.keys)
+                self._command(self.decodes.get(action.decode_id), "mark_urgent", action.due_s(self.now_s))
             case actions.CancelAt():
                 holders: dict[str, Any] = {**self.prefills, **self.decodes}
                 self._command(holders.get(action.instance_id), "cancel", action.keys)

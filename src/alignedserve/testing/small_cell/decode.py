@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,8 +78,8 @@ class Decode:
         self.scheduler.recall(keys)
         self.kick()
 
-    def mark_urgent(self, keys: Iterable[RequestKey]) -> None:
-        self.scheduler.mark_urgent(keys)
+    def mark_urgent(self, due_s: Mapping[RequestKey, float]) -> None:
+        self.scheduler.mark_urgent(due_s)
         self.kick()
 
     def cancel(self, keys: Iterable[RequestKey]) -> None:
