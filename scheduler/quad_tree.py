@@ -126,7 +126,10 @@ class QuadTree:
             to_visit += [(level + 1, child) for child in (children if leftwards else reversed(children))]
 
     def stamp(self, entries: Iterable[Entry], now_s: float) -> None:
-        """These yielded a batch: note the time on their leaves and on every node above."""
+        """These yielded a batch: note the time on their leaves and on every node above.
+
+        Also one that nobody had room for: of equally dense ranges another is tried first the next time.
+        """
         touched = {self.leaf_of(tokens) for tokens in {entry.tokens for entry in entries}}
         for level in range(self.depth, -1, -1):
             stamps = self.last_batch_s[level]

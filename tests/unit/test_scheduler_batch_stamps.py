@@ -100,6 +100,14 @@ def test_ranges_that_are_equally_dense_yield_batches_in_turn():
     assert order == [*lengths] * 3
 
 
+def test_a_range_whose_batch_was_not_sent_does_not_keep_an_equally_dense_one_from_being_tried():
+    waiting = policy()
+    for number, tokens in enumerate((3, 3, 60, 60)):
+        waiting.insert(entry(number, tokens))
+    tried = [{found.tokens for found in waiting.form(BatchLimits(30, 2, 2), None, 1.0 + turn)} for turn in range(4)]
+    assert tried == [{3}, {60}] * 2
+
+
 def test_a_denser_range_goes_before_one_that_has_not_yielded_for_longer():
     """The stamp breaks ties only; what is old goes first by its own waiting time, as the seed of a batch."""
     waiting = policy()
