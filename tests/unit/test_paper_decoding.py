@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from alignedserve.engine.profile import PassBench, PassShape
 from alignedserve.scheduler.cost.load import load_step_cost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/paper"))
@@ -90,6 +91,20 @@ def test_figure_3_on_the_engine_measures_every_batch(capsys: pytest.CaptureFixtu
     assert all(value > 0.0 for length in (10, 40, 70) for value in figures(cells(text, str(length))[0]))
     mean, mixed, ratio = figures(cells(text, "ours: engine, cpu")[0])
     assert ratio == pytest.approx(mixed / mean, rel=0.02)
+
+
+def test_the_engine_is_measured_at_the_lengths_that_the_cost_model_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found = PassBench.run, set()
+
+    def noted(self: PassBench, shape: PassShape) -> float:
+        found.add(shape.lengths)
+        return run(self, shape)
+
+    monkeypatch.setattr(PassBench, "run", noted)
+    report(capsys, "figure01", *SMALL_ENGINE, *("--batch", "4", "--long", "40", "--longs", "1"), "--generated", "600")
+    assert found == {(632,) * 4, (640, 632, 632, 632)}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class OnEngine(Decoding):
     def iterations_s(self, batches: Sequence[Batch]) -> list[float]:
         from alignedserve.engine.profile import Measurement, PassBench, PassShape
 
-        plan = [Measurement(PassShape(lengths=tuple(length + 1 for length in batch)), "decode") for batch in batches]
+        plan = [Measurement(PassShape(lengths=batch), "decode") for batch in batches]
         bench = PassBench(self._loaded, plan)
         for number in range(self._repeats + 1):
             for measurement in plan:
