@@ -21,6 +21,7 @@ CHUNKS = (16, 30, 61, 125, 187, 250, 379, 509)  # few prompts are a multiple of 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (16, 128, 512, 1024, 4096)
 MOST_SHIFT = 6  # tokens
+LEAST_BLOCKS = 512  # of the store, in which the decode loop's requests have room to grow too
 FEWEST = 3  # passes of a kind that are measured however long they take
 THREAD_CLOCK, WALL_CLOCK = "processor time of the one thread", "wall clock"
 
@@ -102,7 +103,8 @@ class PassBench:
 
     def __init__(self, loaded: LoadedModel, plan: Sequence[Measurement]) -> None:
         geometry = loaded.info.geometry(BLOCK_SIZE)
-        self.blocks = max(sum(map(geometry.blocks_for, _widths(measurement.shape))) for measurement in plan)
+        most = max(sum(map(geometry.blocks_for, _widths(measurement.shape))) for measurement in plan)
+        self.blocks = max(LEAST_BLOCKS, most)
         self.runner = ModelRunner(loaded, allocate_cache(geometry, self.blocks, loaded.device))
         self.clocks: Counter[str] = Counter()
         self._geometry, self._sampler = geometry, Sampler()

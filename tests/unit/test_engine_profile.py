@@ -35,6 +35,7 @@ from alignedserve.scheduler.cost.load import default_hardware, load_step_cost
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.simulator.hardware import Hardware
+from alignedserve.testing.models import make_model
 
 SHAPE = ModelShape(layers=4, heads=8, kv_heads=4, head_dim=16, itemsize=4)
 
@@ -198,6 +199,13 @@ def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
     assert sum(fit["passes_by_clock"].values()) > 0
     assert fit["quiet"] == (fit["other_work_share"] <= QUIET_SHARE)
     assert load_step_cost(out, "no_split").step_s((), [100] * 4) > 0.0
+
+
+def test_a_model_of_few_positions_is_profiled(tmp_path: Path) -> None:
+    model, out = make_model("llama", tmp_path / "short", seed=1, max_position_embeddings=96), tmp_path / "short.json"
+    arguments = ("--model", str(model), "--dtype", "float32", "--device", "cpu", "--seconds", "0.1", "--out", str(out))
+    assert main(["profile", *arguments]) == 0
+    assert load_step_cost(out).step_s((), [90] * 64) > 0.0
 
 
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
