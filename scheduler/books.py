@@ -115,7 +115,7 @@ class Books:
         self._detach(record)
         record.kv_tokens, record.blocks, record.pool_tokens = kv_tokens, blocks, kv_tokens
         record.prefill_id = record.decode_id = ""
-        record.recalled = False
+        record.moved, record.recalled = record.moved or record.recalled, False
         self.table.move(record, RequestState.WAITING, now_s)
         self.in_pool[record.key] = record
         self.clock.start(record.key, since_s, record.meta.wait_objective_s)
@@ -150,6 +150,7 @@ class Books:
         """PREFETCHED -> DECODING: its copy in the pool could go now."""
         self._detach(record)
         self.clock.decode(record.key, now_s)
+        record.moved = record.recalled = False
         record.prefill_id = ""
         self.table.move(record, RequestState.DECODING, now_s)
         decode = self.instances.decode[record.decode_id]

@@ -76,6 +76,7 @@ class DecodeView:
     candidate_blocks: dict[BufferKind, int] = field(default_factory=lambda: dict.fromkeys(BufferKind, 0))
     overdue: dict[RequestKey, float] = field(default_factory=dict)  # in its candidate batch, or sent alone: when due
     decoding: dict[RequestKey, Record] = field(default_factory=dict)
+    asked_back: list[Record] = field(default_factory=list)  # from other instances, for this one
     joined_blocks: int = 0  # since the last report
     bounced: bool = False  # it gave something back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
@@ -154,6 +155,10 @@ class DecodeView:
         growth = -(-config.decode.join_iterations // block_size) + 1  # and one for the watermark
         coming = sum(self.candidate_blocks.values()) + self.joined_blocks
         return self.report.cache_free_blocks - coming - growth * self.size
+
+    def has_room(self, config: Config, block_size: int, blocks: int) -> bool:
+        """Whether a request of so many blocks could join behind everything that is on its way here."""
+        return self.size < config.decode.max_running and self.free_blocks(config, block_size) >= blocks
 
 
 @dataclass(slots=True)

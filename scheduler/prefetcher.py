@@ -19,6 +19,7 @@ from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.instances import DecodeView, PrefillView
 from alignedserve.scheduler.policies.base import Entry, InstanceState
+from alignedserve.scheduler.rebalance import Rebalancer
 from alignedserve.scheduler.request_table import Record, RequestState
 from alignedserve.scheduler.waiting import join_range
 
@@ -33,6 +34,7 @@ class Prefetcher:
         self._instances = books.instances
         self._policy = books.policy
         self._clock = books.clock
+        self._rebalancer = Rebalancer(books)
         self._last_batch_id = 0
 
     def place(self, record: Record, now_s: float) -> None:
@@ -44,6 +46,8 @@ class Prefetcher:
         if record.state is not RequestState.WAITING:
             return
         nearest = self._nearest(decodes, record.kv_tokens)
+        if record.moved:  # it was asked back from a full instance: not at once to one again
+            nearest = [decode for decode in nearest if decode.has_room(self._config, self._block_size, record.blocks)]
         for decode in nearest:
             lengths = self._range(decode)
             if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
@@ -61,19 +65,11 @@ class Prefetcher:
         if decode.report is None or decode.decode_id in self._instances.draining:
             return
         if not self._policy.totals()[0]:
-            if decode.idle:
-                self._ask_back()
+            self._rebalancer.ask_back(decode, now_s)
             return
         if self._takes_late(decode):
             self._late_matches(decode, now_s)
         self._next_batch(decode, now_s)
-
-    def _ask_back(self) -> None:
-        """An instance is idle and the pool is empty: candidates that wait for a full instance had better come here."""
-        for full in self._instances.open_decode():
-            waiting = [*full.candidates[BufferKind.BATCH].values()]
-            if waiting and full.free_blocks(self._config, self._block_size) < 0:
-                self._books.recall(waiting[len(waiting) // 2 :])
 
     def mark_overdue(self, records: Sequence[Record], now_s: float) -> None:
         """These passed the threshold while they were prefetched: tell their decode instances."""
@@ -183,8 +179,7 @@ class Prefetcher:
         """Whether the instance is idle, or has room now and was sent nothing for `flush_after_s`."""
         return decode.idle or (
             now_s - decode.batch_sent_s >= self._config.scheduler.flush_after_s
-            and decode.size < self._config.decode.max_running
-            and decode.free_blocks(self._config, self._block_size) >= blocks
+            and decode.has_room(self._config, self._block_size, blocks)
         )
 
     def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:

@@ -57,6 +57,7 @@ class Record:
     first_token_due_s: float = 0.0  # when its prefill was predicted to be done; 0: nothing is to be learnt from it
     cancelled: bool = False  # its end has been asked for
     recalled: bool = False  # it has been asked back from its decode instance
+    moved: bool = False  # it came back when it was asked, and has not joined since
 
     @property
     def key(self) -> RequestKey:

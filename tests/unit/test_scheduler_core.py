@@ -233,6 +233,54 @@ def test_candidates_of_a_full_instance_are_asked_back_for_an_idle_one():
     assert (prefetch.decode_id, prefetch.keys) == (idle, batch.keys[2:])
 
 
+def _cell_with_a_late_candidate_of_a_full_instance():
+    """Both instances are full; (cell, the one that has the candidate, the other)."""
+    cell = Cell(decodes=2)
+    for decode_id in "d0", "d1":
+        cell.make_busy(decode_id, name="runs")
+    (late,) = only(cell.wait("late", 10), Prefetch)
+    assert late.buffer is REQUESTS
+    return cell, late.decode_id, "d1" if late.decode_id == "d0" else "d0"
+
+
+def _report(decode_id, free):
+    return decode_report(decode_id, free=free, running=1, shortest=10, longest=10, batch_id=1)
+
+
+def test_a_late_candidate_of_a_full_instance_is_asked_back_once_for_one_that_has_room():
+    cell, full, other = _cell_with_a_late_candidate_of_a_full_instance()
+    assert only(cell.do(_report(other, free=90)), Recall) == []  # it may not have been announced yet
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall) == [Recall(full, (key("late"),))]
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall) == []
+    (prefetch,) = only(cell.do(ev.Returned(key("late"), 10, 3)), Prefetch)
+    assert (prefetch.decode_id, prefetch.keys) == (other, (key("late"),))
+    cell.do(_report(other, free=0), after_s=0.2)
+    assert only(cell.do(_report(full, free=90), after_s=0.2), Recall) == []
+
+
+def test_a_late_candidate_that_joins_while_it_is_asked_back_stays():
+    cell, full, other = _cell_with_a_late_candidate_of_a_full_instance()
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall)
+    assert only(cell.do(ev.Joined(full, (key("late"),))), Prefetch) == []
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall) == []
+    assert cell.states() == {"decoding": 3}
+
+
+def test_one_that_was_asked_back_in_vain_is_not_asked_back_again():
+    cell, full, other = _cell_with_a_late_candidate_of_a_full_instance()
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall)
+    cell.do(_report(other, free=0))
+    (prefetch,) = only(cell.do(ev.Returned(key("late"), 10, 3)), Prefetch)
+    assert prefetch.decode_id == full
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall) == []
+
+
+def test_late_candidates_are_not_asked_back_where_their_own_instance_has_room():
+    cell, full, other = _cell_with_a_late_candidate_of_a_full_instance()
+    cell.do(_report(full, free=90))
+    assert only(cell.do(_report(other, free=90), after_s=0.2), Recall) == []
+
+
 def test_an_idle_instance_does_without_the_buffers_when_they_are_full():
     cell = Cell(decodes=2, batch=14)
     cell.make_busy("d0", (10, 10), free=0)

@@ -209,3 +209,14 @@ def test_a_request_goes_by_the_objective_that_its_trace_gives_it() -> None:
 
     assert wait_s(0.0) > 1.0
     assert 0.02 < wait_s(0.02) < 0.1
+
+
+def test_nobody_waits_for_a_full_instance_while_another_has_room() -> None:
+    """Two instances of two slots: one runs 900 tokens twice, the other soon nothing."""
+    first = [(0.002 * number, 16, output) for number, output in enumerate((10, 10, 900, 900))]
+    late = [(0.02 + 0.002 * number, 16, 8) for number in range(3)]
+    config = replace(small_config(), decode=DecodeConfig(max_running=2, join_iterations=4))
+    machine = hardware(kv_tokens=8000, pool_tokens=20000)
+    instances = {"prefill_instances": 2, "decode_instances": 2}
+    result = run(workload(*first, *late), SYSTEMS["aligned"], config, machine, **instances)
+    assert max(request.pool_wait_s for request in result.requests) < 0.5  # the long ones run for more than 4 s

@@ -1,0 +1,77 @@
+"""Candidates that wait for a full decode instance, while another has room and the pool is empty, are asked back.
+
+They return to the pool, and from there go where there is room. Until it has given one back, its decode instance
+decides about it: one that joins meanwhile stays. Nobody moves a second time before it has joined, so nothing goes back
+and forth.
+"""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.books import Books
+from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.instances import DecodeView
+from alignedserve.scheduler.request_table import Record, RequestState
+
+PREFETCHED = RequestState.PREFETCHED
+
+
+class Rebalancer:
+    """Asks back for instances that have room and nothing on its way to them."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._config = books.config
+        self._block_size = books.block_size
+        self._instances = books.instances
+
+    def ask_back(self, decode: DecodeView, now_s: float) -> None:
+        """The pool has nothing for this instance: what waits for full ones had better come here."""
+        if decode.idle:
+            self._halve_batches()
+        if len(self._instances.decode) < 2 or decode.size >= self._config.decode.max_running:
+            return
+        if any(decode.candidates.values()):
+            return
+        pending = [record for record in decode.asked_back if record.recalled and record.state is PREFETCHED]
+        slots = self._config.decode.max_running - decode.size - len(pending)
+        room = decode.free_blocks(self._config, self._block_size) - sum(record.blocks for record in pending)
+        found: list[Record] = []
+        for full in self._instances.open_decode():
+            for record in self._stranded(full, now_s):
+                if len(found) < slots and record.blocks <= room:
+                    found.append(record)
+                    room -= record.blocks
+        if found:
+            decode.asked_back = pending + found
+            self._books.recall(found)
+
+    def _halve_batches(self) -> None:
+        """Half of each candidate batch that waits for a full instance."""
+        for full in self._instances.open_decode():
+            waiting = [*full.candidates[BufferKind.BATCH].values()]
+            if waiting and full.free_blocks(self._config, self._block_size) < 0:
+                self._books.recall(waiting[len(waiting) // 2 :])
+
+    def _stranded(self, full: DecodeView, now_s: float) -> list[Record]:
+        """Late candidates that an instance has no room for, the last that came first.
+
+        Only those sent at least a tick ago: the others may not have been announced there, which would miss the recall.
+        """
+        late = full.candidates[BufferKind.REQUESTS]
+        if not late:
+            return []
+        too_many = len(full.decoding) + len(late) - self._config.decode.max_running
+        # Late candidates join before the batch, which therefore takes no room from them.
+        free = full.free_blocks(self._config, self._block_size) + full.candidate_blocks[BufferKind.BATCH]
+        settled_s = now_s - self._config.scheduler.tick_s
+        found = []
+        for record in reversed(late.values()):
+            if too_many <= 0 and free >= 0:
+                break
+            if record.moved or record.entered_s[PREFETCHED] > settled_s:
+                continue
+            if not record.recalled:  # else it is on its way back
+                found.append(record)
+            too_many -= 1
+            free += record.blocks
+        return found
