@@ -23,10 +23,15 @@ from alignedserve.testing.linear_cost import LinearStepCost
 
 SYSTEMS = {name: System(name, Topology.DISAGGREGATED, "", "") for name in ("aligned", "fcfs")}
 NO_PREFETCH = System("fcfs", Topology.DISAGGREGATED, "", "", {"cluster.prefetch": False})
+ALL_SYSTEMS = [
+    System(name, Topology.DISAGGREGATED, "", "", settings)
+    for name in ("aligned", "aligned-cost", "fcfs")
+    for settings in ({}, {"cluster.prefetch": False})
+]
 COST = LinearStepCost()
 
 
-def workload(*shapes: tuple[float, int, int]) -> Workload:
+def workload(*shapes: tuple[float, int, int] | tuple[float, int, int, float]) -> Workload:
     return Workload(tuple(Arrival(f"r{number}", *shape) for number, shape in enumerate(shapes)))
 
 
@@ -55,8 +60,9 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
     shapes, now_s = [], 0.0
     for gap_s in times:
         now_s += gap_s
-        shapes.append((now_s, draw(prompts), draw(st.integers(1, 120))))
-    system = draw(st.sampled_from([*SYSTEMS.values(), NO_PREFETCH]))
+        objective_s = draw(st.sampled_from([0.0, 0.0, 0.02, 0.3]))
+        shapes.append((now_s, draw(prompts), draw(st.integers(1, 120)), objective_s))
+    system = draw(st.sampled_from(ALL_SYSTEMS))
     config = small_config(
         starvation_after_s=draw(st.sampled_from([0.05, 0.5, 5.0])),
         max_batch_share=draw(st.sampled_from([0.1, 0.4, 1.0])),
