@@ -17,7 +17,7 @@ from typing import Any
 
 from mixed_load import MixedLoad, Streamed, run
 
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
 
 
 def measure(policy: str, load: MixedLoad, options: argparse.Namespace) -> dict[str, float]:

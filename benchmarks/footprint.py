@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

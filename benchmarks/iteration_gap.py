@@ -18,8 +18,8 @@ from typing import Any
 
 from mixed_load import MixedLoad, run, scrape
 
-from alignedserve.testing.metrics import value
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.control.samples import value
 
 GAP = "alignedserve_iteration_gap_seconds"
 BOUNDS_S = ("0.001", "0.002", "0.003", "0.005", "0.01", "0.02")

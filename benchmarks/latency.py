@@ -18,14 +18,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.control.samples import value
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.engine.sampling import Sampler, SampleRow
 from alignedserve.model import resolve_model
 from alignedserve.request import SamplingParams
-from alignedserve.testing.metrics import value
-from alignedserve.testing.serving import ServeProcess
 
 BLOCK_SIZE = 16
 

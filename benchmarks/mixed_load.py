@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
 
 VOCABULARY = (10, 2000)  # ids that every model of ours has
 

@@ -1,15 +1,15 @@
 """This machine against its simulation: profiled, put under load in the cluster, and its request log replayed.
 
-`alignedserve profile` measures the machine, idle. Then one prefill and one decode instance serve mixed lengths with
-Poisson arrivals at a share of the capacity, which a crowd of the same kind measures first, and `alignedserve simulate`
-replays the requests that `--request-log` noted, with the profile and with the stores that the cluster said it has.
-Nothing is fitted on that run. On a quiet machine:
+`alignedserve profile` measures the machine: passes alone, and in a small cluster under a load of its own. Then one
+prefill and one decode instance serve mixed lengths with Poisson arrivals at a share of the capacity, which a crowd of
+the same kind measures first, and `alignedserve simulate` replays the requests that `--request-log` noted, with the
+profile and with the stores that the cluster said it has. Nothing is fitted on that run. On a quiet machine:
 
     python benchmarks/own_truth.py --requests 300 --json own_truth.json
 
-The simulator gives each instance a machine of its own, so each worker gets its own cores here (`--threads`, half of
-them by default). Gateway, proxy, scheduler and this load share them, which is not simulated: on two cores `--share` is
-to stay where that is bearable. Time to first token is from the submission to the scheduler to the token's arrival at
+Each worker computes with `--threads` of the cores (half of them by default). Gateway, proxy, scheduler and this load
+share them, which the profile's slowdowns stand for: a client that takes more of the machine than this one, or less,
+slows passes by more, or less. Time to first token is from the submission to the scheduler to the token's arrival at
 the gateway: to the simulated one two messages are added, as long as the profile says.
 """
 
@@ -32,13 +32,13 @@ from typing import Any
 
 from mixed_load import MixedLoad, scrape
 
+from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import has_effect
 from alignedserve.testing.open_loop import Load, Outcome, drive_apart
-from alignedserve.testing.serving import ServeProcess
 
 AIM = 0.1
 LISTEN_S = 3.0

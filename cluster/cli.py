@@ -131,6 +131,7 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     _add_configuration(profile)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
     profile.add_argument("--seconds", type=float, default=60.0, metavar="S", help="measure for so long (default 60)")
+    profile.add_argument("--no-cluster", action="store_true", help="only passes alone: no small cluster that serves")
     from alignedserve.simulator.options import SUMMARY, add_options
 
     add_options(add("simulate", SUMMARY))
@@ -188,7 +189,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         case "profile":
             from alignedserve.cluster.profile_command import run_profile
 
-            return run_profile(_configuration(options), options.out, options.seconds)
+            return run_profile(_configuration(options), options.out, options.seconds, not options.no_cluster)
         case "simulate":
             from alignedserve.simulator.cli import simulate_command
 

@@ -21,11 +21,16 @@ from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import ConfigError
 
+PASSES_SHARE = 0.55  # of the time, for passes alone; the rest for passes in a cluster
+LEAST_CLUSTER_S = 4.0
 LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
 
 
-def run_profile(config: Config, out: str, limit_s: float) -> int:
-    """Writes the file whole or not at all. Raises ConfigError where that, or the measuring, cannot be; ModelError."""
+def run_profile(config: Config, out: str, limit_s: float, in_cluster: bool = True) -> int:
+    """Writes the file whole or not at all. Raises ConfigError where that, or the measuring, cannot be; ModelError.
+
+    `in_cluster`: serve in a small cluster too, for what its processes take from each other (not on a GPU).
+    """
     if not (math.isfinite(limit_s) and limit_s >= LEAST_S):
         raise ConfigError(f"--seconds must be at least {LEAST_S:g}, not {limit_s:g}")
     path = Path(out)
@@ -33,11 +38,17 @@ def run_profile(config: Config, out: str, limit_s: float) -> int:
         raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
     device = resolve_device(config, count_gpus())
     print(f"measuring {config.model.path} for about {limit_s:g} s", file=sys.stderr)
+    in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
     with environment_of_a_worker(config):
-        content = _measure(config, device, limit_s)
+        content = _measure(config, device, limit_s * (PASSES_SHARE if in_cluster else 1.0))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    try:
+        _write(beside, content)
+        if in_cluster:
+            _add_cluster(config, content, beside, limit_s * (1.0 - PASSES_SHARE))
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
     fit = content["fit"]
     if not fit["quiet"]:
         print(
@@ -48,8 +59,33 @@ def run_profile(config: Config, out: str, limit_s: float) -> int:
     for what, errors in fit.items():
         if isinstance(errors, dict) and "mean" in errors:
             print(f"{what}: mean error {errors['mean']:.1%}, P90 {errors['p90']:.1%} of {errors['rows']} passes")
+    if in_cluster:
+        times = content["hardware"]
+        print(
+            "in a cluster on this machine: prefill passes take {prefill_slowdown:.2f} times as long, beside a decode "
+            "{prefill_slowdown_beside:.2f}; decode {decode_slowdown:.2f}, beside a prefill "
+            "{decode_slowdown_beside:.2f}; a message {milliseconds:.2f} ms".format(
+                **times, milliseconds=times["message_s"] * 1e3
+            )
+        )
     print(f"wrote {out}; use it with --cost-model {out}")
     return 0
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _add_cluster(config: Config, content: dict[str, Any], file: Path, limit_s: float) -> None:
+    """To `content` and its `file`: what passes take in a cluster."""
+    from alignedserve.cluster.profile_cluster import measure_in_cluster
+
+    print("measuring what a prefill and a decode instance, pool and gateway take from each other", file=sys.stderr)
+    found = measure_in_cluster(config, content, file, max(limit_s, LEAST_CLUSTER_S))
+    content["hardware"] |= found["hardware"]
+    content["hardware_note"] += "; slowdowns and messages in a small cluster"
+    content["fit"]["cluster"] = found["fit"]
+    _write(file, content)
 
 
 def _measure(config: Config, device: str, limit_s: float) -> dict[str, Any]:

@@ -11,16 +11,22 @@ REPORT_EVERY_S = 0.1
 
 
 class PassMeter:
-    """Adds up passes until somebody takes the sums, `REPORT_EVERY_S` apart at least. From any thread."""
+    """Adds up passes until somebody takes the sums, `REPORT_EVERY_S` apart at least. From any thread.
+
+    `total_s`: seconds of all passes since the start; `predicted_s`: what a cost model said that these would take.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums = pb.Passes()
         self._taken_s = 0.0
+        self.total_s = self.predicted_s = 0.0
 
-    def add(self, tokens: int, cached_tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0) -> None:
         """One pass: see `alignedserve.scheduler.cost_model.Passes`."""
         with self._lock:
+            self.total_s += seconds
+            self.predicted_s += predicted_s
             self._sums.passes += 1
             self._sums.tokens += tokens
             self._sums.cached_tokens += cached_tokens

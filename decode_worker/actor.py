@@ -80,6 +80,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             "decode_running": status.running,
             "decode_iterations_total": status.iterations,
             "decode_switch_iterations_total": status.switch_iterations,
+            "decode_seconds_total": instance.compute.pass_meter.total_s,
             "decode_evictions_total": status.evictions,
             "decode_shortest_tokens": status.shortest_tokens,
             "decode_longest_tokens": status.longest_tokens,

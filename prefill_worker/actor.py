@@ -101,6 +101,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         counters = {
             "prefill_pending_tokens": instance.compute.pending_tokens,
             "prefill_passes_total": passes,
+            "prefill_seconds_total": instance.compute.pass_meter.total_s,
+            "prefill_predicted_seconds_total": instance.compute.pass_meter.predicted_s,
             "prefill_repeated_tokens_total": instance.compute.repeated_tokens,
             "prefill_reused_tokens_total": instance.compute.reused_tokens,
         }

@@ -22,6 +22,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
@@ -97,7 +98,8 @@ class PrefillInstance:
             route = Route(fetch, base.block_ids, base.checksums)
             return self.copier.copy([route, route], block_ids, key.request_id)
 
-        compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, bring, self._post)
+        cost = configured_cost(config.scheduler)
+        compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, bring, self._post, cost)
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
         self.compute.start()

@@ -25,6 +25,7 @@ from alignedserve.errors import AlignedServeError, CancelledError, TransferError
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
 from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
@@ -101,8 +102,10 @@ class PrefillLoop:
         tokenizer: Tokenizer | None,
         fetch: Fetch,
         post: Callable[[Computed], None],
+        cost: StepCost | None = None,
     ) -> None:
         """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache."""
+        self._cost = cost
         self._prefill_id = prefill_id
         self._runner = runner
         self._sampler = Sampler()
@@ -297,9 +300,16 @@ class PrefillLoop:
         else:
             self._take(plan, items, logits, outcome)
             tokens, cached = sum(chunk.count for chunk in plan), sum(chunk.start for chunk in plan)
-            self.pass_meter.add(tokens, cached, time.perf_counter() - begun_s)
+            seconds = time.perf_counter() - begun_s
+            self.pass_meter.add(tokens, cached, seconds, self._predicted_s(plan))
         self.passes += 1
         self._post(outcome)
+
+    def _predicted_s(self, plan: Sequence[Chunk]) -> float:
+        """0 without a cost model."""
+        if self._cost is None:
+            return 0.0
+        return self._cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
 
     def _take(
         self, plan: Sequence[Chunk], items: Sequence[ForwardItem], logits: torch.Tensor, outcome: Computed

@@ -145,6 +145,10 @@ class Cell:
         """The prefill instances through whose buffers it is prefetched for."""
         return self._pairs[decode_id]
 
+    def neighbour(self, prefill_id: str) -> DecodeInstance | None:
+        """The decode instance on the same machine: that of the same number, where there is one."""
+        return self.decodes.get(prefill_id.replace("prefill", "decode"))
+
     def request(self, key: RequestKey) -> Replayed:
         """In whatever epoch it is by now."""
         return self.requests[key.request_id]

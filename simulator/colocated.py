@@ -22,6 +22,7 @@ from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.systems import Option, System, scheduler_class, with_options
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.results import RequestResult, RunResult
+from alignedserve.simulator.slowed import SlowedCost
 from alignedserve.simulator.steps import StepRecorder, merge
 from alignedserve.simulator.workload import Workload
 
@@ -90,7 +91,8 @@ class _Simulation:
         routing: str,
         leap: bool,
     ) -> None:
-        self._hardware, self._cost, self._leap, self._routing = hardware, cost, leap, routing
+        self._hardware, self._leap, self._routing = hardware, leap, routing
+        self._cost = SlowedCost.of(cost, hardware.decode_slowdown)
         self._random = random.Random(seed)
         self._turn = 0
         self._system, self._options, self._seed = system, options, seed

@@ -27,6 +27,7 @@ from alignedserve.simulator.clock import Event
 from alignedserve.simulator.leap import Leap
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
+from alignedserve.simulator.slowed import SlowedCost
 from alignedserve.simulator.steps import StepRecorder
 
 if TYPE_CHECKING:
@@ -62,7 +63,13 @@ class DecodeInstance:
         self._begun: dict[RequestKey, int] = {}  # of what runs: its first pass
         self._due: dict[RequestKey, int] = {}  # and how many passes there will have been when it ends
         self._keys: list[RequestKey] = []  # what runs in the pass under way
-        self._leap = Leap(cost, gap_s, leap)
+        self._leap = Leap(gap_s, leap)
+        hardware = cell.hardware
+        self._cost = SlowedCost.of(cost, hardware.decode_slowdown)
+        self._cost_beside = self._cost  # while its machine's prefill instance computes
+        if hardware.decode_slowdown_beside != hardware.decode_slowdown:
+            self._cost_beside = SlowedCost.of(cost, hardware.decode_slowdown_beside)
+        self._beside = False
         self._wake: Event | None = None  # the next boundary
         self._moves = 0  # requests that came, went or began
         self._reported: tuple[int, ...] = ()
@@ -136,6 +143,18 @@ class DecodeInstance:
         for prefill in paired:
             prefill.top_up_lease(self.name)
         self.scheduler.set_requests_buffer_lease(max((p.buffers.leased_blocks(self.name) for p in paired), default=0))
+
+    # its machine
+
+    @property
+    def computing(self) -> bool:
+        return bool(self._keys)
+
+    def set_beside(self, beside: bool) -> None:
+        """Whether its machine's prefill instance computes from now on."""
+        changed, self._beside = beside != self._beside, beside
+        if changed and self._keys and self._cost_beside is not self._cost:
+            self._interrupt()
 
     # boundaries
 
@@ -211,7 +230,8 @@ class DecodeInstance:
                 most += self.scheduler.quiet_iterations(min(MOST_LEAP, passes_left) - 1)
         until_s = self.scheduler.deadline_s() - DEADLINE_MARGIN_S
         lengths = [item.kv_tokens for item in plan.run]
-        end_s = self._leap.begin(self._clock.now_s, lengths, most, until_s, plan.switching, same)
+        cost = self._cost_beside if self._beside else self._cost
+        end_s = self._leap.begin(self._clock.now_s, cost, lengths, most, until_s, switching=plan.switching, same=same)
         self._wake = self._clock.at(end_s, self._boundary, rank=self._rank)
 
     def _follow(self, keys: Sequence[RequestKey]) -> None:

@@ -12,6 +12,10 @@ class Hardware:
     `kv_tokens`: cache of a decode (or colocated) instance; a prefill instance's own cache and its two candidate
     buffers are shares of the same memory. `message_s`: one control message. `host_overhead_s`: what an engine
     adds to every pass.
+
+    Slowdowns: how many times as long a pass takes in a cluster as the cost model says, because processes share a
+    machine's cores and caches; `..._beside`: one that begins while its neighbour of the other role computes. Neighbours
+    are the prefill and the decode instance of the same number. A colocated instance has none, and `decode_slowdown`.
     """
 
     kv_tokens: int
@@ -25,3 +29,7 @@ class Hardware:
     copy_latency_s: float = 20e-6
     message_s: float = 200e-6
     host_overhead_s: float = 0.0
+    prefill_slowdown: float = 1.0
+    prefill_slowdown_beside: float = 1.0
+    decode_slowdown: float = 1.0
+    decode_slowdown_beside: float = 1.0

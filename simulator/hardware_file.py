@@ -27,6 +27,10 @@ _DOCS = {
     "copy_latency_s": "seconds before a copy's first byte",
     "message_s": "seconds of a control message",
     "host_overhead_s": "seconds that an engine adds to every pass",
+    "prefill_slowdown": "how many times as long a prefill pass takes in a cluster as the cost model says",
+    "prefill_slowdown_beside": "the same where it begins while its machine's decode instance computes",
+    "decode_slowdown": "how many times as long a decode (or colocated) pass takes in a cluster",
+    "decode_slowdown_beside": "the same where it begins while its machine's prefill instance computes",
 }
 # By key. Far beyond any machine, and still what the tables of a store and the digits of a float hold.
 _MOST = {
@@ -36,10 +40,25 @@ _MOST = {
     "copy_latency_s": 3600,
     "message_s": 3600,
     "host_overhead_s": 3600,
+    "prefill_slowdown": 1e6,
+    "prefill_slowdown_beside": 1e6,
+    "decode_slowdown": 1e6,
+    "decode_slowdown_beside": 1e6,
 }
 _MOST_OF_ANY = 10**18
 _MOST_BLOCKS = 1 << 24  # of one store: each is an entry of a table
-_POSITIVE = ("kv_tokens", "kv_bytes_per_token", "pool_tokens", "block_size", "pool_bandwidth", "peer_bandwidth")
+_POSITIVE = (
+    "kv_tokens",
+    "kv_bytes_per_token",
+    "pool_tokens",
+    "block_size",
+    "pool_bandwidth",
+    "peer_bandwidth",
+    "prefill_slowdown",
+    "prefill_slowdown_beside",
+    "decode_slowdown",
+    "decode_slowdown_beside",
+)
 
 
 def default_hardware(of_cost_model: Mapping[str, float | int]) -> Hardware:

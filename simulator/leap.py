@@ -12,10 +12,10 @@ from alignedserve.simulator.steps import StepRecorder
 class Leap:
     """The passes of which the first is under way. `done` of them have ended and are recorded."""
 
-    def __init__(self, cost: StepCost, gap_s: float, several: bool) -> None:
+    def __init__(self, gap_s: float, several: bool) -> None:
         self.ends_s: list[float] = []
         self.done = 0
-        self._cost = cost
+        self._cost: StepCost | None = None  # that the times are of
         self._gap_s = gap_s
         self._several = several
         self._seconds: list[float] = []
@@ -24,22 +24,31 @@ class Leap:
         self._switching = False
 
     def begin(
-        self, now_s: float, lengths: Sequence[int], passes: int, until_s: float, switching: bool, same: bool
+        self,
+        now_s: float,
+        cost: StepCost,
+        lengths: Sequence[int],
+        passes: int,
+        until_s: float,
+        *,
+        switching: bool,
+        same: bool,
     ) -> float:
         """At most `passes` from now on, up to the first that ends at `until_s` or later. When the last of them ends.
 
         `same`: the requests are those of the passes before, so what was asked of the cost model for those holds.
         """
-        spare = self._seconds[self.done :] if same else []
+        spare = self._seconds[self.done :] if same and cost is self._cost else []
+        self._cost = cost
         if len(spare) >= passes:
             self._seconds = spare
             self._balanced_s = self._balanced_s[self.done :]
         elif self._several:
-            self._seconds = self._cost.run_s(lengths, passes)
-            self._balanced_s = self._cost.balanced_run_s(lengths, passes)
+            self._seconds = cost.run_s(lengths, passes)
+            self._balanced_s = cost.balanced_run_s(lengths, passes)
         else:
-            self._seconds = [self._cost.step_s((), lengths)]
-            self._balanced_s = [self._cost.balanced_step_s((), lengths)]
+            self._seconds = [cost.step_s((), lengths)]
+            self._balanced_s = [cost.balanced_step_s((), lengths)]
         self.done = 0
         self.ends_s = ends_s = []
         end_s = now_s

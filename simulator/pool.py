@@ -101,7 +101,8 @@ class Pool:
             write.fresh = fresh
             self._under_way[write.key] = write
             end_s = transfer(self._cell.clock.now_s, len(fresh) * self._cell.block_bytes, write.link)
-            self._cell.clock.at(end_s, self._written, write)
+            commit_s = 2 * self._cell.hardware.message_s  # the word to the pool's process, and its answer
+            self._cell.clock.at(end_s + commit_s, self._written, write)
             served.append(write)
         if served:
             self._changed()

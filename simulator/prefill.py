@@ -16,6 +16,7 @@ from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
+from alignedserve.simulator.slowed import SlowedCost
 from alignedserve.simulator.steps import StepRecorder
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class PrefillInstance:
         self.lease_blocks = 0  # of the requests buffer, for each decode instance; 0: none is paired
         self.gap_s = cell.hardware.host_overhead_s  # before each pass
         self._cell = cell
-        self._cost = cost
+        self._cost = SlowedCost.of(cost, cell.hardware.prefill_slowdown)
+        self._cost_beside = SlowedCost.of(cost, cell.hardware.prefill_slowdown_beside)
         self._busy = False
         self._giving_back: set[RequestKey] = set()
         self._reported: tuple[int, int, int] | None = None
@@ -77,7 +79,12 @@ class PrefillInstance:
         if not plan:
             return
         self._busy = True
-        seconds = self._cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
+        neighbour = self._cell.neighbour(self.name)
+        beside = neighbour is not None and neighbour.computing
+        if neighbour is not None:
+            neighbour.set_beside(True)
+        cost = self._cost_beside if beside else self._cost
+        seconds = cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
         start_s = clock.now_s + self.gap_s
         tokens = cached = 0
         for chunk in plan:
@@ -100,6 +107,9 @@ class PrefillInstance:
                 self._offload(chunk.key)
         self.report()
         self._compute()
+        neighbour = self._cell.neighbour(self.name)
+        if neighbour is not None and not self._busy:
+            neighbour.set_beside(False)
 
     def _offload(self, key: RequestKey) -> None:
         """The prompt's first token is there; its KV goes to the pool."""

@@ -13,9 +13,9 @@ import sys
 
 import pytest
 
+from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.testing.chaos import HEADER, Chaos, Round, table
 from alignedserve.testing.reference import random_prompts
-from alignedserve.testing.serving import ServeProcess
 
 STREAMS = 32
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "supervisor", "node_agent")

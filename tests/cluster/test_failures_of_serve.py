@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from alignedserve.client import AsyncClient, CancelledError, UnavailableError
-from alignedserve.testing.metrics import value
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.control.samples import value
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from alignedserve.testing.metrics import value
-from alignedserve.testing.serving import ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.control.samples import value
 
 pytestmark = pytest.mark.cluster
 

@@ -23,11 +23,11 @@ from openai import AsyncOpenAI, OpenAI
 
 from alignedserve.client import AuthenticationError, Client
 from alignedserve.client.calls import open_stub
+from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.control.samples import value
 from alignedserve.proto import inference_pb2 as inf
-from alignedserve.testing.metrics import value
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
-from alignedserve.testing.serving import ServeProcess
 
 pytestmark = pytest.mark.cluster
 

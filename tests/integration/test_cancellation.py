@@ -15,12 +15,12 @@ import pytest_asyncio
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.control.samples import value
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.testing.callers import Callers
 from alignedserve.testing.gateway_process import GatewayProcess
-from alignedserve.testing.metrics import value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

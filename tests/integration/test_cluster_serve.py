@@ -21,7 +21,8 @@ import pytest
 
 from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.processes import is_alive
-from alignedserve.testing.serving import FakeServeProcess, ServeProcess
+from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.testing.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

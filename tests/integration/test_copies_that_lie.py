@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.scheduler.pool_audit import SETTLE_S
 from alignedserve.testing.faulty_channel import FaultPlan, fault_environment
 from alignedserve.testing.gateway import http_to, joined_gateway
-from alignedserve.testing.metrics import value
 from alignedserve.testing.models import VOCAB_SIZE, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 

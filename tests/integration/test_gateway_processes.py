@@ -18,9 +18,9 @@ import pytest_asyncio
 from alignedserve.client import AsyncClient, Chunk, UnavailableError
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.testing.callers import Callers
 from alignedserve.testing.gateway_process import GatewayProcess
-from alignedserve.testing.metrics import value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

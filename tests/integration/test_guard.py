@@ -24,6 +24,7 @@ from alignedserve.cluster.cli import main
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.rpc import MAX_MESSAGE_BYTES, TOKEN_KEY
+from alignedserve.control.samples import value
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.gateway.standalone import StandaloneGateway
 from alignedserve.proto import (
@@ -39,7 +40,6 @@ from alignedserve.proto import (
 )
 from alignedserve.testing import nonsense
 from alignedserve.testing.gateway import joined_gateway
-from alignedserve.testing.metrics import value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -13,10 +13,10 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.runtime_dir import cluster_dir
 from alignedserve.config_sources import load
+from alignedserve.control.samples import value
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import FOLDER_VARIABLE, served_settings
 from alignedserve.testing.driver import Answer, Driver
-from alignedserve.testing.metrics import value
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from alignedserve.testing.traced_roles import TRACE

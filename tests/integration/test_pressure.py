@@ -11,12 +11,12 @@ import pytest
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import SamplingParams
 from alignedserve.sizing import GIB
 from alignedserve.testing.driver import Answer, Driver
-from alignedserve.testing.metrics import value
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 

@@ -10,10 +10,10 @@ import pytest
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.request import SamplingParams
 from alignedserve.testing.driver import Answer, Driver
-from alignedserve.testing.metrics import value
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 

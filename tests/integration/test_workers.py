@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.control.samples import value
 from alignedserve.errors import InvalidRequestError
 from alignedserve.request import SamplingParams
 from alignedserve.testing.driver import Driver
-from alignedserve.testing.metrics import value
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.testing.reference import greedy, load_reference, logprobs, random_prompts
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from alignedserve.cluster.records import Record, read_records
-from alignedserve.testing.serving import free_port
+from alignedserve.cluster.serve_process import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -185,7 +185,7 @@ async def test_a_message_takes_a_while_to_another_process() -> None:
 
 def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, waiting = tmp_path / "mine.json", os.environ.get("OMP_WAIT_POLICY")
-    assert main(["profile", "--device", "cpu", "--seconds", "0.1", "--out", str(out)]) == 0
+    assert main(["profile", "--device", "cpu", "--seconds", "0.1", "--no-cluster", "--out", str(out)]) == 0
     assert "decode_fitted: mean error" in capsys.readouterr().out
     cost = load_step_cost(out)
     assert cost.describe()["source"]["model"] == "tiny"

@@ -117,6 +117,13 @@ def test_one_request_alone_takes_its_passes(name):
     assert one.stages_s == {"queue_s": 0.0}
 
 
+def test_a_machine_of_slow_passes():
+    slow = replace(HARDWARE, decode_slowdown=2.0, decode_slowdown_beside=9.0, prefill_slowdown=9.0)
+    workload = workload_of((0.0, 30, 5))
+    usual, slowed = (simulate(workload, "vllm", hardware=machine).requests[0].token_s for machine in (HARDWARE, slow))
+    assert list(slowed) == pytest.approx([2.0 * time_s for time_s in usual])
+
+
 def test_planning_ahead_makes_who_comes_in_between_wait_for_a_pass_more():
     workload = workload_of((0.0, 100, 50), (0.115, 10, 1))
     first = {

@@ -35,9 +35,15 @@ def workload(*shapes: tuple[float, int, int] | tuple[float, int, int, float]) ->
     return Workload(tuple(Arrival(f"r{number}", *shape) for number, shape in enumerate(shapes)))
 
 
-def hardware(**sizes: int) -> Hardware:
-    wanted = {"kv_tokens": 640, "kv_bytes_per_token": 1 << 16, "pool_tokens": 4000, "block_size": 4, **sizes}
-    return Hardware(**wanted)
+def hardware(**sizes: float) -> Hardware:
+    wanted: dict[str, float] = {
+        "kv_tokens": 640,
+        "kv_bytes_per_token": 1 << 16,
+        "pool_tokens": 4000,
+        "block_size": 4,
+        **sizes,
+    }
+    return Hardware(**wanted)  # type: ignore[arg-type]
 
 
 def small_config(**scheduler: object) -> Config:
@@ -72,6 +78,10 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         kv_tokens=draw(st.sampled_from([320, 480, 640, 4000])),
         pool_tokens=draw(st.sampled_from([330, 500, 700, 20000])),
         block_size=draw(st.sampled_from([1, 4, 16])),
+        prefill_slowdown=draw(st.sampled_from([1.0, 1.25])),
+        prefill_slowdown_beside=draw(st.sampled_from([1.0, 1.75])),
+        decode_slowdown=draw(st.sampled_from([1.0, 1.25])),
+        decode_slowdown_beside=draw(st.sampled_from([1.0, 1.5])),
     )
     options = {
         "prefill_instances": draw(st.integers(1, 3)),
@@ -121,6 +131,29 @@ def test_what_no_store_can_hold_is_refused_with_the_reason_and_the_others_are_se
     assert result.counters["refused"] == 1
 
 
+def test_passes_take_longer_beside_those_of_the_same_machine() -> None:
+    """The first prompt is computed while nothing decodes, the second while the first answer grows."""
+    config = replace(small_config(), prefill=PrefillConfig(token_budget=512))
+    slow = {
+        "prefill_slowdown": 2.0,
+        "prefill_slowdown_beside": 3.0,
+        "decode_slowdown": 4.0,
+        "decode_slowdown_beside": 5.0,
+    }
+    load, machine = workload((0.0, 16, 60), (0.2, 400, 1)), hardware(kv_tokens=6400, pool_tokens=8000)
+    first, second = run(load, SYSTEMS["aligned"], config, replace(machine, **slow)).requests
+    assert first.token_s[0] == pytest.approx(machine.message_s + 2.0 * COST.step_s([ChunkShape(16)], ()))
+    begins_s = second.arrival.arrival_s + second.stages_s["queue"]
+    ends_s = second.token_s[0]
+    assert ends_s - begins_s == pytest.approx(3.0 * COST.step_s([ChunkShape(400)], ()))
+    beside = 0
+    for number, (start_s, end_s) in enumerate(itertools.pairwise(first.token_s[1:]), start=17):
+        factor = 5.0 if begins_s <= start_s < ends_s else 4.0
+        beside += factor == 5.0
+        assert end_s - start_s == pytest.approx(factor * COST.step_s((), [number]))
+    assert 0 < beside < 50
+
+
 def test_one_request_takes_what_its_passes_copies_and_messages_take() -> None:
     machine = hardware(kv_tokens=640, pool_tokens=4000)
     result = run(workload((1.0, 16, 3)), SYSTEMS["aligned"], small_config(), machine)
@@ -132,8 +165,8 @@ def test_one_request_takes_what_its_passes_copies_and_messages_take() -> None:
     block_bytes = 4 * machine.kv_bytes_per_token
     pool_copy_s = 4 * block_bytes / machine.pool_bandwidth + machine.copy_latency_s
     peer_copy_s = (4 + 0) * block_bytes / machine.peer_bandwidth + machine.copy_latency_s
-    # Prefilled, Prefetch and the offer are a message each.
-    moved_s = 2 * pool_copy_s + peer_copy_s + 3 * machine.message_s
+    # The commit, its answer, Prefilled, Prefetch and the offer are a message each.
+    moved_s = 2 * pool_copy_s + peer_copy_s + 5 * machine.message_s
     assert request.pool_wait_s == pytest.approx(moved_s)
     assert second_s - first_s == pytest.approx(moved_s + COST.step_s((), [16]))
     assert sum(request.stages_s.values()) == pytest.approx(third_s - 1.0)

@@ -20,8 +20,8 @@ import httpx
 import psutil
 
 from alignedserve.client import AsyncClient
+from alignedserve.control.samples import by_instance, value
 from alignedserve.errors import AlignedServeError
-from alignedserve.testing.metrics import by_instance, value
 
 REPEATED = "alignedserve_prefill_repeated_tokens_total"
 REUSED = "alignedserve_prefill_reused_tokens_total"
