@@ -122,7 +122,7 @@ class Prefetcher:
             prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
         if room <= 0:
             return False
-        self._policy.look_at(_state(decode))
+        self._policy.look_at(_state(decode, self._block_size))
         entries = self._policy.form(self._limits(decode, room), seed, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
@@ -188,7 +188,7 @@ class Prefetcher:
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
             return False
-        self._policy.look_at(_state(decode))
+        self._policy.look_at(_state(decode, self._block_size))
         entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
@@ -302,9 +302,9 @@ class Prefetcher:
         return self._clock.is_overdue(record.key)
 
 
-def _state(decode: DecodeView) -> InstanceState:
+def _state(decode: DecodeView, block_size: int) -> InstanceState:
     report = decode.report
     running = 0 if report is None else report.running
     shortest, longest = (report.shortest_tokens, report.longest_tokens) if report is not None and running else (0, 0)
     mean = min(max(decode.mean_tokens, shortest), longest)
-    return InstanceState(running, shortest, longest, mean, decode.cost)
+    return InstanceState(running, shortest, longest, mean, decode.cost, decode.cache_blocks * block_size)

@@ -1,15 +1,22 @@
-"""Of several candidate batches of similar lengths, the one with the most predicted tokens a second.
+"""Of several candidate batches, the one of which a cost model predicts the most tokens a second.
 
-`aligned` takes the densest range of at least N requests. Here that one is compared, by the predicted time of an
-iteration of what runs and the batch together, with wider and narrower ranges about it, its neighbours, the range
-nearest to what runs, the shortest requests, and the range of the oldest one. Each is a contiguous range within K.
-A batch whose own iterations would miss the objective for TPOT is taken only where all do; then the quickest.
+`aligned` takes the densest range of at least N requests. While nobody is overdue, that one is compared, by the
+predicted time of an iteration of what runs and the batch together, with wider and narrower ranges about it, its
+neighbours, the range nearest to what runs, the shortest requests, and the range of the oldest one. Each is a contiguous
+range within K.
+
+With an overdue request the pool is in arrears: all of it is to be served, so what counts is the work done a second
+(`TokenWorth`). The batch holds the overdue request, and beside it whatever does most: its neighbours, a range near
+what runs or elsewhere, or the oldest requests.
+
+With an objective for TPOT every request within it counts alike: so tokens a second decide, in arrears too. A batch
+whose own iterations would miss it is taken only where all do; then the quickest.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from alignedserve.config import SchedulerConfig
@@ -18,6 +25,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.age_order import AgeOrder
 from alignedserve.scheduler.batch_generator import Selection
 from alignedserve.scheduler.cost.step import StepCost
+from alignedserve.scheduler.cost.worth import FULL, TokenWorth
 from alignedserve.scheduler.policies.aligned import AlignedPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState
 
@@ -36,6 +44,7 @@ class AlignedCostPolicy(AlignedPolicy):
         self._ages = AgeOrder()
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
+        self._worths: dict[tuple[int, int], TokenWorth] = {}  # of `_cost`, by cache and most requests
         if config.cost_model:
             from alignedserve.scheduler.cost.load import configured_cost
 
@@ -43,6 +52,7 @@ class AlignedCostPolicy(AlignedPolicy):
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost
+        self._worths.clear()
 
     def look_at(self, instance: InstanceState) -> None:
         if self._instance is None and self._cost is None:
@@ -61,23 +71,29 @@ class AlignedCostPolicy(AlignedPolicy):
         self._ages.remove(key, entry.since_s)
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        best = self._generator.select(limits, seed)
-        if best.enough and best.requests < len(self.tree):
-            best = self._best([best, *self._others(best, limits, seed)])
-        batch = self._generator.entries(best)
+        first = self._generator.select(limits, seed)
+        if first.requests == len(self.tree):
+            batch = self._generator.entries(first)
+        elif seed is not None:
+            batch = self._form_in_arrears(first, limits, seed)
+        else:
+            batches = [first, *self._others(first, limits)] if first.enough else [first]
+            best = self._best([self._generator.lengths(one) for one in batches], self._rate)
+            batch = self._generator.entries(batches[best])
         self.tree.stamp(batch, now_s)
         return batch
 
-    def _others(self, first: Selection, limits: BatchLimits, seed: RequestKey | None) -> Iterator[Selection]:
-        """What could be instead of `first`: with the seed where there is one, and with enough requests."""
+    # while nobody is overdue
+
+    def _others(self, first: Selection, limits: BatchLimits) -> Iterator[Selection]:
+        """What could be instead of `first`, with enough requests."""
         select, tree = self._generator.select, self.tree
-        taken = {*first.leaves, *(tree.leaf_of(entry.tokens) for entry in first.parts)}
-        about = seed or next(tree.oldest(min(taken))).key
+        taken = self._leaves_of(first)
+        about = next(tree.oldest(min(taken))).key
         found = [select(replace(limits, min_requests=limits.max_requests), about)]
         if limits.max_blocks > 1:
             found.append(select(replace(limits, max_blocks=limits.max_blocks // 2), about))
-        if seed is None:
-            found += [select(limits, next(tree.oldest(leaf)).key) for leaf in self._elsewhere(taken)]
+        found += [select(limits, next(tree.oldest(leaf)).key) for leaf in self._elsewhere(taken)]
         return (other for other in found if other.requests >= limits.min_requests)
 
     def _elsewhere(self, taken: Collection[int]) -> Iterator[int]:
@@ -97,20 +113,109 @@ class AlignedCostPolicy(AlignedPolicy):
             leaves.append(tree.leaf_of(tree.entry(oldest[1]).tokens))
         return (leaf for leaf in dict.fromkeys(leaves) if leaf is not None and leaf not in taken)
 
-    def _best(self, batches: Sequence[Selection]) -> Selection:
-        """The first of the best."""
-        lengths = [self._generator.lengths(batch) for batch in batches]
-        best: Sequence[int] = range(len(batches))
+    # in arrears
+
+    def _form_in_arrears(self, first: Selection, limits: BatchLimits, seed: RequestKey) -> list[Entry]:
+        """`first`, a wider range about the seed, or the seed and what does most work beside it; then the seed leads."""
+        entry = self.tree.entry(seed)
+        around = [first, self._generator.select(replace(limits, min_requests=limits.max_requests), seed)]
+        beside = list(self._beside(entry, limits))
+        lengths = [self._generator.lengths(batch) for batch in around]
+        lengths += [[entry.tokens, *self._generator.lengths(batch)] for batch in beside]
+        best = self._best(lengths, self._work_rate(limits.max_requests))
+        if best < len(around):
+            return self._generator.entries(around[best])
+        others = self._generator.entries(beside[best - len(around)])
+        return [entry, *(other for other in others if other is not entry)]
+
+    def _beside(self, seed: Entry, limits: BatchLimits) -> Iterator[Selection]:
+        """The oldest requests, and ranges as wide as fit with the seed, some of which may hold it themselves."""
+        most_blocks, most_requests = limits.max_blocks - seed.blocks, limits.max_requests - 1
+        if most_blocks <= 0 or most_requests <= 0:
+            return
+        rest = BatchLimits(most_blocks, most_requests, most_requests)
+        yield self._oldest(seed, rest)
+        oldest = self.tree.oldest
+        for leaf in self._all_over(limits):
+            found = self._generator.select(rest, next(oldest(leaf)).key)
+            if found.blocks <= most_blocks:  # a request alone may be larger
+                yield found
+
+    def _all_over(self, limits: BatchLimits) -> Iterator[int]:
+        """Leaves to form a range around: the shortest, the longest, on both sides of what runs, the densest."""
+        tree = self.tree
+        last = tree.leaf_of(tree.max_tokens)
+        found = [tree.leaves_between(0, last), tree.leaves_between(0, last, leftwards=True)]
+        running = self._instance
+        if running is not None and running.requests:
+            for tokens in running.mean_tokens, running.longest_tokens:
+                leaf = tree.leaf_of(tokens)
+                found += [tree.leaves_between(0, leaf, leftwards=True), tree.leaves_between(leaf, last)]
+        leaves = [next(some, None) for some in found]
+        leaves.append(min(self._leaves_of(self._generator.select(limits))))
+        return (leaf for leaf in dict.fromkeys(leaves) if leaf is not None)
+
+    def _oldest(self, seed: Entry, limits: BatchLimits) -> Selection:
+        """In the order in which they came, up to the first that does not fit."""
+        found = Selection(limits)
+        for key in self._ages:
+            entry = self.tree.entry(key)
+            if entry is seed:
+                continue
+            if not found.fits(1, entry.blocks):
+                break
+            found.add_part((entry,))
+        return found
+
+    # both
+
+    def _leaves_of(self, batch: Selection) -> set[int]:
+        return {*batch.leaves, *(self.tree.leaf_of(entry.tokens) for entry in batch.parts)}
+
+    def _best(self, lengths: Sequence[Sequence[int]], rate: Callable[[Sequence[int]], float]) -> int:
+        """Of batches of these lengths the one with the highest rate that meets the objective; of equals the first."""
+        best: Sequence[int] = range(len(lengths))
         if self._objective_s:
             alone_s = [self._iteration_s(of_one) for of_one in lengths]
             best = [i for i in best if alone_s[i] <= self._objective_s] or [alone_s.index(min(alone_s))]
-        running = [] if self._instance is None else self._instance.lengths()
-        rates = [self._rate(running + lengths[i]) for i in best]
-        return batches[best[rates.index(max(rates))]]
+        rates = [rate(lengths[i]) for i in best]
+        return best[rates.index(max(rates))]
 
     def _rate(self, lengths: Sequence[int]) -> float:
-        """Tokens a second; where nothing is known of iterations yet, their number."""
-        return len(lengths) / (self._iteration_s(lengths) or 1.0)
+        """Tokens a second, with what runs; where nothing is known of iterations yet, their number."""
+        running = [] if self._instance is None else self._instance.lengths()
+        together = [*running, *lengths]
+        return len(together) / (self._iteration_s(together) or 1.0)
+
+    def _work_rate(self, max_requests: int) -> Callable[[Sequence[int]], float]:
+        """Work (with an objective tokens) a second, of the batch and of what runs as much as has room beside it.
+
+        The longest of those is counted with them: it is what a straggler costs.
+        """
+        worth = None if self._objective_s else self._worth(max_requests)
+        running = [] if self._instance is None else sorted(self._instance.lengths(), reverse=True)
+        cache_tokens = 0 if self._instance is None else self._instance.cache_tokens
+
+        def rate(lengths: Sequence[int]) -> float:
+            room = max(0, max_requests - len(lengths))
+            if cache_tokens and running:
+                spare = max(0.0, FULL * cache_tokens - sum(lengths))
+                room = min(room, int(spare * len(running)) // max(1, sum(running)))
+            together = [*running[:room], *lengths]
+            gain = len(together) if worth is None else sum(map(worth.of, together))
+            return gain / (self._iteration_s(together) or 1.0)
+
+        return rate
+
+    def _worth(self, max_requests: int) -> TokenWorth:
+        """Kept where the cost never changes."""
+        cache_tokens = 0 if self._instance is None else self._instance.cache_tokens
+        if self._cost is None:
+            return TokenWorth(self._iteration_s, cache_tokens, max_requests, self.tree.max_tokens)
+        place = cache_tokens, max_requests
+        if place not in self._worths:
+            self._worths[place] = TokenWorth(self._iteration_s, cache_tokens, max_requests, self.tree.max_tokens)
+        return self._worths[place]
 
     def _iteration_s(self, lengths: Sequence[int]) -> float:
         if self._cost is not None:

@@ -25,7 +25,7 @@ __all__ = ["BatchLimits", "BatchPolicy", "Entry", "InstanceState", "as_many_as_f
 class InstanceState:
     """What runs at the decode instance that the next batch is for: its number of requests and their lengths in tokens.
 
-    `cost`: what was learnt from its iterations.
+    `cost`: what was learnt from its iterations. `cache_tokens`: what its cache holds; 0: not known.
     """
 
     requests: int
@@ -33,6 +33,7 @@ class InstanceState:
     longest_tokens: int
     mean_tokens: int
     cost: CostModel
+    cache_tokens: int = 0
 
     def lengths(self) -> list[int]:
         """Lengths with this number, extremes and (but for those) mean."""

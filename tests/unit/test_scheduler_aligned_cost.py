@@ -1,4 +1,6 @@
-"""Policy aligned-cost: of contiguous ranges the one with the most predicted tokens a second within the objective."""
+"""Policy aligned-cost: of candidate batches the one with the most predicted tokens a second within the objective."""
+
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,14 @@ def make(lengths, **config):
 
 def lengths_of(batch):
     return sorted(entry.tokens for entry in batch)
+
+
+def one_range(policy, batch, waiting):
+    """Whether all that wait in the leaves between the first and the last of the batch are in it."""
+    leaves = [policy.tree.leaf_of(entry.tokens) for entry in batch]
+    return not batch or all(
+        entry in batch for entry in waiting if min(leaves) < policy.tree.leaf_of(entry.tokens) < max(leaves)
+    )
 
 
 def running(*lengths):
@@ -79,16 +89,71 @@ def test_without_a_measured_cost_the_instances_own_model_decides(caplog):
     assert "does not know what unequal lengths cost" in caplog.text
 
 
+def in_arrears(lengths, seed, running_lengths, cache_tokens, limits=LIMITS, **config):
+    """The batch that is formed while the request number `seed` is overdue."""
+    policy = make(lengths, **config)
+    policy.look_at(replace(running(*running_lengths), cache_tokens=cache_tokens))
+    return policy.form(limits, RequestKey(str(seed)), 0.0)
+
+
+def test_in_arrears_long_requests_join_the_long_ones_that_run_beside_a_short_overdue_one():
+    """By tokens a second it would be all the short ones, and the long ones would run among the next."""
+    lengths = [100] * 40 + [900] * 4
+    batch = in_arrears(lengths, 0, [900] * 6, 9000, BatchLimits(240, 3, 64))
+    assert batch[0].key == RequestKey("0")
+    assert lengths_of(batch)[-4:] == [900] * 4
+
+
+def test_in_arrears_short_requests_that_run_are_not_held_up_by_more_long_ones_than_the_overdue_one():
+    lengths = [900] * 2 + [100] * 40
+    batch = in_arrears(lengths, 40, [100] * 30, 9000, BatchLimits(240, 3, 64))
+    assert lengths_of(batch) == [100] * 34
+
+
+def test_with_an_objective_tokens_count_and_it_is_kept_in_arrears():
+    lengths = [100] * 40 + [900] * 4
+    limits = BatchLimits(240, 3, 64)
+    batch = in_arrears(lengths, 0, [900] * 6, 9000, limits, tpot_objective_s=1.0)
+    assert lengths_of(batch) == [100] * 34
+    spread = [50 + 16 * i for i in range(40)]
+    seconds = {}
+    for objective_s in (0.0, 5e-3):
+        batch = in_arrears(spread, 0, [100] * 6, 20_000, BatchLimits(800, 3, 64), tpot_objective_s=objective_s)
+        assert RequestKey("0") in [entry.key for entry in batch]
+        seconds[objective_s] = SkewedCost().step_s((), lengths_of(batch))
+    assert seconds[5e-3] <= 5e-3 < seconds[0.0]
+
+
+def test_in_arrears_the_oldest_are_taken_where_unequal_lengths_cost_nothing_and_places_run_short():
+    """Short ones alone would leave memory unused, long ones alone places: a mix uses both."""
+
+    class FlatCost:
+        def step_s(self, chunks, lengths):
+            return 1e-2 + sum(lengths) * 1e-7
+
+    policy = make([100, 900] * 20)
+    policy.use_cost(FlatCost())
+    policy.look_at(replace(running(), cache_tokens=12000))
+    batch = policy.form(BatchLimits(700, 3, 20), RequestKey("0"), 0.0)
+    assert [entry.key for entry in batch] == [RequestKey(str(i)) for i in range(20)]
+
+
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=60),
     st.integers(1, 400),
     st.integers(1, 20),
     st.integers(1, 64),
+    st.integers(0, 1) | st.just(20000),
+    st.booleans(),
     st.data(),
 )
-def test_every_batch_fits_holds_the_seed_and_is_one_range_of_leaves(lengths, max_blocks, few, many, data):
-    policy = make(lengths)
-    policy.look_at(running(*data.draw(st.lists(st.integers(1, 3000), max_size=5))))
+def test_every_batch_fits_holds_the_seed_and_is_one_range_of_leaves(
+    lengths, max_blocks, few, many, cache_tokens, objective, data
+):
+    """Beside an overdue seed: one range of leaves, or the oldest."""
+    policy = make(lengths, tpot_objective_s=2e-3 * objective)
+    state = running(*data.draw(st.lists(st.integers(1, 3000), max_size=5)))
+    policy.look_at(replace(state, cache_tokens=cache_tokens))
     limits = BatchLimits(max_blocks, min(few, many), many)
     seed = data.draw(st.none() | st.sampled_from([RequestKey(str(i)) for i in range(len(lengths))]))
     if seed is not None:  # the core's seed is the oldest of all that are overdue, so of its leaf
@@ -99,13 +164,13 @@ def test_every_batch_fits_holds_the_seed_and_is_one_range_of_leaves(lengths, max
     assert seed is None or seed in [entry.key for entry in batch]
     assert len(batch) == 1 or sum(entry.blocks for entry in batch) <= max_blocks
     assert len(batch) <= many
-    leaves = {policy.tree.leaf_of(entry.tokens) for entry in batch}
-    left_out = [
-        entry
-        for entry in map(policy.tree.entry, (RequestKey(str(i)) for i in range(len(lengths))))
-        if entry not in batch and min(leaves) < policy.tree.leaf_of(entry.tokens) < max(leaves)
-    ]
-    assert not left_out
+    assert len({entry.key for entry in batch}) == len(batch)
+    waiting = [policy.tree.entry(RequestKey(str(i))) for i in range(len(lengths))]
+    beside = [entry for entry in batch if entry.key != seed]
+    oldest = [entry for entry in waiting if entry.key != seed][: len(beside)]
+    assert one_range(policy, batch, waiting) or (
+        seed is not None and (one_range(policy, beside, waiting) or beside == oldest)
+    )
     for entry in batch:
         policy.remove(entry.key)
     policy.check_integrity()
