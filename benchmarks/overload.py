@@ -22,8 +22,8 @@ from typing import Any
 
 from footprint import children, cpu_s, memory_mib, name_of
 
+from alignedserve.cluster.open_loop import Load, Outcome, Served, drive_apart
 from alignedserve.cluster.serve_process import ServeProcess
-from alignedserve.testing.open_loop import Load, Outcome, Served, drive_apart
 
 SHARE = 0.9
 WARM_UP_S = 3.0

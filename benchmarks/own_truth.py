@@ -32,13 +32,13 @@ from typing import Any
 
 from mixed_load import MixedLoad, scrape
 
+from alignedserve.cluster.open_loop import Load, Outcome, drive_apart
 from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import has_effect
-from alignedserve.testing.open_loop import Load, Outcome, drive_apart
 
 AIM = 0.1
 LISTEN_S = 3.0

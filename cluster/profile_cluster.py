@@ -2,7 +2,8 @@
 
 A prefill and a decode instance, pool, scheduler, gateway and proxy share the machine's cores and caches, and a pass
 waits for its core. So `alignedserve serve` runs as a small cluster and serves mixed lengths, first one request at a
-time, then a crowd, and its workers' counters say how long passes took against what the cost model predicts of them.
+time, then Poisson arrivals at half of its capacity, and its workers' counters say how long passes took against what the
+cost model predicts of them.
 """
 
 from __future__ import annotations
@@ -10,28 +11,31 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import statistics
 import tempfile
 import time
 import urllib.request
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cluster.open_loop import Load, drive_apart
 from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import ResourceError, UnavailableError
 
-CROWD = 8  # requests at once
-WARM_UP_SHARE, ALONE_SHARE = 0.1, 0.3  # of the time; the crowd has the rest
+CROWD = 60  # requests at once, for the capacity
+SHARE_OF_CAPACITY = 0.5
+ROUNDS = 3
+ALONE_SHARE, TOGETHER_SHARE, SETTLE_SHARE = 0.08, 0.16, 0.02  # of the time, each round; the crowd has about the rest
+MESSAGES = 20
 SHORT, LONG, SHORT_SHARE = (16, 128), (256, 1024), 0.8  # prompt tokens
 ANSWER = (16, 128)  # tokens
+REQUESTS = 400
 LEAST_BESIDE = 0.2  # of the time with the neighbour computing, to tell what that costs
 START_S = 180.0
 
@@ -48,6 +52,9 @@ class Sums:
     def since(self, before: Sums) -> Sums:
         return Sums(*(getattr(self, entry.name) - getattr(before, entry.name) for entry in fields(Sums)))
 
+    def plus(self, more: Sums) -> Sums:
+        return Sums(*(getattr(self, entry.name) + getattr(more, entry.name) for entry in fields(Sums)))
+
     @property
     def busy(self) -> float:
         """The share of the time in which a pass ran."""
@@ -58,6 +65,9 @@ class Sums:
         if not self.predicted_s:
             raise ResourceError("no pass ended in the time there was to profile the cluster; give --seconds more")
         return (self.seconds - self.passes * host_overhead_s) / self.predicted_s
+
+
+NOTHING = Sums(0.0, 0.0, 0.0, 0.0)
 
 
 def slowdown_beside(all_of_them: float, alone: float, share: float) -> float:
@@ -104,113 +114,87 @@ def _small(config: Config, content: Mapping[str, Any], cost_file: Path) -> Confi
             kernel_mode="split_kv",
             refuse_for_load=False,
         ),
-        supervisor=replace(config.supervisor, heartbeat_s=0.1, spares=0),
+        supervisor=replace(config.supervisor, spares=0),
     )
 
 
-class _Load:
-    """Streamed requests of mixed lengths, in a closed loop. `longest`: what the model has positions for.
+def _lengths(longest: int) -> list[tuple[int, int]]:
+    """(prompt, answer) tokens of requests. `longest`: what the model has positions for."""
+    draw, most = random.Random(0), max(1, longest // 2)
+    prompts = [draw.randint(*(SHORT if draw.random() < SHORT_SHARE else LONG)) for _ in range(REQUESTS)]
+    return [(min(most, prompt), min(most, draw.randint(*ANSWER))) for prompt in prompts]
 
-    Over bare connections: a client library's work would be a good part of what this is to measure.
-    """
 
-    def __init__(self, server: ServeProcess, model: str, longest: int) -> None:
-        self._server = server
-        self._model = model
-        self._longest = longest
-        self._draw = random.Random(0)
-        self.queue_s: list[float] = []  # of requests that ended
+@asynccontextmanager
+async def _offered(load: Load) -> AsyncIterator[None]:
+    """The load, by a process of its own, while the context lasts. Raises UnavailableError where that has failed."""
+    task = asyncio.ensure_future(drive_apart(load))
+    try:
+        yield
+        if task.done() and (errors := task.result().errors):
+            raise UnavailableError(f"the cluster to profile answered with errors: {errors}")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
-    def _body(self) -> bytes:
-        most = max(1, self._longest // 2)
-        prompt = self._draw.randint(*(SHORT if self._draw.random() < SHORT_SHARE else LONG))
-        body = {
-            "model": self._model,
-            "prompt": [1 + self._draw.randrange(100) for _ in range(min(most, prompt))],
-            "max_tokens": min(most, self._draw.randint(*ANSWER)),
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "include_timings": True,
-        }
-        return json.dumps(body).encode()
 
-    async def _go_on(self) -> None:
-        while True:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
-            try:
-                body = self._body()
-                head = (
-                    "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                    f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-                )
-                writer.write(head.encode() + body)
-                answer = deque[bytes](maxlen=4)
-                while data := await reader.read(1 << 16):
-                    answer.append(data)
-                self._note(b"".join(answer))
-            finally:
-                writer.close()
+async def _capacity(load: Load) -> float:
+    """Requests a second that are answered of a crowd that comes at once."""
+    outcome = await drive_apart(load)
+    if not outcome.served:
+        raise UnavailableError(f"the cluster to profile answered with errors: {outcome.errors}")
+    return len(outcome.served) / outcome.wall_s
 
-    def _note(self, answer: bytes) -> None:
-        """The last of an answer. Raises UnavailableError where it is none."""
-        timings = re.search(rb'"timings": ?({[^}]*})', answer)
-        if timings is None:
-            raise UnavailableError(f"the cluster to profile answered {answer[-200:].decode(errors='replace')!r}")
-        self.queue_s.append(json.loads(timings[1])["queue_s"])
 
-    @asynccontextmanager
-    async def of(self, requests: int) -> AsyncIterator[None]:
-        """So many at a time, as long as the context lasts. Raises what a request failed with."""
-        self.queue_s = []
-        tasks = [asyncio.ensure_future(self._go_on()) for _ in range(requests)]
-        try:
-            yield
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+def _message_s(server: ServeProcess, model: str) -> float:
+    """Half of a request's way through gateway and scheduler to an idle prefill instance."""
+    body = {"model": model, "prompt": [5] * SHORT[0], "max_tokens": 1, "include_timings": True}
+    waits_s = [float(server.post("/v1/completions", body)["timings"]["queue_s"]) for _ in range(MESSAGES)]
+    return statistics.mean(waits_s) / 2
 
 
 async def _measure(server: ServeProcess, content: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     host_s = content["hardware"].get("host_overhead_s", 0.0)
     card = server.get("/v1/models")["data"][0]
-    load = _Load(server, card["id"], card["max_model_len"])
-    async with load.of(CROWD):
-        await asyncio.sleep(WARM_UP_SHARE * limit_s)
-    async with load.of(1):
-        alone = await _watch(server, ALONE_SHARE * limit_s)
-        queue_s = load.queue_s
-    async with load.of(CROWD):
-        crowd = await _watch(server, (1.0 - WARM_UP_SHARE - ALONE_SHARE) * limit_s)
+    load = Load(server.port, 0.0, 0.0, model=card["id"], lengths=_lengths(card["max_model_len"]), drain_s=limit_s)
+    rate = SHARE_OF_CAPACITY * await _capacity(replace(load, lengths=load.lengths[:CROWD], at_once=True))
+    message_s = await asyncio.to_thread(_message_s, server, card["id"])
+    alone = together = {"prefill": NOTHING, "decode": NOTHING}
+    for _ in range(ROUNDS):  # a machine is not as fast at one time as at another
+        async with _offered(replace(load, seconds=limit_s)):
+            await asyncio.sleep(SETTLE_SHARE * limit_s)
+            alone = _plus(alone, await _watch(server, ALONE_SHARE * limit_s))
+        async with _offered(replace(load, rate=rate, seconds=limit_s)):
+            await asyncio.sleep(SETTLE_SHARE * limit_s)
+            together = _plus(together, await _watch(server, TOGETHER_SHARE * limit_s))
     prefill, decode = (alone[role].slowdown(host_s) for role in ("prefill", "decode"))
-    prefill_all, decode_all = (crowd[role].slowdown(host_s) for role in ("prefill", "decode"))
+    prefill_all, decode_all = (together[role].slowdown(host_s) for role in ("prefill", "decode"))
     hardware = {
         "prefill_slowdown": prefill,
-        "prefill_slowdown_beside": slowdown_beside(prefill_all, prefill, crowd["decode"].busy),
+        "prefill_slowdown_beside": slowdown_beside(prefill_all, prefill, together["decode"].busy),
         "decode_slowdown": decode,
-        "decode_slowdown_beside": slowdown_beside(decode_all, decode, crowd["prefill"].busy),
+        "decode_slowdown_beside": slowdown_beside(decode_all, decode, together["prefill"].busy),
+        "message_s": message_s,
     }
-    if queue_s:  # an idle cluster: a message to the scheduler, one to the prefill instance
-        hardware["message_s"] = statistics.mean(queue_s) / 2
     return {
         "hardware": {name: round(number, 6) for name, number in hardware.items()},
         "fit": {
-            "requests_alone": len(queue_s),
+            "rate_per_s": round(rate, 3),
             **{
                 f"{role}_{what}": {
                     "passes": int(sums.passes),
                     "seconds": round(sums.seconds, 3),
                     "busy": round(sums.busy, 3),
                 }
-                for what, found in (("alone", alone), ("crowd", crowd))
+                for what, found in (("alone", alone), ("together", together))
                 for role, sums in found.items()
             },
         },
     }
+
+
+def _plus(sums: Mapping[str, Sums], more: Mapping[str, Sums]) -> dict[str, Sums]:
+    return {role: sums[role].plus(more[role]) for role in sums}
 
 
 async def _watch(server: ServeProcess, seconds: float) -> dict[str, Sums]:

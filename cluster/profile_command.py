@@ -21,8 +21,8 @@ from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import ConfigError
 
-PASSES_SHARE = 0.55  # of the time, for passes alone; the rest for passes in a cluster
-LEAST_CLUSTER_S = 4.0
+PASSES_SHARE = 0.4  # of the time, for passes alone; the rest for passes in a cluster
+LEAST_CLUSTER_S = 5.0
 LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
 
 

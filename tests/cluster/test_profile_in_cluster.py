@@ -24,6 +24,8 @@ def test_a_profile_says_what_processes_take_from_each_other(tmp_path: Path, capf
     assert 0.5 < hardware.decode_slowdown <= hardware.decode_slowdown_beside < 50.0
     assert 1e-5 < hardware.message_s < 1.0
     found = json.loads(out.read_text())["fit"]["cluster"]
-    assert min(found[f"{role}_{load}"]["passes"] for role in ("prefill", "decode") for load in ("alone", "crowd")) > 0
-    assert found["decode_crowd"]["busy"] > found["prefill_alone"]["busy"]
+    assert (
+        min(found[f"{role}_{load}"]["passes"] for role in ("prefill", "decode") for load in ("alone", "together")) > 0
+    )
+    assert found["decode_together"]["busy"] > found["prefill_alone"]["busy"]
     assert [file.name for file in tmp_path.iterdir()] == ["mine.json"]

@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 
 from alignedserve.cluster.local import LocalCluster
+from alignedserve.cluster.open_loop import Load, drive
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.testing.gateway_process import GatewayProcess
-from alignedserve.testing.open_loop import Load, drive
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -3,7 +3,7 @@
 A bare asyncio protocol instead of an HTTP library: on two cores the load must cost less than what it measures. Runs in
 a process of its own as well: a Load as JSON on standard input, an Outcome as JSON on standard output.
 
-    echo '{"port": 8000, "rate": 5, "seconds": 10}' | python -m alignedserve.testing.open_loop
+    echo '{"port": 8000, "rate": 5, "seconds": 10}' | python -m alignedserve.cluster.open_loop
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Load:
     """Poisson arrivals at `rate` a second for `seconds`; `rate` 0: `seconds` long one request after the other.
 
     Each answer has exactly `new_tokens` tokens. `lengths`: (prompt, answer) tokens of each request instead, in their
-    order; the load ends with the last of them. `at_once`: all of them at its beginning.
+    order; the load ends with the last of them or, where `seconds` is not 0, goes round until those are over.
+    `at_once`: all of them at its beginning.
     """
 
     port: int
@@ -198,7 +199,7 @@ class _Driver:
         load = self.load
         self.begun_s = time.perf_counter()
         due_s = self.begun_s
-        while not load.lengths or self.outcome.offered < len(load.lengths):
+        while load.seconds or self.outcome.offered < len(load.lengths):
             if load.at_once:
                 due_s = self.begun_s
             elif load.rate:
@@ -210,7 +211,7 @@ class _Driver:
             else:
                 await self._drain(load.drain_s)
                 due_s = time.perf_counter()
-            if not load.lengths and due_s - self.begun_s >= load.seconds:
+            if load.seconds and due_s - self.begun_s >= load.seconds:
                 break
             self._launch(due_s)
         await self._drain(load.drain_s)
@@ -221,7 +222,7 @@ class _Driver:
         return self.outcome
 
     def _launch(self, due_s: float) -> None:
-        in_order = self._payloads[self.outcome.offered] if self.load.lengths else None
+        in_order = self._payloads[self.outcome.offered % len(self._payloads)] if self.load.lengths else None
         payload = in_order or self._draw.choice(self._payloads)
         self.outcome.offered += 1
         self._open += 1
@@ -268,11 +269,16 @@ async def drive(load: Load) -> Outcome:
 
 
 async def drive_apart(load: Load) -> Outcome:
-    """Offer the load from a process of its own. Raises RuntimeError where that fails."""
+    """Offer the load from a process of its own, which ends with this call. Raises RuntimeError where that fails."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    output, _ = await process.communicate(json.dumps(asdict(load)).encode())
+    try:
+        output, _ = await process.communicate(json.dumps(asdict(load)).encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode:
         raise RuntimeError(f"the load ended with status {process.returncode}")
     values = json.loads(output)
