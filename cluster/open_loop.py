@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import resource
+import signal
 import sys
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
-_MODEL_TOKENS = (10, 2000)  # ids that every model of ours has
+_FIRST_TOKEN = 10  # those before it are often special
 _PROMPTS = 64
 
 
@@ -29,7 +30,7 @@ class Load:
 
     Each answer has exactly `new_tokens` tokens. `lengths`: (prompt, answer) tokens of each request instead, in their
     order; the load ends with the last of them or, where `seconds` is not 0, goes round until those are over.
-    `at_once`: all of them at its beginning.
+    `at_once`: all of them at its beginning. Prompts are of the first `vocabulary` token ids.
     """
 
     port: int
@@ -43,6 +44,7 @@ class Load:
     drain_s: float = 120.0
     lengths: Sequence[Sequence[int]] = ()
     at_once: bool = False
+    vocabulary: int = 2000  # every model of ours has so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +174,10 @@ class _Driver:
         self._one_ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         draw = random.Random(load.seed)
+        ids = (min(_FIRST_TOKEN, load.vocabulary - 1), load.vocabulary)
         lengths = load.lengths or ((load.prompt_tokens, load.new_tokens),) * _PROMPTS
         self._payloads = [
-            self._payload([draw.randrange(*_MODEL_TOKENS) for _ in range(prompt)], answer) for prompt, answer in lengths
+            self._payload([draw.randrange(*ids) for _ in range(prompt)], answer) for prompt, answer in lengths
         ]
         self._draw = draw
 
@@ -289,7 +292,10 @@ async def drive_apart(load: Load) -> Outcome:
 def main() -> None:
     import uvloop
 
-    outcome = uvloop.run(drive(Load(**json.loads(sys.stdin.read()))))
+    try:
+        outcome = uvloop.run(drive(Load(**json.loads(sys.stdin.read()))))
+    except KeyboardInterrupt:  # Ctrl-C reaches whoever started this too, and it says so
+        sys.exit(128 + signal.SIGINT)
     json.dump(asdict(outcome), sys.stdout)
 
 

@@ -9,24 +9,30 @@ cost model predicts of them.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import os
 import random
+import signal
 import statistics
+import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from alignedserve.cluster.open_loop import Load, drive_apart
 from alignedserve.cluster.serve_process import ServeProcess
-from alignedserve.config import Config
-from alignedserve.config_sources import to_tree
+from alignedserve.config import Config, GatewayConfig
+from alignedserve.config_sources import is_setting, to_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import ResourceError, UnavailableError
+from alignedserve.memory import GIB, available_memory_bytes
+from alignedserve.model import resolve_model
 
 CROWD = 60  # requests at once, for the capacity
 SHARE_OF_CAPACITY = 0.5
@@ -36,6 +42,8 @@ MESSAGES = 20
 SHORT, LONG, SHORT_SHARE = (16, 128), (256, 1024), 0.8  # prompt tokens
 ANSWER = (16, 128)  # tokens
 REQUESTS = 400
+STORES = 8  # of as many blocks as the crowd takes: pool 3, decode cache 2, prefill cache, two buffers
+MEMORY_SHARE = 0.25  # of what is available, for all stores together: two workers hold the model too
 LEAST_BESIDE = 0.2  # of the time with the neighbour computing, to tell what that costs
 START_S = 180.0
 
@@ -81,30 +89,67 @@ def measure_in_cluster(config: Config, content: Mapping[str, Any], cost_file: Pa
     """Serve for about `limit_s` seconds with the cost model `content`, which lies in `cost_file`.
 
     Returns `hardware`: the slowdowns and the seconds of a message, as the simulator's Hardware has them; and `fit`:
-    what they come from. Raises UnavailableError where the cluster does not start, ResourceError where the time is too
-    short for it.
+    what they come from. Raises UnavailableError where the cluster does not start or answer, ResourceError where the
+    time is too short for it. Nothing is left running where a signal ends this process.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with _signals_as_exits(), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(to_tree(_small(config, content, cost_file))), encoding="utf-8")
+        log = Path(folder) / "serve.log"
+        own = _environment(os.environ)
         try:
-            with ServeProcess("--config", str(file), log=Path(folder) / "serve.log", timeout_s=START_S) as server:
-                return asyncio.run(_measure(server, content, limit_s))
-        except (RuntimeError, TimeoutError) as error:
+            with ServeProcess("--config", str(file), environment=own, log=log, timeout_s=START_S) as server:
+                return asyncio.run(_measure(server, _vocabulary(config), content, limit_s))
+        except (RuntimeError, OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
             raise UnavailableError(
-                f"the cluster to profile did not start; --no-cluster does without it: {error}"
+                f"the cluster to profile did not start, answer or end; --no-cluster does without it: {error}"
             ) from error
 
 
+@contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind, as Ctrl-C does: the cluster would outlive this process otherwise."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Without what would change the small cluster's configuration, or have it join another Ray cluster."""
+    return dict.fromkeys(name for name in environ if is_setting(name) or name == "RAY_ADDRESS")
+
+
+def _vocabulary(config: Config) -> int:
+    """How many token ids the model has."""
+    from alignedserve.engine.inspect import inspect_model
+
+    model, trusted = config.model, config.model.trust_remote_code
+    path = resolve_model(model.path, trusted)
+    return inspect_model(config.served_model_name, path, model.dtype, "cpu", trusted).vocab_size
+
+
 def _small(config: Config, content: Mapping[str, Any], cost_file: Path) -> Config:
-    """One instance of each role, with room for the crowd and no more."""
+    """One instance of each role, with room for the crowd and no more, that answers here alone and without a key."""
     block_size = content["hardware"]["block_size"]
-    blocks = -(-CROWD * (LONG[1] + ANSWER[1]) // block_size)
-    token_bytes = content["hardware"]["kv_bytes_per_token"]
+    block_bytes = block_size * content["hardware"]["kv_bytes_per_token"]
+    most = int(MEMORY_SHARE * available_memory_bytes() / STORES / block_bytes)
+    least = -(-(LONG[1] + ANSWER[1]) // block_size)
+    blocks = max(least, min(most, CROWD * least))
     return replace(
         config,
         cluster=replace(config.cluster, prefill=1, decode=1),
-        kv_pool=replace(config.kv_pool, size_gib=max(0.125, 3 * blocks * block_size * token_bytes / 2**30)),
+        gateway=GatewayConfig(proxy=config.gateway.proxy),
+        log=replace(config.log, dir=""),
+        kv_pool=replace(config.kv_pool, size_gib=max(0.125, 3 * blocks * block_bytes / GIB)),
         prefill=replace(config.prefill, cache_blocks=blocks, batch_buffer_blocks=blocks, requests_buffer_blocks=blocks),
         decode=replace(config.decode, cache_blocks=2 * blocks),
         scheduler=replace(
@@ -146,19 +191,21 @@ async def _capacity(load: Load) -> float:
     return len(outcome.served) / outcome.wall_s
 
 
-def _message_s(server: ServeProcess, model: str) -> float:
+def _message_s(server: ServeProcess, load: Load) -> float:
     """Half of a request's way through gateway and scheduler to an idle prefill instance."""
-    body = {"model": model, "prompt": [5] * SHORT[0], "max_tokens": 1, "include_timings": True}
+    prompt = [min(5, load.vocabulary - 1)] * min(prompt for prompt, _ in load.lengths)
+    body = {"model": load.model, "prompt": prompt, "max_tokens": 1, "include_timings": True}
     waits_s = [float(server.post("/v1/completions", body)["timings"]["queue_s"]) for _ in range(MESSAGES)]
     return statistics.mean(waits_s) / 2
 
 
-async def _measure(server: ServeProcess, content: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+async def _measure(server: ServeProcess, vocabulary: int, content: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     host_s = content["hardware"].get("host_overhead_s", 0.0)
     card = server.get("/v1/models")["data"][0]
     load = Load(server.port, 0.0, 0.0, model=card["id"], lengths=_lengths(card["max_model_len"]), drain_s=limit_s)
+    load = replace(load, vocabulary=min(load.vocabulary, vocabulary))
     rate = SHARE_OF_CAPACITY * await _capacity(replace(load, lengths=load.lengths[:CROWD], at_once=True))
-    message_s = await asyncio.to_thread(_message_s, server, card["id"])
+    message_s = await asyncio.to_thread(_message_s, server, load)
     alone = together = {"prefill": NOTHING, "decode": NOTHING}
     for _ in range(ROUNDS):  # a machine is not as fast at one time as at another
         async with _offered(replace(load, seconds=limit_s)):

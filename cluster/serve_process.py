@@ -29,15 +29,15 @@ def free_port() -> int:
 class ServeProcess:
     """`with ServeProcess("--model", path) as server:` is ready to answer inside, and gone after.
 
-    `start_s` is the time from the start to a healthy answer. `environment` is added to this process's.
-    `folder`: that the command is given in; else this process's. `log`: a file for what it prints; else one among the
-    temporary files, which stays.
+    `start_s` is the time from the start to a healthy answer. `environment` is added to this process's; None: a variable
+    is left out. `folder`: that the command is given in; else this process's. `log`: a file for what it prints; else one
+    among the temporary files, which stays.
     """
 
     def __init__(
         self,
         *arguments: str,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         folder: Path | None = None,
         log: Path | None = None,
         timeout_s: float = 120.0,
@@ -47,7 +47,8 @@ class ServeProcess:
         self._timeout_s = timeout_s
         self._arguments = arguments
         self._folder = folder
-        self._environment = {**os.environ, **(environment or {})}
+        merged = {**os.environ, **(environment or {})}
+        self._environment = {name: value for name, value in merged.items() if value is not None}
         if log is None:
             descriptor, name = tempfile.mkstemp(prefix="alignedserve-serve-", suffix=".log")
             os.close(descriptor)

@@ -126,9 +126,14 @@ def _fix(tree: Tree, policy: str, settings: Mapping[str, Any]) -> None:
         _put(tree, name, value, f"policy {policy!r}")
 
 
+def is_setting(variable: str) -> bool:
+    """Whether a variable of the environment sets a key of the configuration."""
+    return variable.startswith(ENV_PREFIX) and "__" in variable
+
+
 def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(ENV_PREFIX) or "__" not in variable:
+        if not is_setting(variable):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".", 1)
         _put(tree, name, value_of(name, text, variable), variable)
