@@ -30,7 +30,7 @@ class TokenWorth:
         longest_tokens: int,
     ) -> None:
         self._lengths = [SHORTEST_TOKENS]
-        while self._lengths[-1] < longest_tokens:
+        while self._lengths[-1] < longest_tokens or len(self._lengths) < 2:  # a line takes two points
             self._lengths.append(int(STEP * self._lengths[-1]) + 1)
         self._seconds = []
         for tokens in self._lengths:

@@ -29,6 +29,13 @@ def test_places_limit_short_requests_and_memory_long_ones():
     assert unlimited.of(9_000) == pytest.approx(linear([9_000] * 16) / 16, rel=0.05)
 
 
+@pytest.mark.parametrize("longest_tokens", [4, 16, 17])
+def test_a_tree_of_few_lengths_has_worths_too(longest_tokens):
+    """Longer requests than it has leaves for cost more all the same."""
+    worth = TokenWorth(linear, 10_000, 16, longest_tokens)
+    assert 0.0 < worth.of(1) <= worth.of(16) <= worth.of(17) < worth.of(5_000)
+
+
 @given(st.integers(1, 70_000), st.integers(1, 70_000))
 def test_longer_requests_are_worth_no_less(one, other):
     worth = TokenWorth(linear, 50_000, 64, 65_536)
