@@ -44,6 +44,7 @@ class AlignedCostPolicy(AlignedPolicy):
         self._ages = AgeOrder()
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
+        self._learns = True  # whether instances know by how much their iterations differ from `_cost`
         self._worths: dict[tuple[int, int], TokenWorth] = {}  # of `_cost`, by cache and most requests
         if config.cost_model:
             from alignedserve.scheduler.cost.load import configured_cost
@@ -52,6 +53,7 @@ class AlignedCostPolicy(AlignedPolicy):
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost
+        self._learns = False
         self._worths.clear()
 
     def look_at(self, instance: InstanceState) -> None:
@@ -176,7 +178,7 @@ class AlignedCostPolicy(AlignedPolicy):
         """Of batches of these lengths the one with the highest rate that meets the objective; of equals the first."""
         best: Sequence[int] = range(len(lengths))
         if self._objective_s:
-            alone_s = [self._iteration_s(of_one) for of_one in lengths]
+            alone_s = [self._corrected_s(of_one) for of_one in lengths]
             best = [i for i in best if alone_s[i] <= self._objective_s] or [alone_s.index(min(alone_s))]
         rates = [rate(lengths[i]) for i in best]
         return best[rates.index(max(rates))]
@@ -221,6 +223,15 @@ class AlignedCostPolicy(AlignedPolicy):
         if self._cost is not None:
             return self._cost.step_s((), lengths)
         return 0.0 if self._instance is None else self._instance.cost.predict_iteration_s(lengths)
+
+    def _corrected_s(self, lengths: Sequence[int]) -> float:
+        """With what the instance's iterations took of their prediction: an objective is in seconds of this machine.
+
+        Among batches for one instance that changes no order, so rates do without it.
+        """
+        if self._learns and self._instance is not None:
+            return self._instance.cost.predict_iteration_s(lengths)
+        return self._iteration_s(lengths)
 
     def check_integrity(self) -> None:
         super().check_integrity()

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.cost_model import LinearCostModel
+from alignedserve.scheduler.cost.load import configured_cost
+from alignedserve.scheduler.cost.prior import PriorCostModel
+from alignedserve.scheduler.cost_model import LinearCostModel, Passes
 from alignedserve.scheduler.policies.aligned_cost import AlignedCostPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState
 
@@ -73,6 +75,27 @@ def test_a_batch_that_would_miss_the_objective_is_left_for_one_that_does_not():
     none_does = make(lengths, tpot_objective_s=1e-6)
     alone_s = SkewedCost().step_s((), lengths_of(none_does.form(LIMITS, None, 0.0)))
     assert alone_s <= min(SkewedCost().step_s((), batch) for batch in ([100] * 12, [330] * 5))
+
+
+def test_the_objective_is_held_against_what_iterations_take_here():
+    """Where they take twice what the cost model says, as instances report, what it says would just meet it misses."""
+    config = SchedulerConfig(leaf_tokens=16, cost_model="rtxpro6000-llama-3.1-8b")
+    cost = configured_cost(config)
+    short, long = [100] * 36, [600] * 200
+    objective_s = 1.2 * cost.step_s((), long)
+    assert 2 * cost.step_s((), short) < objective_s
+    chosen = {}
+    for slower in (1.0, 2.0):
+        learnt = PriorCostModel(cost, 512)
+        for _ in range(100):
+            learnt.observe_iterations(Passes(1, 200, 200 * 600, slower * cost.step_s((), long)))
+        policy = AlignedCostPolicy(replace(config, tpot_objective_s=objective_s))
+        for i, tokens in enumerate(short + long):
+            policy.insert(Entry(RequestKey(str(i)), tokens, -(-tokens // BLOCK), float(i)))
+        policy.look_at(InstanceState(0, 0, 0, 0, learnt))
+        chosen[slower] = lengths_of(policy.form(BatchLimits(7700, 36, 256), None, 0.0))
+    assert chosen[1.0][-200:] == long
+    assert chosen[2.0] == short
 
 
 class LearntCost(LinearCostModel):
