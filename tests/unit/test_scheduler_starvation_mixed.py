@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.testing.machines import machine_settings
 from alignedserve.testing.small_cell import Bound, Load, Shape, SmallCell, Wait
 
@@ -35,6 +37,8 @@ class World:
     requests_buffer: int
     late_share: float
     streams: tuple[tuple[str, tuple[float, ...]], ...]
+    policy: str = "aligned"
+    tpot_objective_s: float = 0.0
 
     def cell(self) -> SmallCell:
         scheduler = SchedulerConfig(
@@ -43,6 +47,9 @@ class World:
             leaf_tokens=4,
             starvation_after_s=0.5,
             late_share=self.late_share,
+            policy=self.policy,
+            tpot_objective_s=self.tpot_objective_s,
+            refuse_for_load=not self.tpot_objective_s,  # who was refused would not wait
         )
         shape = Shape(
             seed=self.seed,
@@ -95,7 +102,10 @@ WORLDS = st.builds(
 
 
 def run(world: World) -> tuple[SmallCell, Bound]:
-    cell = world.cell()
+    return run_in(world.cell(), world)
+
+
+def run_in(cell: SmallCell, world: World) -> tuple[SmallCell, Bound]:
     world.fill(Load(cell, random.Random(world.seed)))
     cell.run()
     cell.check_nothing_is_left()
@@ -122,6 +132,24 @@ def test_nobody_waits_past_the_bound_whatever_the_objectives(world: World) -> No
 @pytest.mark.parametrize("world", BROKEN)
 def test_nobody_waits_past_the_bound_where_some_did(world: World) -> None:
     assert not run(world)[1].broken()
+
+
+class SkewedCost:
+    """An iteration takes as long as if all were as long as the longest, and 1 ms."""
+
+    def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
+        return 1e-3 + len(lengths) * max(lengths, default=0) * 2e-5
+
+
+@settings(machine_settings(20), phases=[Phase.generate])
+@given(world=WORLDS, measured=st.booleans(), objective_s=st.sampled_from((0.0, 0.01)))
+def test_nobody_waits_past_the_bound_where_a_cost_chooses_who_goes_beside_the_overdue(
+    world: World, measured: bool, objective_s: float
+) -> None:
+    cell = replace(world, policy="aligned-cost", tpot_objective_s=objective_s).cell()
+    if measured:
+        cell.core.policy.use_cost(SkewedCost())
+    assert not run_in(cell, world)[1].broken()
 
 
 def stores(cell: SmallCell, wait: Wait) -> set[str]:
