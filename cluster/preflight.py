@@ -39,13 +39,23 @@ def check_cost_model(config: Config) -> None:
 
 
 def policy_note(config: Config) -> str:
-    """What the policy would need to do better; "" where it has all."""
-    if config.scheduler.policy != "aligned-cost" or config.scheduler.cost_model:
+    """What the policy would need to do better, a line each; "" where it has all."""
+    settings = config.scheduler
+    if settings.policy != "aligned-cost":
         return ""
-    return (
-        "note: policy aligned-cost without --cost-model goes by a linear model that is learnt as it serves: it knows "
-        "how many bytes a batch reads, but not what unequal lengths cost (`alignedserve profile` measures that)"
-    )
+    notes = []
+    if not settings.cost_model:
+        notes.append(
+            "note: policy aligned-cost without --cost-model goes by a linear model that is learnt as it serves: it "
+            "knows how many bytes a batch reads, but not what unequal lengths cost (`alignedserve profile` measures "
+            "that)"
+        )
+    if not settings.tpot_objective_s:
+        notes.append(
+            "note: policy aligned-cost without --tpot-objective serves a backlog for throughput alone: tokens of "
+            "single requests may come much later than with aligned (docs/policies.md)"
+        )
+    return "\n".join(notes)
 
 
 def model_note(folder: Path) -> str:

@@ -106,7 +106,9 @@ class SchedulerConfig:
     max_queue: int = _key(65536, "most requests that wait for prefill; more are refused", low=1)
     refuse_for_load: bool = _key(True, "refuse what would wait too long or miss an objective; else it waits")
     ttft_objective_s: float = _key(0.0, "refuse what would get its first token later; 0: no objective", low=0.0)
-    tpot_objective_s: float = _key(0.0, "refuse what would take longer for each further token; 0: none", low=0.0)
+    tpot_objective_s: float = _key(
+        0.0, "refuse what would take longer a further token, and what aligned-cost keeps to; 0: none", low=0.0
+    )
     max_wait_s: float = _key(300.0, "refuse what would wait longer for room in pool and batch", low=1.0)
     tick_s: float = _key(0.1, "how often time alone makes the scheduler look again", low=0.001, high=60.0)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cluster.preflight import policy_note
 from alignedserve.config import Config, SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
@@ -127,3 +128,17 @@ def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
     hardware = Hardware(kv_tokens=2048, kv_bytes_per_token=1024, pool_tokens=20000)
     result = simulate(workload, system, Config(), hardware, LinearStepCost(), LinearStepCost())
     assert [len(one.token_s) for one in result.requests] == list(range(20, 50))
+
+
+def test_a_start_says_what_aligned_cost_lacks():
+    """Without a measured cost it is blind to unequal lengths; without an objective nothing holds latency back."""
+
+    def said(**keys):
+        return policy_note(Config(scheduler=SchedulerConfig(**keys)))
+
+    neither = said(policy="aligned-cost")
+    assert "without --cost-model" in neither
+    assert "without --tpot-objective" in neither
+    assert "--cost-model" not in said(policy="aligned-cost", cost_model="a100-opt-13b")
+    assert "--tpot-objective" not in said(policy="aligned-cost", tpot_objective_s=0.1)
+    assert said(policy="aligned-cost", cost_model="a100-opt-13b", tpot_objective_s=0.1) == said(policy="aligned") == ""
