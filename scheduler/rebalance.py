@@ -46,10 +46,11 @@ class Rebalancer:
             self._books.recall(found)
 
     def _halve_batches(self, now_s: float) -> None:
-        """Half of each candidate batch that waits for a full instance."""
+        """Half of each candidate batch that waits for a full instance: one without slots, or without blocks."""
         for full in self._instances.open_decode():
             waiting = [*full.candidates[BufferKind.BATCH].values()]
-            if waiting and full.free_blocks(self._config, self._block_size) < 0:
+            crowded = full.size > self._config.decode.max_running
+            if waiting and (crowded or full.free_blocks(self._config, self._block_size) < 0):
                 self._books.recall([record for record in waiting[len(waiting) // 2 :] if self._settled(record, now_s)])
 
     def _settled(self, record: Record, now_s: float) -> bool:

@@ -248,6 +248,22 @@ def _report(decode_id, free):
     return decode_report(decode_id, free=free, running=1, shortest=10, longest=10, batch_id=1)
 
 
+def test_a_candidate_of_an_instance_without_a_free_slot_is_asked_back_for_an_idle_one():
+    """It has blocks enough: what it lacks is a place in the running batch."""
+    cell = Cell(decodes=2, min_batch_requests=1, max_running=1)
+    running = {}
+    for name in "ab":
+        (sent,) = only(cell.wait(name), Prefetch)
+        running[sent.decode_id] = name
+        cell.do(ev.Joined(sent.decode_id, sent.keys))
+        cell.do(decode_report(sent.decode_id, free=90, running=1, shortest=10, longest=10, batch_id=1))
+    (waits,) = only(cell.wait("waits", 50), Prefetch)
+    (idle,) = running.keys() - {waits.decode_id}
+    cell.do(ev.Finished((key(running[idle]),)))
+    actions = cell.do(decode_report(idle, free=100, running=0, batch_id=2), after_s=1.0)
+    assert only(actions, Recall) == [Recall(waits.decode_id, (key("waits"),))]
+
+
 def test_a_late_candidate_of_a_full_instance_is_asked_back_once_for_one_that_has_room():
     cell, full, other = _cell_with_a_late_candidate_of_a_full_instance()
     assert only(cell.do(_report(other, free=90)), Recall) == []  # it may not have been announced yet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from alignedserve.config import ClusterConfig, Config, KvPoolConfig, PrefillConfig, SchedulerConfig
+from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.actions import Action, MarkUrgent
@@ -63,6 +63,7 @@ class CoreCell:
         cache: int = 100,
         queue_tokens: int = 8192,
         growth_reserve: float = 0.05,
+        max_running: int = 256,
         **scheduler: Any,
     ) -> None:
         scheduler.setdefault("min_batch_requests", 3)
@@ -71,6 +72,7 @@ class CoreCell:
                 cluster=ClusterConfig(prefetch=prefetch),
                 kv_pool=KvPoolConfig(block_size=BLOCK, growth_reserve=growth_reserve),
                 prefill=PrefillConfig(queue_tokens=queue_tokens),
+                decode=DecodeConfig(max_running=max_running),
                 scheduler=SchedulerConfig(leaf_tokens=4, **scheduler),
             ),
             BLOCK,
