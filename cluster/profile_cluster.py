@@ -92,7 +92,7 @@ def measure_in_cluster(config: Config, content: Mapping[str, Any], cost_file: Pa
     what they come from. Raises UnavailableError where the cluster does not start or answer, ResourceError where the
     time is too short for it. Nothing is left running where a signal ends this process.
     """
-    with _signals_as_exits(), tempfile.TemporaryDirectory() as folder:
+    with signals_as_exits(), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(to_tree(_small(config, content, cost_file))), encoding="utf-8")
         log = Path(folder) / "serve.log"
@@ -107,8 +107,8 @@ def measure_in_cluster(config: Config, content: Mapping[str, Any], cost_file: Pa
 
 
 @contextmanager
-def _signals_as_exits() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind, as Ctrl-C does: the cluster would outlive this process otherwise."""
+def signals_as_exits() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind, as Ctrl-C does: what was started would outlive this process otherwise."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

@@ -15,6 +15,7 @@ from typing import Any
 from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import resolve_device
+from alignedserve.cluster.profile_cluster import measure_in_cluster, signals_as_exits
 from alignedserve.cluster.runtime_dir import new_token
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
@@ -39,7 +40,7 @@ def run_profile(config: Config, out: str, limit_s: float, in_cluster: bool = Tru
     device = resolve_device(config, count_gpus())
     print(f"measuring {config.model.path} for about {limit_s:g} s", file=sys.stderr)
     in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
-    with environment_of_a_worker(config):
+    with environment_of_a_worker(config), signals_as_exits():
         content = _measure(config, device, limit_s * (PASSES_SHARE if in_cluster else 1.0))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -78,8 +79,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _add_cluster(config: Config, content: dict[str, Any], file: Path, limit_s: float) -> None:
     """To `content` and its `file`: what passes take in a cluster."""
-    from alignedserve.cluster.profile_cluster import measure_in_cluster
-
     print("measuring what a prefill and a decode instance, pool and gateway take from each other", file=sys.stderr)
     found = measure_in_cluster(config, content, file, max(limit_s, LEAST_CLUSTER_S))
     content["hardware"] |= found["hardware"]

@@ -37,10 +37,11 @@ async def measure_message_s(token: str) -> float:
     try:
         output, _ = await asyncio.wait_for(process.communicate(token.encode()), _LONGEST_S)
     except TimeoutError:
-        process.kill()
-        await process.wait()
         raise UnavailableError(f"{MESSAGES} messages did not come back within {_LONGEST_S:g} s") from None
     finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
         await server.stop()
     if process.returncode:
         raise UnavailableError(f"the process that sends messages ended with status {process.returncode}")

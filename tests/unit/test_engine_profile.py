@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,24 @@ def test_the_loop_is_measured_by_what_it_computes_between_two_passes(monkeypatch
 
 async def test_a_message_takes_a_while_to_another_process() -> None:
     assert 1e-5 < await measure_message_s(new_token()) < 0.5
+
+
+async def test_the_other_process_ends_where_nobody_waits_for_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
+
+    async def start(*arguments: str, **options: int) -> asyncio.subprocess.Process:
+        process = await create(*arguments, **options)
+        started.put_nowait(process)
+        return process
+
+    create = asyncio.create_subprocess_exec
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    measuring = asyncio.create_task(measure_message_s(new_token()))
+    process = await started.get()
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_profile_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
