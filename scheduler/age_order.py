@@ -3,52 +3,105 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import merge
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from alignedserve.request import RequestKey
 
+if TYPE_CHECKING:
+    from alignedserve.scheduler.quad_tree import Entry
 
-class AgeOrder:
-    """Keys by `since_s`, oldest first. The few that come back late (older than the last one) are kept sorted aside."""
+Item = TypeVar("Item")
+SLACK = 64  # removed places that a dict may keep; with more than it has items it is made anew
 
-    __slots__ = ("_early", "_in_order", "_last_s")
+
+class _ByAge(Generic[Item]):
+    """Items by key, oldest first. The few that come back late (older than the last one) are kept sorted aside.
+
+    A plain dict: its items lie one behind the other, which counts where a million are not in the processor's caches.
+    But it keeps the places of those that were removed, and reading it from the front would pass over all of them.
+    """
+
+    __slots__ = ("_early", "_gone", "_in_order", "_last_s")
 
     def __init__(self) -> None:
-        self._in_order: OrderedDict[RequestKey, float] = OrderedDict()
-        self._early: list[tuple[float, RequestKey]] = []
+        self._in_order: dict[RequestKey, Item] = {}
+        self._early: list[tuple[float, RequestKey, Item]] = []
         self._last_s = 0.0
+        self._gone = 0  # removed from the dict since it was made
 
     def __len__(self) -> int:
         return len(self._in_order) + len(self._early)
+
+    def _add(self, key: RequestKey, since_s: float, item: Item) -> None:
+        if self._in_order and since_s < self._last_s:
+            insort(self._early, (since_s, key, item), key=_place)
+        else:
+            self._in_order[key] = item
+            self._last_s = since_s
+
+    def _remove(self, key: RequestKey, since_s: float) -> None:
+        if self._in_order.pop(key, None) is None:
+            del self._early[bisect_left(self._early, (since_s, key), key=_place)]
+            return
+        self._gone += 1
+        if self._gone > len(self._in_order) + SLACK:
+            self._in_order = dict(self._in_order)
+            self._gone = 0
+
+
+class AgeOrder(_ByAge[float]):
+    """Keys by `since_s`, oldest first."""
+
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[RequestKey]:
         """Oldest first. Not to be changed while it is iterated over."""
         if not self._early:
             return iter(self._in_order)
-        return (key for _, key in self._merged())
+        ordered = ((since_s, key) for key, since_s in self._in_order.items())
+        return (key for _, key in merge(map(_place, self._early), ordered, key=_since))
 
     def add(self, key: RequestKey, since_s: float) -> None:
-        if self._in_order and since_s < self._last_s:
-            insort(self._early, (since_s, key))
-        else:
-            self._in_order[key] = since_s
-            self._last_s = since_s
+        self._add(key, since_s, since_s)
 
     def remove(self, key: RequestKey, since_s: float) -> None:
         """`since_s` as it was added with; it must be there."""
-        if self._in_order.pop(key, None) is None:
-            del self._early[bisect_left(self._early, (since_s, key))]
+        self._remove(key, since_s)
 
     def first(self) -> tuple[float, RequestKey] | None:
         """(since_s, key) of the oldest; None where there is none."""
         oldest = next(iter(self._in_order), None)
         if oldest is None:
-            return self._early[0] if self._early else None
+            return _place(self._early[0]) if self._early else None
         place = (self._in_order[oldest], oldest)
-        return min(place, self._early[0]) if self._early else place
+        return min(place, _place(self._early[0])) if self._early else place
 
-    def _merged(self) -> Iterator[tuple[float, RequestKey]]:
-        ordered = ((since_s, key) for key, since_s in self._in_order.items())
-        return merge(self._early, ordered, key=lambda place: place[0])
+
+class EntryOrder(_ByAge["Entry"]):
+    """Entries, oldest first."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Oldest first. Not to be changed while it is iterated over."""
+        if not self._early:
+            return iter(self._in_order.values())
+        early = (entry for _, _, entry in self._early)
+        return merge(early, self._in_order.values(), key=lambda entry: entry.since_s)
+
+    def add(self, entry: Entry) -> None:
+        self._add(entry.key, entry.since_s, entry)
+
+    def remove(self, entry: Entry) -> None:
+        """It must be there."""
+        self._remove(entry.key, entry.since_s)
+
+
+def _place(early: tuple[float, RequestKey, object]) -> tuple[float, RequestKey]:
+    return early[:2]
+
+
+def _since(place: tuple[float, RequestKey]) -> float:
+    return place[0]

@@ -13,8 +13,10 @@ is a batch alone.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from operator import attrgetter
 
 from alignedserve.request import RequestKey
@@ -39,6 +41,7 @@ class Selection:
     blocks: int = 0
     leaves: list[int] = field(default_factory=list)
     parts: list[Entry] = field(default_factory=list)
+    runs: int = 0  # that the parts are of, each of them oldest first
 
     @property
     def enough(self) -> bool:
@@ -54,15 +57,15 @@ class Selection:
 
     def add_part(self, entries: Iterable[Entry]) -> None:
         """As many as fit, in their order; the first alone may be larger than K."""
-        requests, blocks = self.requests, self.blocks
-        most_requests, most_blocks = self.limits.max_requests, self.limits.max_blocks
-        for entry in entries:
-            if (requests >= most_requests or blocks + entry.blocks > most_blocks) and requests:
-                break
-            self.parts.append(entry)
-            requests += 1
-            blocks += entry.blocks
-        self.requests, self.blocks = requests, blocks
+        alone = not self.requests
+        found = list(islice(entries, max(self.limits.max_requests - self.requests, int(alone))))
+        sums = list(accumulate(map(attrgetter("blocks"), found), initial=self.blocks))
+        count = max(bisect_right(sums, self.limits.max_blocks) - 1, int(alone and bool(found)))
+        if count > 0:
+            self.parts += found[:count]
+            self.requests += count
+            self.blocks = sums[count]
+            self.runs += 1
 
 
 class BatchGenerator:
@@ -97,7 +100,8 @@ class BatchGenerator:
         """Oldest first."""
         oldest = self._tree.oldest
         entries = [entry for leaf in selection.leaves for entry in oldest(leaf)] + selection.parts
-        entries.sort(key=attrgetter("since_s"))
+        if len(selection.leaves) + selection.runs > 1:  # each is in order
+            entries.sort(key=attrgetter("since_s"))
         return entries
 
     def lengths(self, selection: Selection) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.age_order import AgeOrder
+from alignedserve.scheduler.age_order import EntryOrder
 
 FAN_OUT = 4
 Node = tuple[int, int]
@@ -45,7 +45,7 @@ class QuadTree:
         self.blocks: list[list[int]] = [[0] * size for size in sizes]
         self.last_batch_s: list[list[float]] = [[0.0] * size for size in sizes]  # when it last yielded a batch
         self._bottom_up = list(zip(reversed(self.requests), reversed(self.blocks), strict=True))
-        self._leaves: list[AgeOrder | None] = [None] * sizes[-1]
+        self._leaves: list[EntryOrder | None] = [None] * sizes[-1]
         self._entries: dict[RequestKey, Entry] = {}
 
     def __len__(self) -> int:
@@ -68,8 +68,8 @@ class QuadTree:
         index = self.leaf_of(entry.tokens)
         leaf = self._leaves[index]
         if leaf is None:
-            leaf = self._leaves[index] = AgeOrder()
-        leaf.add(entry.key, entry.since_s)
+            leaf = self._leaves[index] = EntryOrder()
+        leaf.add(entry)
         self._count(index, 1, entry.blocks)
 
     def remove(self, key: RequestKey) -> Entry:
@@ -80,7 +80,7 @@ class QuadTree:
         index = self.leaf_of(entry.tokens)
         leaf = self._leaves[index]
         assert leaf is not None
-        leaf.remove(key, entry.since_s)
+        leaf.remove(entry)
         self._count(index, -1, -entry.blocks)
         return entry
 
@@ -92,7 +92,7 @@ class QuadTree:
     def oldest(self, index: int) -> Iterator[Entry]:
         """The entries of a leaf, oldest first. Not to be changed while it is iterated over."""
         leaf = self._leaves[index]
-        return iter(()) if leaf is None else map(self._entries.__getitem__, leaf)
+        return iter(()) if leaf is None else iter(leaf)
 
     def leaves_between(self, first: int, last: int, *, leftwards: bool = False) -> Iterator[int]:
         """Indices of the leaves with entries in `first .. last` (both included), from left to right, or from right to

@@ -1,5 +1,7 @@
 """The quad-tree: counters, ranges, ages and time stamps, against a plain list."""
 
+import sys
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -152,3 +154,19 @@ class AgesAgainstList(RuleBasedStateMachine):
 
 TestAgesAgainstList = AgesAgainstList.TestCase
 TestAgesAgainstList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+def test_a_leaf_that_was_long_keeps_its_order_and_not_its_length():
+    """Places of removed entries are given up: reading the oldest of a few passes over no more than so many."""
+    tree = QuadTree(64, 64)
+    for number in range(2000):
+        tree.insert(Entry(RequestKey(str(number)), 5, 2, float(number)))
+    for number in range(1990):
+        tree.remove(RequestKey(str(number)))
+        assert next(tree.oldest(0)).since_s == number + 1.0
+    tree.insert(Entry(RequestKey("late"), 5, 2, 1994.5))
+    assert [entry.since_s for entry in tree.oldest(0)] == [1990, 1991, 1992, 1993, 1994, 1994.5, *range(1995, 2000)]
+    tree.check_integrity()
+    leaf = tree._leaves[0]
+    assert leaf is not None
+    assert sys.getsizeof(leaf._in_order) < sys.getsizeof(dict.fromkeys(range(200)))
