@@ -130,7 +130,13 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     profile = add("profile", "Measure this machine with a model, and write a cost model that predicts its passes.")
     _add_configuration(profile)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
-    profile.add_argument("--seconds", type=float, default=60.0, metavar="S", help="measure for so long (default 60)")
+    profile.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="measure for so long (default 60); starts are extra",
+    )
     profile.add_argument("--no-cluster", action="store_true", help="only passes alone: no small cluster that serves")
     from alignedserve.simulator.options import SUMMARY, add_options
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from alignedserve.cluster.open_loop import Load, drive_apart
 from alignedserve.cluster.serve_process import ServeProcess
-from alignedserve.config import Config, GatewayConfig
+from alignedserve.config import Config, GatewayConfig, SchedulerConfig
 from alignedserve.config_sources import is_setting, to_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import ResourceError, UnavailableError
@@ -152,13 +152,7 @@ def _small(config: Config, content: Mapping[str, Any], cost_file: Path) -> Confi
         kv_pool=replace(config.kv_pool, size_gib=max(0.125, 3 * blocks * block_bytes / GIB)),
         prefill=replace(config.prefill, cache_blocks=blocks, batch_buffer_blocks=blocks, requests_buffer_blocks=blocks),
         decode=replace(config.decode, cache_blocks=2 * blocks),
-        scheduler=replace(
-            config.scheduler,
-            policy="aligned",
-            cost_model=str(cost_file),
-            kernel_mode="split_kv",
-            refuse_for_load=False,
-        ),
+        scheduler=SchedulerConfig(cost_model=str(cost_file), refuse_for_load=False),  # no policy or objective of others
         supervisor=replace(config.supervisor, spares=0),
     )
 

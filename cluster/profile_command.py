@@ -23,7 +23,7 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import ConfigError
 
 PASSES_SHARE = 0.4  # of the time, for passes alone; the rest for passes in a cluster
-LEAST_CLUSTER_S = 5.0
+LEAST_CLUSTER_S = 15.0  # of workers that report once a second
 LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
 
 
@@ -38,10 +38,11 @@ def run_profile(config: Config, out: str, limit_s: float, in_cluster: bool = Tru
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
     device = resolve_device(config, count_gpus())
-    print(f"measuring {config.model.path} for about {limit_s:g} s", file=sys.stderr)
     in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
+    alone_s = limit_s * (PASSES_SHARE if in_cluster else 1.0)
+    print(f"measuring passes of {config.model.path} alone, about {alone_s:.3g} s", file=sys.stderr)
     with environment_of_a_worker(config), signals_as_exits():
-        content = _measure(config, device, limit_s * (PASSES_SHARE if in_cluster else 1.0))
+        content = _measure(config, device, alone_s)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         _write(beside, content)
@@ -79,8 +80,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _add_cluster(config: Config, content: dict[str, Any], file: Path, limit_s: float) -> None:
     """To `content` and its `file`: what passes take in a cluster."""
-    print("measuring what a prefill and a decode instance, pool and gateway take from each other", file=sys.stderr)
-    found = measure_in_cluster(config, content, file, max(limit_s, LEAST_CLUSTER_S))
+    limit_s = max(limit_s, LEAST_CLUSTER_S)
+    print(
+        "measuring them in a cluster of one prefill and one decode instance, with configuration of its own, about "
+        f"{limit_s:.3g} s and its start and end",
+        file=sys.stderr,
+    )
+    found = measure_in_cluster(config, content, file, limit_s)
     content["hardware"] |= found["hardware"]
     content["hardware_note"] += "; slowdowns and messages in a small cluster"
     content["fit"]["cluster"] = found["fit"]

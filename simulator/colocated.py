@@ -92,7 +92,10 @@ class _Simulation:
         leap: bool,
     ) -> None:
         self._hardware, self._leap, self._routing = hardware, leap, routing
-        self._cost = SlowedCost.of(cost, hardware.decode_slowdown)
+        # Two of several share a machine, as a prefill and a decode instance do, and mostly both compute.
+        self._cost = SlowedCost.of(
+            cost, hardware.decode_slowdown if instances == 1 else hardware.decode_slowdown_beside
+        )
         self._random = random.Random(seed)
         self._turn = 0
         self._system, self._options, self._seed = system, options, seed

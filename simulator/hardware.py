@@ -15,7 +15,8 @@ class Hardware:
 
     Slowdowns: how many times as long a pass takes in a cluster as the cost model says, because processes share a
     machine's cores and caches; `..._beside`: one that begins while its neighbour of the other role computes. Neighbours
-    are the prefill and the decode instance of the same number. A colocated instance has none, and `decode_slowdown`.
+    are the prefill and the decode instance of the same number. Passes of a colocated instance have `decode_slowdown`
+    where there is one, and `decode_slowdown_beside` where there are several: two share a machine then.
     """
 
     kv_tokens: int

@@ -119,6 +119,11 @@ def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
             raise ConfigError(f"{origin}: {name} must be a whole number, not {value!r}")
         changes[name] = kinds[name](value)
     hardware = replace(base, **changes)  # type: ignore[arg-type]  # by name, as their fields say
+    for role in ("prefill", "decode"):
+        if getattr(hardware, f"{role}_slowdown_beside") < getattr(hardware, f"{role}_slowdown"):
+            raise ConfigError(
+                f"{origin}: {role}_slowdown_beside is below {role}_slowdown; give both: a neighbour speeds nothing up"
+            )
     if hardware.batch_buffer_share + hardware.requests_buffer_share >= 1:
         raise ConfigError(f"{origin}: the two buffers' shares leave a prefill instance no memory of its own")
     for name in ("kv_tokens", "pool_tokens"):

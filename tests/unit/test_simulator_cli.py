@@ -233,6 +233,7 @@ def test_the_hardware_template_can_be_read_back(capsys: pytest.CaptureFixture[st
         ('{"pool_tokens": 1' + "0" * 400 + "}", "pool_tokens must be at most"),
         ("kv_tokens = 10_000_000_000", "kv_tokens must be at most 16,777,216 blocks of 16 tokens"),
         ("kv_tokens = [1]", "kv_tokens must be a number, not list"),
+        ("decode_slowdown = 3", "decode_slowdown_beside is below decode_slowdown; give both"),
         ("kv_tokens = nan", "kv_tokens must be a number, not nan"),
         ("message_s = inf", "message_s must be at most 3,600"),
         ('{"a": ' * 9000 + "1" + "}" * 9000, "nested too deeply"),

@@ -122,6 +122,8 @@ def test_a_machine_of_slow_passes():
     workload = workload_of((0.0, 30, 5))
     usual, slowed = (simulate(workload, "vllm", hardware=machine).requests[0].token_s for machine in (HARDWARE, slow))
     assert list(slowed) == pytest.approx([2.0 * time_s for time_s in usual])
+    shared = simulate(workload, "vllm", hardware=slow, instances=2).requests[0].token_s
+    assert list(shared) == pytest.approx([9.0 * time_s for time_s in usual])
 
 
 def test_planning_ahead_makes_who_comes_in_between_wait_for_a_pass_more():
