@@ -118,8 +118,9 @@ def test_a_cluster_that_answers_with_an_error_is_told_as_one(monkeypatch: pytest
 
 
 PROFILES = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and stays so
 from alignedserve.cluster import profile_cluster
 from alignedserve.config import Config
 
