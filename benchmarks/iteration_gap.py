@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mixed_load import MixedLoad, run, scrape
+from mixed_load import MixedLoad, run
 
 from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.control.samples import value
@@ -32,9 +32,9 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     model = ("--model", options.model, "--served-model-name", "bench")
     with ServeProcess(*model, *sizes, "--policy", options.policy, *options.serve) as server:
         run(server.url, MixedLoad(4, 1.0, (8, 8), (8, 8), (8, 8), options.seed))
-        before = scrape(server)
+        before = server.metrics()
         run(server.url, load)
-        after = scrape(server)
+        after = server.metrics()
 
     def grown(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)

@@ -6,12 +6,9 @@ import asyncio
 import json
 import random
 import time
-import urllib.request
 from dataclasses import dataclass
 
 import httpx
-
-from alignedserve.cluster.serve_process import ServeProcess
 
 VOCABULARY = (10, 2000)  # ids that every model of ours has
 
@@ -87,9 +84,3 @@ async def _stream(client: httpx.AsyncClient, prompt: list[int], answer: int, beg
     if tokens != answer:
         raise RuntimeError(f"an answer of {answer} tokens ended after {tokens}")
     return Streamed(tokens, first_s, last_s)
-
-
-def scrape(server: ServeProcess) -> str:
-    """Its metrics, as Prometheus text."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
-        return str(response.read().decode())

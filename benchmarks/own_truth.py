@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mixed_load import MixedLoad, scrape
+from mixed_load import MixedLoad
 
 from alignedserve.cluster.open_loop import Load, Outcome, drive_apart
 from alignedserve.cluster.serve_process import ServeProcess
@@ -93,7 +93,7 @@ def measure(log: Path, trace: Path, options: argparse.Namespace) -> dict[str, An
         outcome = offer(
             server, lengths(options, options.requests, options.seed), options.share * capacity, options.seed
         )
-        metrics = scrape(server)
+        metrics = server.metrics()
     lines = log.read_text(encoding="utf-8").splitlines()
     wanted = [line for line in lines if json.loads(line)["arrival_unix_s"] >= begun_unix_s]
     trace.write_text("".join(f"{line}\n" for line in wanted), encoding="utf-8")

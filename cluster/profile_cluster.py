@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -166,12 +165,12 @@ def _lengths(longest: int) -> list[tuple[int, int]]:
 
 @asynccontextmanager
 async def _offered(load: Load) -> AsyncIterator[None]:
-    """The load, by a process of its own, while the context lasts. Raises UnavailableError where that has failed."""
+    """The load, by a process of its own, while the context lasts. Raises RuntimeError where that has failed."""
     task = asyncio.ensure_future(drive_apart(load))
     try:
         yield
-        if task.done() and (errors := task.result().errors):
-            raise UnavailableError(f"the cluster to profile answered with errors: {errors}")
+        if task.done():  # it lasts longer than what it is watched for, unless it fails
+            task.result()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -247,7 +246,7 @@ async def _watch(server: ServeProcess, seconds: float) -> dict[str, Sums]:
 
 
 async def _sums(server: ServeProcess) -> dict[str, Sums]:
-    metrics, now_s = await asyncio.to_thread(_scrape, server), time.monotonic()
+    metrics, now_s = await asyncio.to_thread(server.metrics), time.monotonic()
 
     def of(passes: str, seconds: str, predicted: str) -> Sums:
         counted, took_s, predicted_s = (value(metrics, f"alignedserve_{name}") for name in (passes, seconds, predicted))
@@ -257,8 +256,3 @@ async def _sums(server: ServeProcess) -> dict[str, Sums]:
         "prefill": of("prefill_passes_total", "prefill_seconds_total", "prefill_predicted_seconds_total"),
         "decode": of("decode_iterations_total", "decode_seconds_total", "iteration_predicted_seconds_total"),
     }
-
-
-def _scrape(server: ServeProcess) -> str:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as response:
-        return str(response.read().decode())

@@ -138,6 +138,11 @@ class ServeProcess:
         with urllib.request.urlopen(self.url + path, timeout=30.0) as response:
             return json.loads(response.read())
 
+    def metrics(self) -> str:
+        """Its `/metrics`: Prometheus text."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
+            return str(response.read().decode())
+
     def post(self, path: str, body: Any) -> Any:
         """The parsed JSON of a POST."""
         data = json.dumps(body).encode()
