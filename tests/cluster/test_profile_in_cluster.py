@@ -20,12 +20,12 @@ def test_a_profile_says_what_processes_take_from_each_other(tmp_path: Path, capf
     assert main(["profile", *settings, "--seconds", "2", "--out", str(out)]) == 0
     assert "prefill passes take" in capfd.readouterr().out
     hardware = Hardware(**default_hardware(out))
-    assert 0.1 < hardware.prefill_slowdown <= hardware.prefill_slowdown_beside < 50.0
-    assert 0.1 < hardware.decode_slowdown <= hardware.decode_slowdown_beside < 50.0
+    assert 0.5 < hardware.prefill_slowdown <= hardware.prefill_slowdown_beside < 50.0
+    assert 0.5 < hardware.decode_slowdown <= hardware.decode_slowdown_beside < 50.0
     assert 1e-5 < hardware.message_s < 1.0
     found = json.loads(out.read_text())["fit"]["cluster"]
     assert (
         min(found[f"{role}_{load}"]["passes"] for role in ("prefill", "decode") for load in ("alone", "together")) > 0
     )
-    assert all(0.0 < found[f"{role}_together"]["busy"] <= 1.0 for role in ("prefill", "decode"))
+    assert found["decode_together"]["busy"] > found["prefill_alone"]["busy"]
     assert [file.name for file in tmp_path.iterdir()] == ["mine.json"]
