@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from alignedserve import __version__
@@ -58,6 +58,8 @@ SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--log-format": ("log.format", {"metavar": "text|json", "help": "how log records are written"}),
     "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file a role"}),
 }
+# Of these, what decides what `profile` measures: its cluster is small, and its own.
+PROFILE_FLAGS = ("--model", "--device", "--dtype", "--trust-remote-code")
 SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
     "--no-prefetch": ("cluster.prefetch", False, "leave the candidate buffers out: pool to decode directly"),
     "--verify-kv": ("kv_pool.verify", True, "compare a checksum of every KV block after each copy"),
@@ -128,7 +130,7 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     doctor.add_argument("--url", help="with --live: the gateway to ask (default: this user's newest cluster)")
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
     profile = add("profile", "Measure this machine with a model, and write a cost model that predicts its passes.")
-    _add_configuration(profile)
+    _add_configuration(profile, PROFILE_FLAGS)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
     profile.add_argument(
         "--seconds",
@@ -216,13 +218,15 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             return serve(_configuration(options))
 
 
-def _add_configuration(parser: argparse.ArgumentParser) -> None:
+def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     """Flags that set configuration keys. Not given, they are None, so that the layers below show through."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration")
     for flag, (key, how) in SERVE_FLAGS.items():
-        parser.add_argument(flag, dest=key, default=None, **how)
+        if only is None or flag in only:
+            parser.add_argument(flag, dest=key, default=None, **how)
     for flag, (key, value, summary) in SERVE_SWITCHES.items():
-        parser.add_argument(flag, dest=key, action="store_const", const=value, default=None, help=summary)
+        if only is None or flag in only:
+            parser.add_argument(flag, dest=key, action="store_const", const=value, default=None, help=summary)
     parser.add_argument(
         "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other key of the configuration"
     )

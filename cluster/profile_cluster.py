@@ -16,6 +16,7 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -98,7 +99,10 @@ def measure_in_cluster(config: Config, content: Mapping[str, Any], cost_file: Pa
         own = _environment(os.environ)
         try:
             with ServeProcess("--config", str(file), environment=own, log=log, timeout_s=START_S) as server:
-                return asyncio.run(_measure(server, _vocabulary(config), content, limit_s))
+                try:
+                    return asyncio.run(_measure(server, _vocabulary(config), content, limit_s))
+                finally:
+                    print("ending that cluster", file=sys.stderr, flush=True)  # it takes seconds, after Ctrl-C too
         except (RuntimeError, OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
             raise UnavailableError(
                 f"the cluster to profile did not start, answer or end; --no-cluster does without it: {error}"

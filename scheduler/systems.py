@@ -8,13 +8,14 @@ installed packages register under the entry point group `alignedserve.policies`,
 from __future__ import annotations
 
 import contextlib
+import difflib
 import enum
 import importlib
 import inspect
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
@@ -137,8 +138,9 @@ def resolve(name: str) -> System:
     registered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
     if name in registered:
         return _system_of(name, registered[name])
-    choices = ", ".join([*SYSTEMS, *sorted(registered.keys() - SYSTEMS.keys())])
-    raise ConfigError(f"unknown policy {name!r}; choose one of: {choices}; or package.module:Class")
+    choices = [*SYSTEMS, *sorted(registered.keys() - SYSTEMS.keys())]
+    nearest = "".join(f"the nearest is {near}; " for near in difflib.get_close_matches(name, choices, n=1))
+    raise ConfigError(f"unknown policy {name!r}; {nearest}choose one of: {', '.join(choices)}; or package.module:Class")
 
 
 def policy_class(system: System) -> type[BatchPolicy]:
@@ -190,12 +192,15 @@ def scheduler_class(system: System) -> type[InstanceScheduler]:
     return target
 
 
-def with_options(system: System, changes: Mapping[str, Option]) -> dict[str, Option]:
-    """The system's options with these changed. Raises ConfigError for an unknown name or a value of another type."""
+def with_options(system: System, changes: Mapping[str, Option], besides: Collection[str] = ()) -> dict[str, Option]:
+    """The system's options with these changed. Raises ConfigError for an unknown name or a value of another type.
+
+    `besides`: what else the caller takes, to name among the choices.
+    """
     options = dict(system.options)
     for key, value in changes.items():
         if key not in options:
-            known = ", ".join(options) or "none"
+            known = ", ".join([*options, *besides]) or "none"
             raise ConfigError(f"policy {system.name!r} has no option {key!r}; it has: {known}")
         options[key] = _as_typed(f"{system.name}.{key}", value, options[key])
     return options

@@ -70,10 +70,13 @@ class Candidate:
         own = dict(settings)
         if system.topology is Topology.COLOCATED:
             routing = own.pop(ROUTING, "least-loaded")
-            return cls(name, system, Config(), with_options(system, own), routing)
+            return cls(name, system, Config(), with_options(system, own, (ROUTING,)), routing)
         gap_s = _gap_s(name, own.pop(ITERATION_GAP, "0"))
         if wrong := [key for key in own if "." not in key]:
-            raise ConfigError(f"--set {name}.{wrong[0]}: a disaggregated policy takes SECTION.KEY of the configuration")
+            raise ConfigError(
+                f"--set {name}.{wrong[0]}: a disaggregated policy takes {ITERATION_GAP}, or SECTION.KEY of the "
+                "configuration"
+            )
         for key, option in DECIDED.items():
             if key in own:
                 raise ConfigError(f"--set {name}.{key}: {option} of `alignedserve simulate` decides this; use it")

@@ -8,6 +8,7 @@ asks for an error instead: there somebody is trying the policy out.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -22,6 +23,10 @@ from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 MOST_FAULTS = 16  # after which it is not asked any more
+
+
+class BadAnswerError(ValueError):
+    """An answer against the rules of the contract."""
 
 
 class GuardedPolicy(BatchPolicy):
@@ -93,29 +98,29 @@ class GuardedPolicy(BatchPolicy):
         self._ask("check_integrity", self.inner.check_integrity)
 
     def _checked(self, answer: Iterable[Entry], limits: BatchLimits, seed: RequestKey | None) -> list[Entry]:
-        """A candidate batch. Raises ValueError for what is none."""
+        """A candidate batch. Raises BadAnswerError for what is none."""
         found = list(answer)
         if len(found) == 1 and found[0].key in self._entries:  # alone it may be larger than the limits
             batch = [self._entries[found[0].key]]
         else:
             batch = self._waiting(found, limits)
         if not batch and self._entries:
-            raise ValueError("it is empty although requests wait")
+            raise BadAnswerError("it is empty although requests wait")
         if seed is not None and all(entry.key != seed for entry in batch):
-            raise ValueError(f"it lacks the overdue request {seed}")
+            raise BadAnswerError(f"it lacks the overdue request {seed}")
         return batch
 
     def _waiting(self, answer: Iterable[Entry], limits: BatchLimits) -> list[Entry]:
-        """As this knows them, within the limits. Raises ValueError."""
+        """As this knows them, within the limits. Raises BadAnswerError."""
         keys = [entry.key for entry in answer]
         if unknown := [key for key in keys if key not in self._entries]:
-            raise ValueError(f"it holds {unknown[0]}, which does not wait")
+            raise BadAnswerError(f"it holds {unknown[0]}, which does not wait")
         if len(set(keys)) < len(keys):
-            raise ValueError("it holds a request twice")
+            raise BadAnswerError("it holds a request twice")
         entries = [self._entries[key] for key in keys]
         blocks = sum(entry.blocks for entry in entries)
         if len(entries) > limits.max_requests or blocks > limits.max_blocks:
-            raise ValueError(
+            raise BadAnswerError(
                 f"{len(entries)} requests with {blocks} blocks are more than {limits.max_requests} with "
                 f"{limits.max_blocks}"
             )
@@ -134,9 +139,17 @@ class GuardedPolicy(BatchPolicy):
             return call()
         except Exception as error:
             self.faults += 1
-            self.fault = f"{what}: {error if isinstance(error, ValueError) else repr(error)}"
+            raised = None if isinstance(error, BadAnswerError) else error
+            self.fault = f"{what}: {error if raised is None else repr(error) + _place(error)}"
             if self.strict:
                 raise ConfigError(f"policy {self._name!r}, {self.fault}") from error
             self._trusted = self.faults < MOST_FAULTS
-            logger.warning("policy %s, %s: the oldest requests go first instead", self._name, self.fault)
+            instead = "the oldest requests go first instead"
+            logger.warning("policy %s, %s: %s", self._name, self.fault, instead, exc_info=raised)
             return None
+
+
+def _place(error: BaseException) -> str:
+    """` (FILE:LINE)` where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

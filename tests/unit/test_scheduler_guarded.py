@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_books_of_its_own_that_do_not_match_are_a_fault_of_it() -> None:
     policy = GuardedPolicy(SchedulerConfig(), "mine", broken("check_integrity", fail))
     waiting(policy)
     policy.check_integrity()
-    assert policy.fault == "check_integrity: RuntimeError('poison')"
+    assert re.fullmatch(rf"check_integrity: RuntimeError\('poison'\) \({re.escape(__file__)}:\d+\)", policy.fault)
     policy.strict = True
     with pytest.raises(ConfigError, match="check_integrity"):
         policy.check_integrity()
@@ -104,6 +105,13 @@ def test_one_that_fails_all_the_time_is_asked_so_often() -> None:
     for _ in range(3 * MOST_FAULTS):
         assert policy.form(LIMITS, None, 1.0)
     assert len(asked) == policy.faults == MOST_FAULTS
+
+
+def test_the_log_says_where_it_raised(caplog: pytest.LogCaptureFixture) -> None:
+    policy = GuardedPolicy(SchedulerConfig(), "mine", broken("form", fail))
+    waiting(policy)
+    policy.form(LIMITS, None, 1.0)
+    assert "in fail\n" in caplog.text
 
 
 def test_faults_are_told_for_a_minute() -> None:

@@ -74,13 +74,14 @@ def test_every_policy_keeps_its_books(name, monkeypatch):
 
 def test_the_example_raises_as_the_contract_asks_where_its_books_do_not_match(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
-    for spoil in (lambda policy: setattr(policy, "blocks", 1), lambda policy: policy.order.pop()):
+    for spoil in (lambda policy: setattr(policy, "_blocks", 1), lambda policy: policy._order.pop()):
         policy = make(EXAMPLE)
         spoil(policy)
         with pytest.raises(AccountingError):
             policy.check_integrity()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_seed_is_in_its_batch(name):
+@pytest.mark.parametrize("name", [*NAMES, EXAMPLE])
+def test_a_seed_is_in_its_batch(name, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     assert make(name, (900, 100, 110)).form(BatchLimits(950, 3, 9), RequestKey("0"), 0.0)[0].tokens == 900

@@ -59,6 +59,13 @@ def test_an_entry_point_is_a_name_like_any_other(monkeypatch):
         resolve("nonesuch")
 
 
+def test_an_unknown_name_lists_the_choices_and_the_nearest():
+    with pytest.raises(ConfigError, match="unknown policy 'fcsf'; the nearest is fcfs; choose one of: aligned, "):
+        resolve("fcsf")
+    with pytest.raises(ConfigError, match="unknown policy 'xyz'; choose one of: aligned, "):
+        resolve("xyz")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -121,6 +128,7 @@ def test_the_example_of_the_documentation_is_a_policy(monkeypatch):
     assert names(BatchLimits(50, 1, 9)) == ["short"]  # alone, though it is larger than the limit
     assert [entry.tokens for entry in policy.matching(200, 400, BatchLimits(2000, 1, 9))] == [100, 300]
     assert [entry.tokens for entry in policy.matching(200, 400, BatchLimits(350, 1, 9))] == [100]
+    assert [policy.matches(tokens, 200, 400) for tokens in (100, 400, 401)] == [True, True, False]
     policy.remove(RequestKey("short"))
     assert policy.totals() == (2, 1200)
     policy.check_integrity()

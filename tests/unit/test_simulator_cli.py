@@ -158,15 +158,16 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
     [
         ((), "--trace is missing"),
         (("--trace", "/none.csv"), "cannot read the trace /none.csv"),
-        (("--trace", MIX, "--policy", "alined"), "unknown policy 'alined'; choose one of: aligned"),
+        (("--trace", MIX, "--policy", "alined"), "unknown policy 'alined'; the nearest is aligned; choose"),
         (("--trace", MIX, "--policy", "vllm,vllm"), "none twice"),
         (("--trace", MIX, "--cost-model", "h100"), "unknown cost model 'h100'; choose one of"),
         (("--trace", MIX, "--kernel-mode", "x"), "unknown kernel mode 'x'; choose one of: split_kv, no_split"),
         (
             ("--trace", MIX, "--policy", "vllm", "--set", "vllm.max_seqs=1"),
-            "has no option 'max_seqs'",
+            "has no option 'max_seqs'; it has: max_num_seqs, max_num_batched_tokens, async_scheduling, routing",
         ),
         (("--trace", MIX, "--set", "aligned.scheduler.leaf=1"), "unknown configuration key 'scheduler.leaf'"),
+        (("--trace", MIX, "--set", "aligned.gap=1"), "takes iteration_gap_s, or SECTION.KEY of the configuration"),
         (("--trace", MIX, "--set", "aligned.scheduler.policy=fcfs"), "scheduler.policy: --policy of"),
         (("--trace", MIX, "--set", "aligned.cluster.prefill=7"), "cluster.prefill: --prefill of"),
         (("--trace", MIX, "--set", "aligned.cluster.decode=1"), "cluster.decode: --decode of"),
