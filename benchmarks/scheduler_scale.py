@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from alignedserve.config import Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
@@ -116,8 +117,9 @@ def time_batches(
     batch: list[Entry] = []
     for number in range(rounds):
         begun = clock()
-        batch = generator.generate(limits)
-        tree.stamp(batch, float(number))
+        selection = generator.select(limits)
+        tree.stamp(chain(selection.leaves, selection.cut), float(number))
+        batch = generator.entries(selection)
         seconds.append(float(clock() - begun))
         for entry in batch:
             tree.remove(entry.key)

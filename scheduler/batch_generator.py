@@ -42,6 +42,7 @@ class Selection:
     leaves: list[int] = field(default_factory=list)
     parts: list[Entry] = field(default_factory=list)
     runs: int = 0  # that the parts are of, each of them oldest first
+    cut: list[int] = field(default_factory=list)  # the leaves that parts are of
 
     @property
     def enough(self) -> bool:
@@ -55,17 +56,28 @@ class Selection:
         self.requests += requests
         self.blocks += blocks
 
-    def add_part(self, entries: Iterable[Entry]) -> None:
-        """As many as fit, in their order; the first alone may be larger than K."""
-        alone = not self.requests
-        found = list(islice(entries, max(self.limits.max_requests - self.requests, int(alone))))
-        sums = list(accumulate(map(attrgetter("blocks"), found), initial=self.blocks))
-        count = max(bisect_right(sums, self.limits.max_blocks) - 1, int(alone and bool(found)))
+    def add_part(self, entries: Iterable[Entry], leaf: int, blocks_each: int = 0) -> None:
+        """As many as fit, in their order; the first alone may be larger than K.
+
+        `blocks_each`: what each of them has, 0 where they differ. Known, no entry need be looked at: of a million most
+        are not in the processor's caches.
+        """
+        least = int(not self.requests)
+        most = max(self.limits.max_requests - self.requests, least)
+        if blocks_each:
+            most = min(most, max((self.limits.max_blocks - self.blocks) // blocks_each, least))
+        found = list(islice(entries, most))
+        count, blocks = len(found), self.blocks + blocks_each * len(found)
+        if not blocks_each:
+            sums = list(accumulate(map(attrgetter("blocks"), found), initial=self.blocks))
+            count = max(bisect_right(sums, self.limits.max_blocks) - 1, min(least, count))
+            blocks = sums[count]
         if count > 0:
             self.parts += found[:count]
             self.requests += count
-            self.blocks = sums[count]
+            self.blocks = blocks
             self.runs += 1
+            self.cut.append(leaf)
 
 
 class BatchGenerator:
@@ -172,16 +184,15 @@ class BatchGenerator:
         if selection.fits(requests, blocks):
             selection.add((leaf,), requests, blocks)
             return True
-        selection.add_part(tree.oldest(leaf))
+        selection.add_part(tree.oldest(leaf), leaf, tree.blocks_each[leaf])
         return False
 
     def _cut_leaf(self, limits: BatchLimits, leaf: int, seed: Entry | None = None) -> Selection:
-        selection = Selection(limits)
-        if seed is None:
-            selection.add_part(self._tree.oldest(leaf))
-            return selection
-        selection.add_part((seed,))
-        selection.add_part(entry for entry in self._tree.oldest(leaf) if entry is not seed)
+        selection, entries, blocks_each = Selection(limits), self._tree.oldest(leaf), self._tree.blocks_each[leaf]
+        if seed is not None:
+            selection.add_part((seed,), leaf)
+            entries = (entry for entry in entries if entry is not seed)
+        selection.add_part(entries, leaf, blocks_each)
         return selection
 
     def _shortest(self, limits: BatchLimits) -> Selection:

@@ -44,6 +44,7 @@ class QuadTree:
         self.requests: list[list[int]] = [[0] * size for size in sizes]
         self.blocks: list[list[int]] = [[0] * size for size in sizes]
         self.last_batch_s: list[list[float]] = [[0.0] * size for size in sizes]  # when it last yielded a batch
+        self.blocks_each = [0] * sizes[-1]  # of every entry in a leaf, 0 where they differ
         self._bottom_up = list(zip(reversed(self.requests), reversed(self.blocks), strict=True))
         self._leaves: list[EntryOrder | None] = [None] * sizes[-1]
         self._entries: dict[RequestKey, Entry] = {}
@@ -69,6 +70,10 @@ class QuadTree:
         leaf = self._leaves[index]
         if leaf is None:
             leaf = self._leaves[index] = EntryOrder()
+        if not len(leaf):
+            self.blocks_each[index] = entry.blocks
+        elif self.blocks_each[index] != entry.blocks:
+            self.blocks_each[index] = 0
         leaf.add(entry)
         self._count(index, 1, entry.blocks)
 
@@ -125,12 +130,12 @@ class QuadTree:
             children = range(FAN_OUT * index, FAN_OUT * index + FAN_OUT)
             to_visit += [(level + 1, child) for child in (children if leftwards else reversed(children))]
 
-    def stamp(self, entries: Iterable[Entry], now_s: float) -> None:
-        """These yielded a batch: note the time on their leaves and on every node above.
+    def stamp(self, leaves: Iterable[int], now_s: float) -> None:
+        """These yielded a batch: note the time on them and on every node above.
 
         Also one that nobody had room for: of equally dense ranges another is tried first the next time.
         """
-        touched = {self.leaf_of(tokens) for tokens in {entry.tokens for entry in entries}}
+        touched = set(leaves)
         for level in range(self.depth, -1, -1):
             stamps = self.last_batch_s[level]
             for index in touched:
@@ -155,6 +160,9 @@ class QuadTree:
             ages = [entry.since_s for entry in self.oldest(index)]
             if len(ages) != count or ages != sorted(ages):
                 raise AccountingError(f"leaf {index} of the quad-tree is out of order")
+            each = self.blocks_each[index]
+            if count and each and any(entry.blocks != each for entry in self.oldest(index)):
+                raise AccountingError(f"not every entry of leaf {index} of the quad-tree has {each} blocks")
 
     def _count(self, index: int, requests: int, blocks: int) -> None:
         for count, sums in self._bottom_up:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import merge
+from itertools import chain
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
@@ -26,9 +27,9 @@ class AlignedPolicy(BatchPolicy):
         return self.tree.requests[0][0], self.tree.blocks[0][0]
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        batch = self._generator.generate(limits, seed)
-        self.tree.stamp(batch, now_s)
-        return batch
+        selection = self._generator.select(limits, seed)
+        self.tree.stamp(chain(selection.leaves, selection.cut), now_s)
+        return self._generator.entries(selection)
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
         return shortest_tokens <= tokens <= longest_tokens

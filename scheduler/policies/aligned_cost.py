@@ -82,7 +82,7 @@ class AlignedCostPolicy(AlignedPolicy):
             batches = [first, *self._others(first, limits)] if first.enough else [first]
             best = self._best([self._generator.lengths(one) for one in batches], self._rate)
             batch = self._generator.entries(batches[best])
-        self.tree.stamp(batch, now_s)
+        self.tree.stamp({self.tree.leaf_of(entry.tokens) for entry in batch}, now_s)
         return batch
 
     # while nobody is overdue
@@ -166,13 +166,13 @@ class AlignedCostPolicy(AlignedPolicy):
                 continue
             if not found.fits(1, entry.blocks):
                 break
-            found.add_part((entry,))
+            found.add_part((entry,), self.tree.leaf_of(entry.tokens))
         return found
 
     # both
 
     def _leaves_of(self, batch: Selection) -> set[int]:
-        return {*batch.leaves, *(self.tree.leaf_of(entry.tokens) for entry in batch.parts)}
+        return {*batch.leaves, *batch.cut}
 
     def _best(self, lengths: Sequence[Sequence[int]], rate: Callable[[Sequence[int]], float]) -> int:
         """Of batches of these lengths the one with the highest rate that meets the objective; of equals the first."""

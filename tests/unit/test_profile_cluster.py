@@ -120,7 +120,8 @@ def test_a_cluster_that_answers_with_an_error_is_told_as_one(monkeypatch: pytest
 PROFILES = """
 import signal, sys
 from pathlib import Path
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and stays so
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is ignored above stays so: below nohup, or in a shell's background
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from alignedserve.cluster import profile_cluster
 from alignedserve.config import Config
 

@@ -119,7 +119,7 @@ def test_batches_keep_their_promises_whatever_comes_and_goes(
             batch = generator.generate(limits)
             assert bool(batch) == bool(oracle.entries)
             check_batch(oracle, limits, batch)
-            tree.stamp(batch, float(count))
+            tree.stamp({tree.leaf_of(entry.tokens) for entry in batch}, float(count))
             for entry in batch:
                 tree.remove(entry.key)
                 oracle.entries.remove(entry)
@@ -237,7 +237,7 @@ def come_and_go(lengths, limits, cut_sibling, width, leaf, block, leave):
         assert {entry.key for entry in batch} == {entry.key for entry in expected}
         assert [entry.since_s for entry in batch] == sorted(entry.since_s for entry in batch)
         cases.update(search.cases)
-        tree.stamp(batch, float(number))
+        tree.stamp({tree.leaf_of(entry.tokens) for entry in batch}, float(number))
         oracle.yielded += [(number, min(entry.tokens, width)) for entry in batch]
         for entry in batch[:: 1 if leave else 2]:  # the others stay: nobody had room for them
             tree.remove(entry.key)

@@ -67,7 +67,7 @@ def test_a_request_that_grew_moves_and_keeps_its_age():
 
 def test_a_batch_stamps_its_leaves_and_all_nodes_above():
     tree = QuadTree(64, 4)
-    tree.stamp([entry("a", 1), entry("b", 20)], 5.0)
+    tree.stamp([tree.leaf_of(1), tree.leaf_of(20)], 5.0)
     assert tree.last_batch_s[0] == [5.0]
     assert tree.last_batch_s[1] == [5.0, 5.0, 0.0, 0.0]
     assert [i for i, stamp in enumerate(tree.last_batch_s[2]) if stamp] == [0, 4]
