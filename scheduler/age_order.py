@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import merge
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -14,22 +15,19 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 SLACK = 64  # removed places that a dict may keep; with more than it has items it is made anew
+FEW_GONE = 16_384  # removed places that nobody minds to pass over: microseconds
+ANEW = 16  # to make a dict anew takes about so many times as long as to pass over as many removed places
 
 
 class _ByAge(Generic[Item]):
-    """Items by key, oldest first. The few that come back late (older than the last one) are kept sorted aside.
+    """Items by key, oldest first. The few that come back late (older than the last one) are kept sorted aside."""
 
-    A plain dict: its items lie one behind the other, which counts where a million are not in the processor's caches.
-    But it keeps the places of those that were removed, and reading it from the front would pass over all of them.
-    """
+    __slots__ = ("_early", "_in_order", "_last_s")
 
-    __slots__ = ("_early", "_gone", "_in_order", "_last_s")
-
-    def __init__(self) -> None:
-        self._in_order: dict[RequestKey, Item] = {}
+    def __init__(self, in_order: dict[RequestKey, Item]) -> None:
+        self._in_order = in_order
         self._early: list[tuple[float, RequestKey, Item]] = []
         self._last_s = 0.0
-        self._gone = 0  # removed from the dict since it was made
 
     def __len__(self) -> int:
         return len(self._in_order) + len(self._early)
@@ -41,20 +39,21 @@ class _ByAge(Generic[Item]):
             self._in_order[key] = item
             self._last_s = since_s
 
-    def _remove(self, key: RequestKey, since_s: float) -> None:
-        if self._in_order.pop(key, None) is None:
-            del self._early[bisect_left(self._early, (since_s, key), key=_place)]
-            return
-        self._gone += 1
-        if self._gone > len(self._in_order) + SLACK:
-            self._in_order = dict(self._in_order)
-            self._gone = 0
+    def _remove(self, key: RequestKey, since_s: float) -> bool:
+        """Whether it was among those in order."""
+        if self._in_order.pop(key, None) is not None:
+            return True
+        del self._early[bisect_left(self._early, (since_s, key), key=_place)]
+        return False
 
 
 class AgeOrder(_ByAge[float]):
-    """Keys by `since_s`, oldest first."""
+    """Keys by `since_s`, oldest first. The first is asked for with each event: O(1), whoever has left before it."""
 
     __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(OrderedDict())
 
     def __iter__(self) -> Iterator[RequestKey]:
         """Oldest first. Not to be changed while it is iterated over."""
@@ -80,12 +79,26 @@ class AgeOrder(_ByAge[float]):
 
 
 class EntryOrder(_ByAge["Entry"]):
-    """Entries, oldest first."""
+    """Entries, oldest first.
 
-    __slots__ = ()
+    In a plain dict: they lie one behind the other, which counts where a million are not in the processor's caches. But
+    it keeps the places of those that were removed, and reading it from the front passes over all of them: it is made
+    anew when as many have been passed over as that takes.
+    """
+
+    __slots__ = ("_gone", "_passed")
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self._gone = 0  # removed from the dict since it was made
+        self._passed = 0  # of those, where they were many, by all who read it: at most
 
     def __iter__(self) -> Iterator[Entry]:
         """Oldest first. Not to be changed while it is iterated over."""
+        if self._gone > FEW_GONE:
+            self._passed += self._gone
+            if self._passed > ANEW * len(self._in_order):
+                self._make_anew()
         if not self._early:
             return iter(self._in_order.values())
         early = (entry for _, _, entry in self._early)
@@ -96,7 +109,13 @@ class EntryOrder(_ByAge["Entry"]):
 
     def remove(self, entry: Entry) -> None:
         """It must be there."""
-        self._remove(entry.key, entry.since_s)
+        self._gone += self._remove(entry.key, entry.since_s)
+        if self._gone > len(self._in_order) + SLACK:
+            self._make_anew()
+
+    def _make_anew(self) -> None:
+        self._in_order = dict(self._in_order)
+        self._gone = self._passed = 0
 
 
 def _place(early: tuple[float, RequestKey, object]) -> tuple[float, RequestKey]:
