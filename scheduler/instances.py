@@ -13,6 +13,8 @@ from alignedserve.scheduler.events import BufferKind, DecodeReported, PrefillRep
 from alignedserve.scheduler.request_table import Record
 from alignedserve.scheduler.routing import PrefillLoad
 
+MOST_PREDICTED = 256  # iterations of which an instance's predicted time is kept
+
 
 @dataclass(slots=True)
 class BufferRoom:
@@ -87,11 +89,13 @@ class DecodeView:
     most_requests: int = 0  # in the largest batch that was measured
     held_tokens: int = 0  # of all that is here or on its way, when it was sent
     _coming: tuple[int, int] | None = None  # (shortest, longest) of that; None: to be looked up
+    _predicted: dict[tuple[int, int], float] = field(default_factory=dict)  # (requests, tokens of each) -> seconds
 
     def take_report(self, report: DecodeReported) -> None:
         self.report, self.joined_blocks, self.bounced = report, 0, False
         if report.measured is not None:
             self.cost.observe_iterations(report.measured)
+            self._predicted.clear()
             self.mean_tokens = report.measured.cached_tokens // max(1, report.measured.tokens)
             self.iterations += report.measured.passes
             self.most_requests = max(self.most_requests, report.measured.tokens // report.measured.passes)
@@ -142,7 +146,17 @@ class DecodeView:
     def load_s(self) -> float:
         """The predicted time of an iteration of all that is here or on its way."""
         size = self.size
-        return self.cost.predict_iteration_s([self.held_tokens // size] * size) if size else 0.0
+        return self.predict_equal_s(size, self.held_tokens // size) if size else 0.0
+
+    def predict_equal_s(self, requests: int, tokens: int) -> float:
+        """The time of an iteration of so many requests of one length. Kept: each request that comes asks of all."""
+        shape = requests, tokens
+        found = self._predicted.get(shape)
+        if found is None:
+            if len(self._predicted) >= MOST_PREDICTED:
+                self._predicted.clear()
+            found = self._predicted[shape] = self.cost.predict_iteration_s([tokens] * requests)
+        return found
 
     def running_batch_id(self) -> int:
         """The batch that a late join joins."""

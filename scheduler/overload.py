@@ -180,8 +180,8 @@ class Overload:
         missing = self._admission.missing_blocks(blocks, tokens)
         if missing <= 0:
             return 0.0
-        missing -= books.ledger.droppable_blocks()
-        held = books.ledger.committed - books.ledger.droppable_blocks()
+        missing -= books.ledger.droppable_blocks
+        held = books.ledger.committed - books.ledger.droppable_blocks
         return self._times.stay_s * missing / held if missing > 0 and held else 0.0
 
     def _decode(self, requests: int, tokens: int, now_s: float, after_s: float) -> tuple[float, float, float]:
@@ -202,7 +202,7 @@ class Overload:
             before, running = running, min(each, fits)
             if running == before:  # nor would anything else change
                 break
-            iteration_s = min(self._iteration_s(view, [length] * running) for view in views)
+            iteration_s = min(self._iteration_s(view, running, length) for view in views)
             if not self._times.mean_tokens:
                 break
             decode_s = self._times.mean_tokens * iteration_s
@@ -222,8 +222,8 @@ class Overload:
             return still + ready + before
         return still + before * decode_s / after_s
 
-    def _iteration_s(self, view: DecodeView, lengths: list[int]) -> float:
+    def _iteration_s(self, view: DecodeView, requests: int, tokens: int) -> float:
         """What is far larger than anything measured is taken to cost in proportion: a fit knows nothing of it."""
         margin_s = min(view.cost.iteration_margin_s, MOST_MARGIN * self._config.tpot_objective_s)
         known = FEW_REQUESTS + EXTRAPOLATION * view.most_requests
-        return (view.cost.predict_iteration_s(lengths) + margin_s) * max(1.0, len(lengths) / known)
+        return (view.predict_equal_s(requests, tokens) + margin_s) * max(1.0, requests / known)

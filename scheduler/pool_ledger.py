@@ -27,6 +27,7 @@ class PoolLedger:
         self._committed: dict[RequestKey, int] = {}
         self._reserved: dict[RequestKey, int] = {}
         self._droppable: dict[RequestKey, None] = {}  # decoding, with a clean copy; oldest first
+        self.droppable_blocks = 0  # of those copies
         self._unknown = 0  # used, at the last report, beyond what is committed or reserved here
         self.capacity = 0
         self.committed = 0
@@ -62,9 +63,9 @@ class PoolLedger:
         if reserved is None:  # the last report may have counted these already
             self._unknown = max(0, self._unknown - added)
         self.reserved -= reserved or 0
+        self.pin(key)
         self.committed += added
         self._committed[key] = blocks
-        self._droppable.pop(key, None)
 
     def committed_of(self, key: RequestKey) -> int | None:
         """Blocks that hold this request's KV and nobody else's; None where the pool has no copy of it."""
@@ -72,16 +73,15 @@ class PoolLedger:
 
     def mark_droppable(self, key: RequestKey) -> None:
         """The request decodes, or waits to be prefilled again: its copy here is clean, and could go."""
-        if key in self._committed:
+        if key in self._committed and key not in self._droppable:
             self._droppable[key] = None
+            self.droppable_blocks += self._committed[key]
 
     def pin(self, key: RequestKey) -> None:
         """Its copy is in use: it is not to be dropped."""
-        self._droppable.pop(key, None)
-
-    def droppable_blocks(self) -> int:
-        """Blocks of clean copies. O(n) in the requests that have one."""
-        return sum(self._committed[key] for key in self._droppable)
+        if key in self._droppable:
+            del self._droppable[key]
+            self.droppable_blocks -= self._committed[key]
 
     def drop_copies(self, blocks: int) -> list[RequestKey]:
         """Give up clean copies, oldest first, until `blocks` more are free; whose."""
@@ -103,7 +103,7 @@ class PoolLedger:
     def release(self, key: RequestKey) -> bool:
         """The request has nothing here any more. False where it had nothing committed."""
         self.reserved -= self._reserved.pop(key, 0)
-        self._droppable.pop(key, None)
+        self.pin(key)
         blocks = self._committed.pop(key, None)
         self.committed -= blocks or 0
         return blocks is not None
@@ -111,6 +111,8 @@ class PoolLedger:
     def check_integrity(self) -> None:
         if self.committed != sum(self._committed.values()) or self.reserved != sum(self._reserved.values()):
             raise AccountingError("the pool ledger does not match a recount")
+        if self.droppable_blocks != sum(self._committed[key] for key in self._droppable if key in self._committed):
+            raise AccountingError("the copies that could be dropped do not match a recount")
         if not self._droppable.keys() <= self._committed.keys() or self._droppable.keys() & self._reserved.keys():
             raise AccountingError("the pool ledger would drop a copy that is in use, or that it does not have")
 

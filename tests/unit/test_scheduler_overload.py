@@ -10,7 +10,7 @@ from alignedserve.errors import OverloadedError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.actions import Reject
-from alignedserve.scheduler.cost_model import LinearFit, Passes, RunningQuantile
+from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit, Passes, RunningQuantile
 from alignedserve.scheduler.overload import MOST_ROOM, Overload
 from alignedserve.testing.core_cell import CoreCell, key, only
 from alignedserve.testing.paced_cell import Pace, PacedCell
@@ -179,6 +179,34 @@ def test_decode_passes_teach_each_instance_its_own_speed():
             cell.do(ev.DecodeReported(decode_id, 100, 100, 0, 0, 0, 0, 0, 0, measured=Passes(10, 100, 5000, seconds)))
     costs = [cell.core._books.instances.decode[name].cost.predict_iteration_s([50] * 10) for name in ("d0", "d1")]
     assert costs == pytest.approx([0.02, 0.08], rel=0.05)
+
+
+def test_an_instance_where_nothing_has_changed_is_not_predicted_anew(monkeypatch):
+    """Each request that comes is held against all instances: what a cost model takes would count as often."""
+    asked = []
+    predict = LinearCostModel.predict_iteration_s
+    monkeypatch.setattr(
+        LinearCostModel, "predict_iteration_s", lambda self, lengths: asked.append(1) or predict(self, lengths)
+    )
+    cell = CoreCell(decodes=8)
+    for number in range(8):
+        cell.make_busy(f"d{number}", name=str(number))
+    report = ev.DecodeReported("d0", 100, 0, 1, 10, 10, 1, 0, 0, measured=Passes(10, 10, 100, 0.2))
+    cell.do(report)
+    asked.clear()
+    for number in range(40):
+        cell.wait(f"r{number}")
+    assert 0 < len(asked) < 4 * 40  # at first as many as there are instances, three times over
+
+
+def test_what_is_kept_of_predictions_goes_with_what_an_instance_measures():
+    cell = CoreCell()
+    view = cell.core._books.instances.decode["d0"]
+    assert view.predict_equal_s(10, 50) == view.cost.predict_iteration_s([50] * 10)
+    cell.do(ev.DecodeReported("d0", 100, 100, 0, 0, 0, 0, 0, 0, measured=Passes(10, 100, 5000, 9.0)))
+    assert view.predict_equal_s(10, 50) == view.cost.predict_iteration_s([50] * 10) > 0.02
+    for requests in range(1, 600):
+        assert view.predict_equal_s(requests, 9) == view.cost.predict_iteration_s([9] * requests)
 
 
 def test_request_keys_of_the_paced_cell_are_all_forgotten_at_the_end():

@@ -61,6 +61,28 @@ def test_clean_copies_are_dropped_oldest_first_and_no_more_than_needed():
     assert ledger.committed == 10
 
 
+def test_blocks_of_clean_copies_are_counted_as_copies_become_clean_and_go():
+    ledger = make()
+    counted = []
+    for name, blocks in ("a", 10), ("b", 7):
+        ledger.commit(RequestKey(name), blocks)
+    for change in (
+        lambda: ledger.mark_droppable(A),
+        lambda: ledger.mark_droppable(A),
+        lambda: ledger.mark_droppable(B),
+        lambda: ledger.pin(A),
+        lambda: ledger.commit(B, 9),
+        lambda: ledger.mark_droppable(B),
+        lambda: ledger.leave(B),
+        lambda: ledger.mark_droppable(A),
+        lambda: ledger.drop_copies(1),
+    ):
+        change()
+        ledger.check_integrity()
+        counted.append(ledger.droppable_blocks)
+    assert counted == [10, 10, 17, 7, 0, 9, 0, 10, 0]
+
+
 def test_a_copy_that_was_written_again_is_not_droppable():
     ledger = make()
     ledger.commit(A, 10)
