@@ -330,6 +330,7 @@ class SchedulerCore:
         if decode is not None:
             waited = decode.report is not None and decode.report.pool_wait_blocks
             decode.take_report(event)
+            self._prefetcher.learn_batch_id(event.batch_id)
             self._admission.sizes_changed()
             self._books.change(event.decode_id)
             if waited or event.pool_wait_blocks:

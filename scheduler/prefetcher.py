@@ -23,6 +23,8 @@ from alignedserve.scheduler.rebalance import Rebalancer
 from alignedserve.scheduler.request_table import Record, RequestState
 from alignedserve.scheduler.waiting import join_range
 
+UNSEEN_BATCHES = 1 << 16  # more than a predecessor may have sent after the newest that runs: one or so an instance
+
 
 class Prefetcher:
     """Moves requests from WAITING to PREFETCHED; from there on the decode instance decides about them."""
@@ -70,6 +72,14 @@ class Prefetcher:
         if self._takes_late(decode):
             self._late_matches(decode, now_s)
         self._next_batch(decode, now_s)
+
+    def learn_batch_id(self, batch_id: int) -> None:
+        """Of the batch that a decode instance runs. Of a predecessor of this core: its last ones may be on their way.
+
+        A batch with the number of another would be taken for that one: no switch, and nobody of it old.
+        """
+        if batch_id > self._last_batch_id:
+            self._last_batch_id = batch_id + UNSEEN_BATCHES
 
     def mark_overdue(self, records: Sequence[Record], now_s: float) -> None:
         """These passed the threshold while they were prefetched: tell their decode instances."""

@@ -4,7 +4,16 @@ import pytest
 
 from alignedserve.errors import CancelledError
 from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import CancelAt, Forget, MarkUrgent, Reject, ReleasePool, ReportLost, StartPrefill
+from alignedserve.scheduler.actions import (
+    CancelAt,
+    Forget,
+    MarkUrgent,
+    Prefetch,
+    Reject,
+    ReleasePool,
+    ReportLost,
+    StartPrefill,
+)
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.testing.core_cell import CoreCell as Cell
 from alignedserve.testing.core_cell import decode_report, key, marked, only
@@ -325,3 +334,14 @@ def test_a_cancelled_request_is_not_submitted_again_when_it_is_lost():
     actions = cell.do(ev.InstanceLost("decode", "d0"))
     assert only(actions, ReportLost) == []
     assert only(actions, Reject)[0].keys == (key("a"),)
+
+
+def test_batches_of_a_new_core_are_not_taken_for_those_of_its_predecessor():
+    """Which run on, or lie in a buffer: a batch with the number of one of those would be no switch."""
+    cell = Cell(prefetch=False, cache=1000)
+    cell.do(decode_report(cache=1000, free=0, running=9, shortest=300, longest=320, batch_id=2))
+    sent = [p for name in range(3) for p in only(cell.wait(name, 10), Prefetch) if p.buffer is BufferKind.BATCH]
+    sent += [p for p in only(cell.do(ev.Tick(), after_s=1.0), Prefetch) if p.buffer is BufferKind.BATCH]
+    numbers = {prefetch.batch_id for prefetch in sent}
+    assert numbers
+    assert min(numbers) > 3  # the newest may be on its way still
