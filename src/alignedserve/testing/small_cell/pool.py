@@ -78,8 +78,8 @@ class Pool:
         """What an earlier epoch of the request left is this one's; the core is told of the submission with it."""
         key = request.key
         self.newest[key.request_id] = key.epoch
-        tokens, ids = 0, list[int]()
-        for older in [k for k in self.lengths if k.request_id == key.request_id]:
+        tokens, ids = self.lengths.get(key, 0), self.blocks.blocks_of(key)  # asked again: the answer was lost
+        for older in [k for k in self.lengths if k.request_id == key.request_id and k != key]:
             tokens = min(self.lengths.pop(older), request.kv_tokens)
             ids = self.blocks.blocks_of(older)[: self.cell.blocks_for(tokens)]
             self.blocks.retain(ids, key)
