@@ -260,6 +260,7 @@ class DecodeInstance:
 
     def report(self) -> None:
         """Tell the core where something moved here."""
+        self._settle()
         waits = self._cell.pool.waiting_blocks(self)
         status = self.scheduler.status()
         state = (

@@ -32,6 +32,7 @@ class Write:
     link: Link
     then: Callable[[int | None], None]
     fresh: list[int] = field(default_factory=list)
+    waited: bool = False
     dropped: bool = False
 
 
@@ -56,6 +57,7 @@ class Pool:
         self._waiting.append(write)
         self._serve()
         if not write.fresh:
+            write.waited = True
             write.writer.report()
 
     def waiting_blocks(self, writer: Writer) -> int:
@@ -63,14 +65,19 @@ class Pool:
         return sum(self._missing(write) for write in self._waiting if write.writer is writer)
 
     def release(self, action: ReleasePool) -> None:
+        dropped: set[RequestKey] = set()
         for number, key in enumerate(action.keys):
             if not action.dropped:
                 self._release(key)
             elif self.copies.get(key) == action.kv_tokens[number] and key not in self._under_way:
                 self._cell.counters["dropped_copies"] += 1
-                self._release(key)
+                self._drop_copy(key)
+                dropped.add(key)
         self._changed()
         self._serve()
+        for write in self._waiting:
+            if write.key in dropped:  # it waits for more than it did
+                write.writer.report()
 
     def _release(self, key: RequestKey) -> None:
         write = self._under_way.get(key)
@@ -80,6 +87,10 @@ class Pool:
         for write in [write for write in self._waiting if write.key == key]:
             self._waiting.remove(write)
             write.then(None)
+        self._drop_copy(key)
+
+    def _drop_copy(self, key: RequestKey) -> None:
+        """A write that waits stays, and will write everything: its request may have been evicted meanwhile."""
         self.blocks.release_all(key)
         self.copies.pop(key, None)
 
@@ -106,6 +117,9 @@ class Pool:
             served.append(write)
         if served:
             self._changed()
+        for write in served:
+            if write.waited:  # said at once: a writer that leaps over boundaries would say it later than one that steps
+                write.writer.report()
 
     def _written(self, write: Write) -> None:
         key = write.key

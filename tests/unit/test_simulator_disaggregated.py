@@ -82,6 +82,7 @@ def cells(draw: st.DrawFn) -> tuple[Workload, System, Config, Hardware, dict[str
         prefill_slowdown_beside=draw(st.sampled_from([1.0, 1.75])),
         decode_slowdown=draw(st.sampled_from([1.0, 1.25])),
         decode_slowdown_beside=draw(st.sampled_from([1.0, 1.5])),
+        message_s=draw(st.sampled_from([200e-6, 0.01])),
     )
     options = {
         "prefill_instances": draw(st.integers(1, 3)),
@@ -108,6 +109,28 @@ def test_every_request_ends_whole_and_a_leap_is_its_steps(
         assert sum(leapt.steps.decodes) == sum(len(request.token_s) - 1 for request in served)
         assert sum(leapt.steps.prefill_tokens) == sum(request.arrival.input_tokens for request in served)
     stepped = run(load, system, config, machine, **options, leap=False)
+    assert pickle.dumps(stepped) == pickle.dumps(leapt)
+
+
+@pytest.mark.parametrize(
+    ("requests", "gap_s", "factors", "kv_tokens", "pool_tokens", "decode"),
+    [
+        (14, 0.001, (123, 4, 118, 133), 640, 480, 1),  # a copy is dropped while its request is evicted, and waits
+        (12, 0.001, (154, 51, 27, 84), 640, 320, 1),
+        (28, 0.001, (60, 7, 135, 150), 480, 480, 2),  # a write that waited begins
+        (38, 0.01, (24, 66, 116, 160), 480, 320, 2),  # a write waits for more than it did
+    ],
+)
+def test_a_leap_is_its_steps_and_nothing_is_lost_where_messages_are_slow_and_the_pool_is_full(
+    requests: int, gap_s: float, factors: tuple[int, int, int, int], kv_tokens: int, pool_tokens: int, decode: int
+) -> None:
+    a, b, c, d = factors
+    load = workload(*((number * gap_s, 8 + number * a % b, 1 + number * c % d) for number in range(requests)))
+    machine = hardware(kv_tokens=kv_tokens, pool_tokens=pool_tokens, block_size=32, message_s=0.01)
+    leapt, stepped = (
+        run(load, NO_PREFETCH, small_config(), machine, decode_instances=decode, leap=leap) for leap in (True, False)
+    )
+    assert [len(request.token_s) for request in leapt.requests] == [one.output_tokens for one in load.arrivals]
     assert pickle.dumps(stepped) == pickle.dumps(leapt)
 
 
