@@ -203,7 +203,8 @@ class OneBlockCost(MeasuredCost):
         self._bandwidth = float(block_bandwidth)
         if self._workers < 1:
             raise ConfigError(
-                f"{parts.name} does not say how many multiprocessors its device has: give the option sm_count"
+                f"{parts.name} does not say how many multiprocessors its device has: no_split needs sm_count, "
+                "which a folder of tables has in its meta.yaml"
             )
         if not (self._bandwidth > 0.0 and self._heads > 0):
             raise ConfigError(f"block_bandwidth and heads must be above 0; got {self._bandwidth:g} and {self._heads}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,11 +34,29 @@ class ModelShape:
 
 # By the last part of the model's name, lower case: layers, heads, KV heads, width of a head (their config.json).
 KNOWN_SHAPES: dict[str, ModelShape] = {
+    "llama-2-7b": ModelShape(32, 32, 32, 128),
+    "llama-2-13b": ModelShape(40, 40, 40, 128),
+    "llama-2-70b": ModelShape(80, 64, 8, 128),
+    "llama-3-8b": ModelShape(32, 32, 8, 128),
+    "llama-3-70b": ModelShape(80, 64, 8, 128),
     "llama-3.1-8b": ModelShape(32, 32, 8, 128),
-    "llama-3.1-8b-instruct": ModelShape(32, 32, 8, 128),
     "llama-3.1-70b": ModelShape(80, 64, 8, 128),
+    "llama-3.1-405b": ModelShape(126, 128, 8, 128),
+    "llama-3.2-1b": ModelShape(16, 32, 8, 64),
+    "llama-3.2-3b": ModelShape(28, 24, 8, 128),
+    "llama-3.3-70b": ModelShape(80, 64, 8, 128),
+    "mistral-7b": ModelShape(32, 32, 8, 128),
     "qwen2.5-7b": ModelShape(28, 28, 4, 128),
+    "qwen2.5-14b": ModelShape(48, 40, 8, 128),
+    "qwen2.5-32b": ModelShape(64, 40, 8, 128),
+    "qwen2.5-72b": ModelShape(80, 64, 8, 128),
+    "qwen3-0.6b": ModelShape(28, 16, 8, 128),
+    "qwen3-1.7b": ModelShape(28, 16, 8, 128),
+    "qwen3-4b": ModelShape(36, 32, 8, 128),
     "qwen3-8b": ModelShape(36, 32, 8, 128),
+    "qwen3-14b": ModelShape(40, 40, 8, 128),
+    "qwen3-32b": ModelShape(64, 64, 8, 128),
+    "opt-1.3b": ModelShape(24, 32, 32, 64),
     "opt-2.7b": ModelShape(32, 32, 32, 80),
     "opt-6.7b": ModelShape(32, 32, 32, 128),
     "opt-13b": ModelShape(40, 40, 40, 128),
@@ -45,16 +64,32 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
     "opt-66b": ModelShape(64, 72, 72, 128),
     "opt-175b": ModelShape(96, 96, 96, 128),
 }
-# Streaming multiprocessors, by a part of the device's name (vendor data sheets).
+_VARIANTS = re.compile(r"(-(instruct|chat|base|hf|it|v\d+(\.\d+)*|\d{4}))+$")  # ends of names, of the same shape
+# Streaming multiprocessors, by a part of the device's name (vendor data sheets); the first that is in it counts.
 KNOWN_SMS: dict[str, int] = {
     "rtx pro 6000": 188,
+    "b200": 148,
     "h100": 132,
     "h200": 132,
     "a100": 108,
     "l40s": 142,
+    "l40": 142,
+    "l4": 58,
+    "rtx 5090": 170,
     "rtx 4090": 128,
+    "rtx 3090": 82,
+    "a6000": 84,
+    "a40": 84,
+    "a30": 56,
     "a10": 72,
+    "v100": 80,
 }
+
+
+def known_shape(model: str) -> ModelShape | None:
+    """Of `ORGANISATION/NAME`, whichever variant of it; None where it is not known."""
+    name = model.rsplit("/", 1)[-1].lower().removeprefix("meta-")
+    return KNOWN_SHAPES.get(_VARIANTS.sub("", name))
 
 
 def known_sm_count(device: str) -> int:

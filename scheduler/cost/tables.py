@@ -10,7 +10,8 @@ KV lengths are those before the pass: LLMServingSim's profiler gives each decode
 (profiler/core/hooks/batch.py), each chunk `kv_prefill`.
 
 The tables are taken as those of the whole model (tensor-parallel degree 1); `hf_overrides` in meta.yaml, which may be
-those of another degree's run, is not read. A model whose shape is not known by name gives it as options.
+those of another degree's run, is not read. A model whose shape is not known by name has it in meta.yaml, as
+`shape: {layers: 64, heads: 64, kv_heads: 8, head_dim: 128}`, and a GPU that is not known `sm_count`; options go first.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ import yaml
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.csv_table import read_rows
 from alignedserve.scheduler.cost.grid import Curve, Floats, Grid4, Surface
-from alignedserve.scheduler.cost.parts import KNOWN_SHAPES, ChunkAttention, CostParts, ModelShape, known_sm_count
+from alignedserve.scheduler.cost.parts import ChunkAttention, CostParts, ModelShape, known_shape, known_sm_count
 from alignedserve.scheduler.cost.skew import AXES, Bucket, SkewTable
 
 Rows = Mapping[tuple[float, ...], float]
 
 FILES = ("attention.csv", "dense.csv", "meta.yaml", "per_sequence.csv", "skew_fit.csv")
+EXPERTS = "moe.csv"  # of a profile whose dense.csv lacks the experts
 ONCE = ("embedding", "final_layernorm")  # what a pass computes once, not in every layer
 TWICE = ("layernorm",)  # before attention and before the feed-forward part
 ATTENTION_COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
@@ -49,6 +51,8 @@ def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostPar
     for name in FILES:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} has no {name}; measured tables are the files {', '.join(FILES)}")
+    if (folder / EXPERTS).exists():
+        raise ConfigError(f"{folder} has {EXPERTS}: what a mixture of experts takes is not modelled")
     meta = _read_meta(folder / "meta.yaml")
     model = _shape_of(meta, folder, shape or {})
     attention = {tuple(row[:4]): row[4] for _, row in read_rows(folder / "attention.csv", (), ATTENTION_COLUMNS)}
@@ -62,7 +66,7 @@ def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostPar
         chunk=ChunkAttention(chunk),
         skew=_skew(folder / "skew_fit.csv", meta, folder / "meta.yaml"),
         mixed=mixed,
-        sm_count=known_sm_count(str(meta.get("gpu", ""))),
+        sm_count=_count(meta, "sm_count", folder) or known_sm_count(str(meta.get("gpu", ""))),
         hardware={"kv_bytes_per_token": model.kv_bytes_per_token},
         source={
             "kind": "tables",
@@ -197,16 +201,26 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _shape_of(meta: Mapping[str, Any], folder: Path, options: Mapping[str, int]) -> ModelShape:
-    known = KNOWN_SHAPES.get(str(meta.get("model", "")).rsplit("/", 1)[-1].lower())
+    known, noted = known_shape(str(meta.get("model", ""))), meta.get("shape", {})
     fields = {name: getattr(known, name) for name in ModelShape.__slots__} if known is not None else {}
-    fields |= dict(options)
+    if not isinstance(noted, dict) or noted.keys() - set(ModelShape.__slots__):
+        raise ConfigError(f"{folder / 'meta.yaml'}: shape must hold some of {', '.join(ModelShape.__slots__)}")
+    fields |= {name: _count(noted, name, folder) for name in noted} | dict(options)
     missing: Sequence[str] = [name for name in ("layers", "heads", "kv_heads", "head_dim") if name not in fields]
     if missing:
         raise ConfigError(
-            f"{folder / 'meta.yaml'}: the shape of model {meta.get('model')!r} is not known; give the options "
-            f"{', '.join(missing)}"
+            f"{folder / 'meta.yaml'}: the shape of model {meta.get('model')!r} is not known; add it there, e.g. "
+            f"`shape: {{layers: 32, heads: 32, kv_heads: 8, head_dim: 128}}` (missing: {', '.join(missing)})"
         )
     return ModelShape(**fields)
+
+
+def _count(raw: Mapping[str, Any], name: str, folder: Path) -> int:
+    """A whole number above 0; 0 where there is none."""
+    value = raw.get(name)
+    if name in raw and (type(value) is not int or value < 1):
+        raise ConfigError(f"{folder / 'meta.yaml'}: {name} must be a whole number above 0, not {value!r}")
+    return value or 0
 
 
 def _digest(folder: Path) -> str:

@@ -249,10 +249,48 @@ def test_a_broken_table_is_named_with_line_and_column(
 
 
 def test_a_folder_that_lacks_a_table_or_a_shape_says_so(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"shape of model 'someone/made-up' is not known.*layers, heads"):
+    with pytest.raises(ConfigError, match=r"shape of model 'someone/made-up' is not known; add it.*layers, heads"):
         load_step_cost(folder)
     (folder / "dense.csv").unlink()
     with pytest.raises(ConfigError, match=r"has no dense\.csv"):
+        load_step_cost(folder, **SHAPE)
+
+
+def test_the_shape_of_an_unknown_model_and_the_size_of_an_unknown_gpu_stand_in_meta_yaml(folder: Path) -> None:
+    meta = folder / "meta.yaml"
+    known = meta.read_text().replace("NVIDIA H100", "Some GPU")
+    meta.write_text(f"{known}shape: {json.dumps(SHAPE)}\n")
+    assert load_step_cost(folder).describe().items() >= SHAPE.items()
+    with pytest.raises(ConfigError, match=r"no_split needs sm_count.*meta\.yaml"):
+        load_step_cost(folder, "no_split")
+    meta.write_text(f"{known}shape: {json.dumps(SHAPE)}\nsm_count: 10\n")
+    assert load_step_cost(folder, "no_split").describe()["options"]["sm_count"] == 10
+    for wrong, told in (("{layers: 0}", "layers must be a whole"), ("{rows: 2}", "some of layers"), ("7", "some of")):
+        meta.write_text(f"{known}shape: {wrong}\n")
+        with pytest.raises(ConfigError, match=told):
+            load_step_cost(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ("Qwen/Qwen3-32B", 64),
+        ("Qwen/Qwen3-4B-Instruct-2507", 36),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 32),
+        ("meta-llama/Llama-2-13b-chat-hf", 40),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 32),
+        ("facebook/opt-30b", 48),
+    ],
+)
+def test_tables_of_a_known_model_need_no_shape(folder: Path, model: str, layers: int) -> None:
+    meta = folder / "meta.yaml"
+    meta.write_text(meta.read_text().replace("someone/made-up", model))
+    assert load_step_cost(folder).describe()["layers"] == layers
+
+
+def test_a_profile_whose_experts_have_a_table_of_their_own_is_refused(folder: Path) -> None:
+    (folder / "moe.csv").write_text("tokens,activated_experts,time_us\n1,8,48\n")
+    with pytest.raises(ConfigError, match=r"moe\.csv.*experts"):
         load_step_cost(folder, **SHAPE)
 
 
