@@ -71,7 +71,8 @@ class _Mooncake:
         arrival_s = seconds_of(*record.get("timestamp")) / 1e3
         row = Row(tokens_of(*record.get("input_length")), tokens_of(*record.get("output_length")), arrival_s)
         self._found.add(row, record.place("timestamp"))
-        blocks = record.values.get("hash_ids", ())
+        blocks = record.values.get("hash_ids")
+        blocks = () if blocks is None else blocks
         if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
             record.place("hash_ids").fail("must be a list of whole numbers")
         self._blocks += len(blocks)
@@ -107,7 +108,7 @@ class _RequestLog:
             request_id = ""
         self._ids.add(request_id)
         arrival_s = seconds_of(*record.get("arrival_unix_s"))
-        inputs = tokens_of(*record.get("input_tokens"))
+        inputs = tokens_of(*record.get("input_tokens"), least=min(outputs, 1))
         objective_s = objective_of(record.values.get("wait_objective_s"), record.place("wait_objective_s"))
         row = Row(inputs, outputs, arrival_s, request_id, objective_s)
         if outputs == 0:

@@ -71,7 +71,8 @@ def parse(text: str, file: str) -> Found:
         shown = ",".join(names)
         Place(file, number, 1).fail(f"the header {shown!r} is of no trace that is known here:\n{trace_formats.CSV}")
     found = Found(chosen.name, timed=bool(chosen.arrival))
-    at = {name: known[name] for name in (*chosen.columns, chosen.objective) if name in known}
+    wanted = filter(None, (*chosen.columns, chosen.objective))  # "" would be the column that a table's index has
+    at = {name: known[name] for name in wanted if name in known}
     for number, cells in lines:
         column = at[chosen.arrival] if chosen.arrival else 0
         place = Place(file, number, column + 1, names[column])

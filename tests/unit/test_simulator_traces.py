@@ -52,6 +52,22 @@ def test_csv_columns_may_stand_in_any_order_and_beside_others(tmp_path: Path) ->
     assert len(str(workload.description["sha256"])) == 64
 
 
+def test_a_table_s_index_without_a_name_is_no_objective(tmp_path: Path) -> None:
+    azure = ",TIMESTAMP,ContextTokens,GeneratedTokens\n0,2023-11-16 18:15:46,7,8\n5,2023-11-16 18:15:47,7,8\n"
+    lengths = ",num_prefill_tokens,num_decode_tokens\n1,7,8\n2,7,8\n"
+    for name, text in (("azure.csv", azure), ("lengths.csv", lengths)):
+        arrivals = read_trace(write(tmp_path, name, text)).workload(Load(), 0).arrivals
+        assert [(one.input_tokens, one.output_tokens, one.wait_objective_s) for one in arrivals] == [(7, 8, 0.0)] * 2
+
+
+def test_mooncake_without_hashes_has_no_prefix_hits(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 7, "output_length": 8}
+    text = "\n".join(map(json.dumps, [row, {**row, "hash_ids": None}, {**row, "hash_ids": []}]))
+    workload = read_trace(write(tmp_path, "m.jsonl", text)).workload(Load(), 0)
+    assert len(workload.arrivals) == 3
+    assert workload.notes == ()
+
+
 def test_mooncake_says_that_prefix_hits_were_not_used(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 1500, "output_length": 6, "hash_ids": [1, 2, 3]},
@@ -67,11 +83,12 @@ def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_
     rows = [
         {"request_id": "b", "arrival_unix_s": 1700000001.25, "input_tokens": 10, "output_tokens": 3},
         {"request_id": "c", "arrival_unix_s": 1700000003.0, "input_tokens": 10, "output_tokens": 0},
+        {"request_id": "d", "arrival_unix_s": 1700000003.0, "input_tokens": 0, "output_tokens": 0},
         {"request_id": "a", "arrival_unix_s": 1700000000.0, "input_tokens": 20, "output_tokens": 5},
     ]
     workload = read_trace(write(tmp_path, "l.jsonl", "\n".join(map(json.dumps, rows)) + "\n")).workload(Load(), 0)
     assert [(a.request_id, a.arrival_s, a.input_tokens) for a in workload.arrivals] == [("a", 0.0, 20), ("b", 1.25, 10)]
-    assert list(workload.notes) == ["1 requests of the log ended without a token and were left out"]
+    assert list(workload.notes) == ["2 requests of the log ended without a token and were left out"]
 
 
 def test_objectives_of_the_plain_csv_and_of_the_request_log_come_with_the_requests(tmp_path: Path) -> None:
