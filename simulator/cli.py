@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from alignedserve.simulator.hardware_file import default_hardware, read_hardware
 from alignedserve.simulator.options import policies_of, rates_of, seeds_of, settings_of
 from alignedserve.simulator.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
 from alignedserve.simulator.plots import Drawn, check_matplotlib
-from alignedserve.simulator.provenance import Provenance, own_commit
+from alignedserve.simulator.provenance import Provenance, command_of, own_commit
 from alignedserve.simulator.replay import Candidate, Plan
 from alignedserve.simulator.report import make_report
 from alignedserve.simulator.results import RunResult
@@ -60,7 +59,7 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.out:
         check_matplotlib()
     provenance = Provenance(
-        command=shlex.join(["alignedserve", *argv]),
+        command=command_of(argv),
         commit=own_commit(),
         configuration={**plan.describe(), "objectives": objectives.describe(), "warmup_s": options.warmup_s},
         trace=plan.trace.describe(),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +41,15 @@ class Provenance:
     def json(self) -> str:
         """On one line."""
         return json.dumps(self.describe(), ensure_ascii=True)
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """The command as it is recorded: `DIR` for its folder, so that the same run has the same bytes in any."""
+    words, before = ["alignedserve"], ""
+    for word in argv:
+        words.append("DIR" if before == "--out" else "--out=DIR" if word.startswith("--out=") else word)
+        before = word
+    return shlex.join(words)
 
 
 def own_commit() -> str:

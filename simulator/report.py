@@ -115,10 +115,10 @@ def _loads(chosen: Mapping[str, Mapping[str, Any]], objectives: Objectives) -> l
     asked = [f"{name} within {value:g} s" for name, value in wanted.items() if value is not None]
     if not asked:
         text = "No objective was given: --slo-ttft and --slo-tpot set them."
-        return [*sections, _section("Objectives met against rate", "", text)]
+        return [*sections, _section("SLO attainment against rate", "", text)]
     sections.append(
         _section(
-            "Objectives met against rate",
+            "SLO attainment against rate",
             plots.lines(against_rate("slo_attainment"), axis, "share of requests", 1.05),
             f"Requests with {' and '.join(asked)}; refused ones count as missed.",
         )
@@ -133,18 +133,18 @@ def _curves(drawn: Sequence[Drawn], pool_blocks: int) -> list[str]:
     first = {"ttft": "time to first token", "second_token": "time to second token"}
     passes = {"seconds": "iteration", "bubble": "bubble of an iteration"}
     sections = [
-        _section("Time to first token", plots.cumulative(drawn, first), "From arrival at the scheduler."),
+        _section("TTFT (CDF)", plots.cumulative(drawn, first), "From arrival at the scheduler."),
         _section(
-            "Time per output token, in every definition",
+            "TPOT in every definition (CDF)",
             plots.cumulative(drawn, plots.TPOT_DEFINITIONS),
             "The wait in the pool falls between the first token and the second.",
         ),
         _section(
-            "Iterations and their bubble",
+            "Iteration time and bubble (CDF)",
             plots.cumulative(drawn, passes),
             "Bubble: the time of an iteration less that of the same bytes at equal lengths.",
         ),
-        _section("Batch lengths over time", plots.heat_maps(drawn)),
+        _section("Batch lengths over time (heat map)", plots.heat_maps(drawn)),
     ]
     pooled = [one for one in drawn if one.pool]
     body = plots.occupancy(pooled, pool_blocks) if pooled else ""

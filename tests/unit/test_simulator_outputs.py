@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from array import array
 from pathlib import Path
 
 import pytest
 
-from alignedserve.simulator.outputs import ITERATIONS, METADATA_KEY, REQUESTS, OutputFolder
+from alignedserve.cluster.cli import main
+from alignedserve.simulator.outputs import ITERATIONS, METADATA_KEY, REPORT, REQUESTS, SUMMARY, OutputFolder
 from alignedserve.simulator.plots import Drawn
 from alignedserve.simulator.provenance import Provenance, own_commit
 from alignedserve.simulator.report import make_report
@@ -102,7 +104,16 @@ def test_the_report_needs_nothing_but_itself(written: Path) -> None:
     assert not re.search(r"<(script|link|iframe|img)\b|@import|url\((?!#)", page)
     for reference in re.findall(r"""(?:href|src)="([^"]*)""", page):
         assert reference.startswith(("#", "data:")), reference
-    for title in ("Throughput and goodput", "Objectives met", "first token", "per output token", "bubble", "Pool occ"):
+    for title in (
+        "Throughput and goodput",
+        "SLO attainment",
+        "TTFT",
+        "TPOT in every",
+        "bubble",
+        "CDF",
+        "heat map",
+        "Pool occ",
+    ):
         assert title in page, title
     assert "Batch lengths over time" in page
     assert "--out &lt;here&gt;" in page
@@ -132,3 +143,14 @@ def test_a_run_in_which_nothing_was_served_still_has_a_report(tmp_path: Path) ->
 
 def test_the_commit_is_that_of_the_checkout_or_said_to_be_unknown() -> None:
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", own_commit())
+
+
+def test_the_same_run_has_the_same_bytes_in_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["simulate", "--trace", "mix:requests=5", "--rate", "4", "--policy", "aligned,vllm"]
+    for out in (["--out", str(tmp_path / "a")], [f"--out={tmp_path / 'b'}"], ["--out", str(tmp_path / "c")]):
+        assert main([*common, *out]) == 0
+    for name in (REQUESTS, ITERATIONS, SUMMARY, REPORT):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes(), name
+    commands = [json.loads((tmp_path / out / SUMMARY).read_text())["run"]["command"] for out in "abc"]
+    assert commands[0] == commands[2] == shlex.join(["alignedserve", *common, "--out", "DIR"])
+    assert commands[1] == shlex.join(["alignedserve", *common, "--out=DIR"])
