@@ -82,6 +82,16 @@ class BlockAllocator:
         self._give(block_ids, holder)
         return block_ids
 
+    def allocate_one(self, holder: Holder) -> int | None:
+        """`allocate` of a single block: where all lengths are alike, every running request asks at once."""
+        if not self._free:
+            return None
+        block = self._free.pop()
+        self._held.setdefault(holder, {})[block] = None
+        self._sole[block] = holder
+        self._owned += 1
+        return block
+
     def retain(self, block_ids: Iterable[int], holder: Holder) -> None:
         """Make `holder` one more holder of owned blocks."""
         block_ids = self._distinct(block_ids)

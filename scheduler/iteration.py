@@ -24,7 +24,7 @@ from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
 from alignedserve.scheduler.quiet import count_blocked, count_quiet, pass_iterations
-from alignedserve.scheduler.room import Room, measure_shortfall
+from alignedserve.scheduler.room import Room, Shortfall
 from alignedserve.scheduler.running_batch import Member, Phase, RunningBatch
 from alignedserve.scheduler.waiting import join_range
 
@@ -327,14 +327,22 @@ class IterationScheduler:
         """
         evictions: list[Evict] = []
         running = self._batch.running
+        if len(running) <= 1:
+            return evictions
+        shortfall = Shortfall(self._batch, self._config.watermark_blocks)
+        victims: list[Member] | None = None
         while len(running) > 1:
             crowded = len(running) > self._config.max_running  # after a copy out that failed
-            if not crowded and measure_shortfall(self._batch, self._config.watermark_blocks) <= 0:
+            if not crowded and shortfall.blocks() <= 0:
                 break
-            victims = [member for member in reversed(running.values()) if member.iterations]
+            if victims is None:
+                victims = [member for member in reversed(running.values()) if member.iterations]
             if not victims:
                 break
-            evictions.append(self._evict(max(victims, key=self._claim), now_s))
+            claims = [self._claim(member) for member in victims]
+            victim = victims.pop(claims.index(max(claims)))
+            shortfall.leave(victim)
+            evictions.append(self._evict(victim, now_s))
         return evictions
 
     def _leave(self, now_s: float) -> list[Evict]:
@@ -439,6 +447,8 @@ class IterationScheduler:
             for member in reversed(self._batch.running.values())
             if member.candidate.due_s > candidate.due_s and member.iterations >= self._config.join_iterations
         ]
+        if room.never_enough(candidate, victims):
+            return
         victims.sort(key=lambda member: (member.candidate.due_s, *self._claim(member)), reverse=True)
         count = room.victims_needed(candidate, victims)
         evictions.extend(self._evict(member, now_s) for member in victims[:count])

@@ -15,20 +15,48 @@ from alignedserve.scheduler.plan import Candidate
 from alignedserve.scheduler.running_batch import Member, RunningBatch
 
 
-def measure_shortfall(batch: RunningBatch, watermark_blocks: int) -> int:
-    """Blocks that are missing for the next iteration plus the watermark, once every copy out has completed."""
-    available = batch.allocator.available_blocks
-    if available >= batch.size + max(batch.size, watermark_blocks):  # each needs at most one now and one later
-        return 0
-    size = batch.block_size
-    needed = growing = 0
-    for member in batch.present():
-        held = len(member.block_ids)
-        if member.kv_tokens >= held * size:
-            needed += 1
-            held += 1
-        growing += held * size < member.max_total_tokens
-    return needed + (watermark_blocks or growing) - available - batch.leaving_blocks()
+class Shortfall:
+    """Blocks that are missing for the next iteration plus the watermark, once every copy out has completed.
+
+    Looks at all that run once; whoever leaves is taken off.
+    """
+
+    def __init__(self, batch: RunningBatch, watermark_blocks: int) -> None:
+        self._batch = batch
+        self._block_size = batch.block_size
+        self._watermark_blocks = watermark_blocks
+        self._needed = self._growing = 0
+        most = batch.size + max(batch.size, watermark_blocks)  # each needs at most one now and one later
+        self._plenty = batch.allocator.available_blocks >= most
+        if not self._plenty:
+            self._look_at_all()
+
+    def blocks(self) -> int:
+        """0 or less where none are missing."""
+        if self._plenty:
+            return 0
+        wanted = self._needed + (self._watermark_blocks or self._growing)
+        return wanted - self._batch.allocator.available_blocks - self._batch.leaving_blocks()
+
+    def leave(self, member: Member) -> None:
+        """The member is about to be evicted."""
+        if not self._plenty:
+            held = len(member.block_ids)
+            needs = member.kv_tokens >= held * self._block_size
+            self._needed -= needs
+            self._growing -= (held + needs) * self._block_size < member.max_total_tokens
+
+    def _look_at_all(self) -> None:
+        """As `leave`, written out: this runs in every plan of a full cache."""
+        size = self._block_size
+        needed = growing = 0
+        for member in self._batch.present():
+            covered = len(member.block_ids) * size
+            if member.kv_tokens >= covered:
+                needed += 1
+                covered += size
+            growing += covered < member.max_total_tokens
+        self._needed, self._growing = needed, growing
 
 
 class Room:
@@ -59,6 +87,11 @@ class Room:
         self.slots -= 1
         self._size += 1
         return True
+
+    def never_enough(self, candidate: Candidate, victims: Sequence[Member]) -> bool:
+        """Whether the candidate does not fit even if all of `victims` go: then their order need not be known."""
+        freed = self._batch.leaving_blocks() + sum(map(self._batch.own_blocks, victims))
+        return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed
 
     def victims_needed(self, candidate: Candidate, victims: Sequence[Member]) -> int:
         """How many of `victims`, from the front, make room for the candidate; 0 where all of them would not."""

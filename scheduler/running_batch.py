@@ -129,10 +129,10 @@ class RunningBatch:
 
     def take_block(self, member: Member) -> bool:
         """One block more for the member; False where none is available."""
-        block_ids = self.allocator.allocate(1, member.key)
-        if block_ids is None:
+        block = self.allocator.allocate_one(member.key)
+        if block is None:
             return False
-        member.block_ids += block_ids
+        member.block_ids.append(block)
         return True
 
     def move(self, member: Member, phase: Phase) -> None:
