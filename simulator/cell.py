@@ -53,7 +53,7 @@ class Sizes:
         return cls(
             pool=hardware.pool_tokens // hardware.block_size,
             decode_cache=config.decode.cache_blocks or memory,
-            prefill_cache=config.prefill.cache_blocks or memory - batch - requests,
+            prefill_cache=config.prefill.cache_blocks or max(0, memory - batch - requests),
             batch_buffer=batch,
             requests_buffer=requests,
         )

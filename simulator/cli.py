@@ -56,6 +56,7 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     plan = _plan(options, cost, hardware)
     objectives = Objectives(_positive("--slo-ttft", options.slo_ttft), _positive("--slo-tpot", options.slo_tpot))
     workload = plan.workload(plan.rates[0], plan.seeds[0])  # wrong options are told before anything runs
+    plan.rehearse()
     if options.out:
         check_matplotlib()
     provenance = Provenance(

@@ -62,9 +62,13 @@ _POSITIVE = (
 
 
 def default_hardware(of_cost_model: Mapping[str, float | int]) -> Hardware:
-    """What comes with a cost model; the rest as in `FALLBACK`."""
+    """What comes with a cost model; the rest as in `FALLBACK`: as many bytes, where its tokens have another size."""
     names = {entry.name for entry in fields(Hardware)}
-    return _with("the cost model", FALLBACK, {name: of_cost_model[name] for name in of_cost_model if name in names})
+    known = {name: of_cost_model[name] for name in of_cost_model if name in names}
+    if size := known.get("kv_bytes_per_token"):
+        for name in ("kv_tokens", "pool_tokens"):
+            known.setdefault(name, int(getattr(FALLBACK, name) * FALLBACK.kv_bytes_per_token // size))
+    return _with("the cost model", FALLBACK, known)
 
 
 def read_hardware(file: str, base: Hardware) -> Hardware:

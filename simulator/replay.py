@@ -131,6 +131,11 @@ class Plan:
     def workload(self, rate_per_s: float | None, seed: int) -> Workload:
         return self.trace.workload(replace(self.load, rate_per_s=rate_per_s), seed)
 
+    def rehearse(self) -> None:
+        """Replay nothing with every policy. Raises ConfigError for what could not be run, before anything is."""
+        for candidate in self.candidates:
+            self._run(candidate, Workload(()), self.seeds[0])
+
     def runs(self, progress: Callable[[str], None]) -> Iterator[tuple[RunResult, float | None, int]]:
         """Each run with its rate and seed; `progress` hears of each before it begins."""
         total = len(self.rates) * len(self.seeds) * len(self.candidates)

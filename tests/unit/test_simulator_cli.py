@@ -13,6 +13,7 @@ import pytest
 from alignedserve.cluster.cli import main
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.systems import policy_class, resolve
+from alignedserve.simulator.hardware_file import FALLBACK, default_hardware
 from alignedserve.simulator.options import rates_of, seeds_of
 
 MIX = "mix:short=0.8,requests=24,long_max=2000,output_min=4,output_max=40"
@@ -205,6 +206,18 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
         (("--trace", MIX, "--decode", "0"), "--decode must be at least 1"),
         (("--trace", MIX, "--slo-ttft", "-1"), "--slo-ttft must be more than 0"),
         (("--trace", MIX, "--hardware", "/none.toml"), "cannot read the hardware file /none.toml"),
+        (
+            ("--trace", MIX, "--policy", "aligned,vllm", "--set", "vllm.max_num_seqs=4096"),
+            "max_num_batched_tokens must be at least 4096",
+        ),
+        (
+            ("--trace", MIX, "--policy", "fcfs,sarathi", "--set", "sarathi.routing=nearest"),
+            "unknown routing 'nearest'; choose one of",
+        ),
+        (
+            ("--trace", MIX, "--policy", "vllm,aligned", "--set", "aligned.prefill.batch_buffer_blocks=99999999"),
+            "no request fits in these stores",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line_and_ends_with_2(
@@ -214,6 +227,14 @@ def test_what_cannot_be_is_said_in_a_line_and_ends_with_2(
     assert error.startswith("alignedserve: error: ")
     assert problem in error
     assert error.count("\n") == 1
+
+
+def test_a_model_that_says_nothing_of_its_machine_gets_as_many_bytes_whatever_its_tokens_have() -> None:
+    plain, wide = (default_hardware({"kv_bytes_per_token": size}) for size in (FALLBACK.kv_bytes_per_token, 262_144))
+    assert plain == FALLBACK
+    assert wide.kv_tokens * wide.kv_bytes_per_token == FALLBACK.kv_tokens * FALLBACK.kv_bytes_per_token
+    assert wide.pool_tokens == FALLBACK.pool_tokens // 2
+    assert default_hardware({"kv_bytes_per_token": 262_144, "kv_tokens": 9}).kv_tokens == 9
 
 
 def test_the_hardware_template_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
