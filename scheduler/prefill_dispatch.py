@@ -6,7 +6,7 @@ from alignedserve.scheduler.actions import StartPrefill
 from alignedserve.scheduler.admission import Admission
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.prefill_queue import QueuedGroup
-from alignedserve.scheduler.routing import PrefillLoad, choose_prefill
+from alignedserve.scheduler.routing import PrefillLoad, able_to_prefill, choose_prefill
 
 
 class PrefillDispatch:
@@ -23,9 +23,11 @@ class PrefillDispatch:
                 books.reject(books.open(list(group.keys)), refusal, now_s)
                 continue
             loads = (view.load for view in books.instances.open_prefill())
-            load = choose_prefill(loads, group.tokens, books.config.prefill.queue_tokens, group.kept_tokens)
-            if load is None or not self._make_room(group):
+            able = able_to_prefill(loads, group.tokens, books.config.prefill.queue_tokens, group.kept_tokens)
+            if not able or not self._make_room(group):
                 return
+            load = choose_prefill(able, group.work_tokens)  # last: predicting takes longest, and the pool is often full
+            assert load is not None
             self._begin(books.queue.pop(), load, now_s)
 
     def _make_room(self, group: QueuedGroup) -> bool:

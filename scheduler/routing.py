@@ -28,18 +28,25 @@ class PrefillLoad:
         return self.cost.predict_prefill_s(self.pending_tokens + tokens)
 
 
-def choose_prefill(
+def able_to_prefill(
     loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0
-) -> PrefillLoad | None:
-    """The instance for a prompt of `tokens`, `kept_tokens` of them not to be computed; None where all are busy.
+) -> list[PrefillLoad]:
+    """The instances that can be given a prompt of `tokens` now, `kept_tokens` of them not to be computed.
 
     Handed out are at most `queue_tokens` ahead of computing, but to an idle instance always: what waits here can still
-    go elsewhere. Ties go to the least pending, then to the first.
+    go elsewhere.
     """
     work = tokens - kept_tokens
-    able = [
+    return [
         load
         for load in loads
         if load.cache_tokens >= tokens and (not load.pending_tokens or load.pending_tokens + work <= queue_tokens)
     ]
-    return min(able, key=lambda load: (load.predicted_ttft_s(work), load.pending_tokens), default=None)
+
+
+def choose_prefill(able: Iterable[PrefillLoad], work_tokens: int) -> PrefillLoad | None:
+    """Of these the one with the least predicted time to first token; ties go to the least pending, then to the first.
+
+    None of none.
+    """
+    return min(able, key=lambda load: (load.predicted_ttft_s(work_tokens), load.pending_tokens), default=None)

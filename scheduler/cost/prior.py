@@ -40,6 +40,7 @@ class PriorCostModel(CostModel):
         """`chunk_tokens`: the most that one prefill pass computes; longer prompts take several."""
         self._cost = cost
         self._chunk_tokens = chunk_tokens
+        self._full_s: dict[int, float] = {}  # of a full prefill pass, by the cached tokens before it: mostly 0
         self._chunk, self._iteration = Factor(), Factor()
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
@@ -47,7 +48,9 @@ class PriorCostModel(CostModel):
         full, rest = divmod(tokens, self._chunk_tokens)
         seconds = self._cost.step_s((ChunkShape(rest, cached_tokens),), ()) if rest else 0.0
         if full:
-            seconds += full * self._cost.step_s((ChunkShape(self._chunk_tokens, cached_tokens),), ())
+            if cached_tokens not in self._full_s:
+                self._full_s = {cached_tokens: self._cost.step_s((ChunkShape(self._chunk_tokens, cached_tokens),), ())}
+            seconds += full * self._full_s[cached_tokens]
         return self._chunk.value * seconds
 
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:

@@ -6,11 +6,18 @@ import pytest
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
+from alignedserve.scheduler import events as ev
+from alignedserve.scheduler.actions import StartPrefill
 from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit, Passes
 from alignedserve.scheduler.prefill_queue import PrefillQueue
-from alignedserve.scheduler.routing import PrefillLoad, choose_prefill
+from alignedserve.scheduler.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.testing.core_cell import CoreCell, key, only
 
 A, B, C = (RequestKey(name) for name in "abc")
+
+
+def choose(loads, tokens, queue_tokens):
+    return choose_prefill(able_to_prefill(loads, tokens, queue_tokens), tokens)
 
 
 def load(name, pending=0, cache=10_000):
@@ -18,7 +25,7 @@ def load(name, pending=0, cache=10_000):
 
 
 def test_the_instance_with_the_least_predicted_wait_is_chosen():
-    assert choose_prefill([load("p0", 500), load("p1", 100)], 50, 8192).prefill_id == "p1"
+    assert choose([load("p0", 500), load("p1", 100)], 50, 8192).prefill_id == "p1"
 
 
 def test_a_faster_instance_may_have_more_pending():
@@ -27,22 +34,22 @@ def test_a_faster_instance_may_have_more_pending():
         for instance, seconds_per_token in (slow, 1e-2), (fast, 1e-3):
             tokens = 10 * now_s
             instance.cost.observe_chunks(Passes(1, tokens, 0, tokens * seconds_per_token))
-    assert choose_prefill([slow, fast], 100, 8192).prefill_id == "fast"
+    assert choose([slow, fast], 100, 8192).prefill_id == "fast"
 
 
 def test_ties_go_to_the_least_pending_then_to_the_first():
-    assert choose_prefill([load("p0"), load("p1")], 10, 8192).prefill_id == "p0"
+    assert choose([load("p0"), load("p1")], 10, 8192).prefill_id == "p0"
 
 
 def test_a_busy_instance_gets_no_more_than_queue_tokens_ahead_but_an_idle_one_any_prompt():
-    assert choose_prefill([load("p0", 90)], 20, 100) is None
-    assert choose_prefill([load("p0", 80)], 20, 100).prefill_id == "p0"
-    assert choose_prefill([load("p0", 0)], 5000, 100).prefill_id == "p0"
+    assert choose([load("p0", 90)], 20, 100) is None
+    assert choose([load("p0", 80)], 20, 100).prefill_id == "p0"
+    assert choose([load("p0", 0)], 5000, 100).prefill_id == "p0"
 
 
 def test_an_instance_whose_cache_is_too_small_is_passed_over():
-    assert choose_prefill([load("p0", cache=10), load("p1", 50)], 20, 8192).prefill_id == "p1"
-    assert choose_prefill([load("p0", cache=10)], 20, 8192) is None
+    assert choose([load("p0", cache=10), load("p1", 50)], 20, 8192).prefill_id == "p1"
+    assert choose([load("p0", cache=10)], 20, 8192) is None
 
 
 def test_an_instance_is_as_fast_as_its_own_chunks_say():
@@ -120,3 +127,20 @@ def test_predictions_are_never_negative():
     for tokens, seconds in (100, 0.5), (200, 0.1), (300, 0.01):
         model.observe_chunks(Passes(1, tokens, 0, seconds))
     assert model.predict_prefill_s(5000) >= model.predict_prefill_s(100) >= 0.0
+
+
+def test_while_the_pool_has_no_room_nobody_is_predicted(monkeypatch):
+    """Every event asks whether the first in line can start."""
+    cell = CoreCell(prefills=8, pool=20, cache=20, growth_reserve=0.2)
+    for name in range(12):
+        cell.submit(name, tokens=10, most=12)
+    assert cell.states()["queued"]
+    asked = []
+    predict = LinearCostModel.predict_prefill_s
+    monkeypatch.setattr(
+        LinearCostModel, "predict_prefill_s", lambda self, *tokens: asked.append(1) or predict(self, *tokens)
+    )
+    cell.do(ev.Tick(), after_s=0.1)
+    assert not asked
+    assert only(cell.do(ev.Finished((key(0),))), StartPrefill)
+    assert len(asked) == 8
