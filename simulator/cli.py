@@ -53,6 +53,18 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.print_hardware:
         print(template(hardware), end="")
         return 0
+    with contextlib.redirect_stdout(sys.stderr):  # what a policy of one's own prints is no part of the summary
+        plan, summary = _simulate(options, argv, cost, hardware)
+    if options.json:
+        print(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        _print(summary, plan)
+    return 0
+
+
+def _simulate(
+    options: argparse.Namespace, argv: Sequence[str], cost: StepCost, hardware: Hardware
+) -> tuple[Plan, dict[str, Any]]:
     plan = _plan(options, cost, hardware)
     objectives = Objectives(_positive("--slo-ttft", options.slo_ttft), _positive("--slo-tpot", options.slo_tpot))
     workload = plan.workload(plan.rates[0], plan.seeds[0])  # wrong options are told before anything runs
@@ -67,12 +79,7 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
         cost_model=cost.describe(),
         notes=workload.notes,
     )
-    summary = _run(plan, objectives, options, provenance)
-    if options.json:
-        print(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
-    else:
-        _print(summary, plan)
-    return 0
+    return plan, _run(plan, objectives, options, provenance)
 
 
 def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, provenance: Provenance) -> dict[str, Any]:

@@ -74,6 +74,22 @@ def test_the_example_of_a_policy_of_ones_own_is_simulated(
     assert lengths == [sorted(batch) for batch in lengths]
 
 
+def test_what_a_policy_of_one_s_own_prints_is_not_in_the_summary(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talkative.py").write_text(
+        "from alignedserve.scheduler.colocated.orca import OrcaScheduler\nprint('imported')\n\n\n"
+        "class Talkative(OrcaScheduler):\n    OPTIONS = {'max_batch': 8, 'n_workers': 1}\n\n"
+        "    def plan(self, now_s):\n        print('planned')\n        return super().plan(now_s)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "talkative:Talkative"
+    summary, told = simulate(capsys, "--trace", MIX, "--policy", name, "--json")
+    assert summary[name]["completed"] == 24
+    assert "imported" in told
+    assert "planned" in told
+
+
 def test_the_objective_for_tpot_reaches_the_policy_that_keeps_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--trace", MIX, "--policy", "aligned-cost,aligned", "--slo-tpot", "0.1", "--json")
     summary, _ = simulate(capsys, *arguments, "--set", "aligned.scheduler.tpot_objective_s=0.2")
