@@ -328,7 +328,8 @@ class SmallCell:
     def _audit(self) -> None:
         """Words that something is done with get lost with a process: what then nobody claims is found and freed."""
         for key in list(self.pool.lengths):
-            if self.request(key).ended and (self.counts["pool lost"] or key in self._left):
+            unclaimed = self.request(key).ended and not self.core.is_open(key)
+            if unclaimed and (self.counts["pool lost"] or key in self._left):
                 self.pool.release(actions.ReleasePool((key,)))
 
     def _lose(self, part: Part, role: str, successor: Callable[[], None]) -> None:

@@ -114,7 +114,8 @@ class Prefill:
             if kv_tokens is None:
                 continue  # it has ended; the word is on its way here
             blocks = self.cell.blocks_for(kv_tokens)
-            if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
+            alive = action.decode_id in self.cell.decodes  # else there is nobody to announce it to
+            if not (alive and self.buffers.take(action.buffer, key, blocks, action.decode_id)):
                 self.cell.counts["bounced"] += 1
                 self.cell.returned(self, key, kv_tokens, blocks)
                 continue
