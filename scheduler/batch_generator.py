@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import accumulate, islice
 from operator import attrgetter
 
@@ -201,9 +202,17 @@ class BatchGenerator:
         (One that begins further right holds, for each of these that it leaves out, one that is at least as large.)
         At most as many leaves are looked at as the batch has requests.
         """
-        selection = Selection(limits)
-        self._add_nearest(selection, (0, 0), leftwards=False)
-        return selection
+        tree, selection = self._tree, Selection(limits)
+        for leaf in tree.leaves_below((0, 0)):
+            requests, blocks = selection.requests, selection.blocks
+            if selection.enough or not self._add_leaf(selection, leaf):
+                break
+        if selection.enough or not selection.requests or tree.blocks_each[leaf]:
+            return selection
+        # The oldest of the leaf that was cut may be large: of the shortest more fit.
+        by_length = Selection(limits, requests, blocks, selection.leaves, runs=1)  # not in order of age
+        by_length.add_part(nsmallest(limits.max_requests, tree.oldest(leaf), key=attrgetter("tokens")), leaf)
+        return by_length if by_length.requests > selection.requests else selection
 
     def _densest_child(self, level: int, index: int) -> int:
         """The child with the most requests; of equals the one that has not yielded a batch for the longest time."""

@@ -27,6 +27,7 @@ from alignedserve.simulator.steps import StepRecorder, merge
 from alignedserve.simulator.workload import Workload
 
 ROUTINGS = ("least-loaded", "round-robin", "random")
+LEAST_LENGTH_STEP = 16  # tokens
 MOST_LEAP = 4096  # passes in one leap
 SHORTEST_S = 1e-6  # of a pass, to guess how many there are before the next arrival
 
@@ -104,8 +105,12 @@ class _Simulation:
         self._results = {RequestKey(arrival.request_id): RequestResult(arrival) for arrival in workload.arrivals}
         self._unused_tokens = 0
         blocks = hardware.kv_tokens // hardware.block_size
+        self._cache_tokens = blocks * hardware.block_size
         totals = [arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals]
-        self._max_total = max((total for total in totals if total <= blocks * hardware.block_size), default=0)
+        longest = max((total for total in totals if total <= self._cache_tokens), default=0)
+        # As a longest sequence is configured: for all, and not to the token, which would tell where an answer ends.
+        step = max(LEAST_LENGTH_STEP, (1 << longest.bit_length()) // 16)
+        self._max_total = min(self._cache_tokens, (longest // step + 1) * step)
         make = scheduler_class(system)
         self._instances = []
         for number in range(instances):
@@ -144,7 +149,7 @@ class _Simulation:
             self._next += 1
             key = RequestKey(arrival.request_id)
             total = arrival.input_tokens + arrival.output_tokens
-            if total > self._max_total:
+            if total > self._cache_tokens:
                 self._results[key].refused = f"{total} tokens do not fit in a cache of {self._hardware.kv_tokens}"
                 continue
             instance = self._route()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from heapq import merge
-from itertools import chain
+from itertools import chain, islice
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchGenerator
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 from alignedserve.scheduler.quad_tree import QuadTree
+
+MOST_LOOKED_AT = 1024  # of a leaf of which only some match: it may hold many thousands that do not
 
 
 class AlignedPolicy(BatchPolicy):
@@ -44,10 +46,11 @@ class AlignedPolicy(BatchPolicy):
         found: list[Entry] = []
         blocks = 0
         for leaf in leaves:
-            for entry in tree.oldest(leaf):
+            at_end = leaf in (first, last)
+            for entry in islice(tree.oldest(leaf), MOST_LOOKED_AT) if at_end else tree.oldest(leaf):
                 if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
                     return found  # outside of the range too: the leaf may hold thousands that are
-                if leaf not in (first, last) or shortest_tokens <= entry.tokens <= longest_tokens:
+                if not at_end or shortest_tokens <= entry.tokens <= longest_tokens:
                     found.append(entry)
                     blocks += entry.blocks
         return found

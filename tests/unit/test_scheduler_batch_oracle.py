@@ -213,6 +213,10 @@ class Search:
         if len(batch) >= self.limits.min_requests or len(batch) == len(self.oracle.entries):
             return batch
         shortest = self.add_leaves([], self.parts(1, self.width))
+        if len(shortest) < self.limits.min_requests:  # of the leaf that was cut the shortest, if they are more
+            of_age = {entry.key: at for at, entry in enumerate(sorted(self.oracle.entries, key=lambda e: e.since_s))}
+            by_length = self.cut([], sorted(self.oracle.entries, key=lambda e: (e.tokens, of_age[e.key])))
+            shortest = max(shortest, by_length, key=len)
         if len(shortest) > len(batch):
             self.cases.append("shortest")
             return shortest
@@ -264,6 +268,24 @@ def test_every_batch_is_that_of_the_search_in_a_sorted_list(
 ):
     limits = BatchLimits(max_blocks, min(min_requests, max_requests), max_requests)
     come_and_go(lengths, limits, cut_sibling, RANGE, LEAF, BLOCK, leave)
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths=LENGTHS, leaf=st.sampled_from((4, 16, 64)), block=st.sampled_from((1, 2, 4, 16)), **LIMITS)
+def test_blocks_smaller_than_leaves_lose_no_batch(
+    lengths, leaf, block, max_blocks, min_requests, max_requests, cut_sibling, leave
+):
+    """Requests of one leaf differ in size then: of the shortest more fit than of the oldest."""
+    limits = BatchLimits(max_blocks, min(min_requests, max_requests), max_requests)
+    come_and_go(lengths, limits, cut_sibling, 256, leaf, block, leave)
+
+
+def test_ten_short_requests_are_found_behind_older_long_ones():
+    tree = QuadTree(64, 16)
+    for number, tokens in enumerate([16, 16, 16, *[2] * 10]):
+        tree.insert(Entry(RequestKey(str(number)), tokens, -(-tokens // 4), float(number)))
+    batch = BatchGenerator(tree, cut_sibling=True).generate(BatchLimits(13, 10, 40))
+    assert [entry.tokens for entry in batch] == [2] * 10
 
 
 def test_all_cases_of_the_search_and_both_sweeps_are_met():
