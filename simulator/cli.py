@@ -169,13 +169,17 @@ def _progress(text: str) -> None:
 
 def _print(summary: Mapping[str, Any], plan: Plan) -> None:
     names = [candidate.name for candidate in plan.candidates]
+    logged: Mapping[str, Any] = summary["run"]["trace"].get("measured", {})
+    as_logged = logged and plan.rates == (None,) and plan.load.limit is None
     wide = max(14, *(len(name) + 2 for name in names))
     for number, rate in enumerate(plan.rates):
         if len(plan.rates) > 1:
             print(f"{'' if number == 0 else chr(10)}{rate:g} requests/s")
-        print(" " * 24 + "".join(f"{name:>{wide}}" for name in names))
+        print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if as_logged else [])]))
         for metric, label in _SHOWN:
             values = [summary[name]["by_rate"][number][metric] for name in names]
+            if as_logged:
+                values.append(logged.get(metric))
             shown = "".join(f"{'–' if value is None else format(value, '.4g'):>{wide}}" for value in values)
             print(f"{label:24}{shown}")
     for note in summary["run"]["notes"]:

@@ -31,7 +31,7 @@ def read_trace(source: str) -> Trace:
     notes = tuple(found.notes)
     if not ordered and not found.any_order:
         notes += ("the trace is not in order of time: it was sorted",)
-    return TimedTrace(source, found.format, digest, rows, notes)
+    return TimedTrace(source, found.format, digest, rows, notes, found.measured)
 
 
 def _bytes(source: str) -> bytes:

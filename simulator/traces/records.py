@@ -9,6 +9,7 @@ from typing import Any
 
 from alignedserve.simulator import trace_formats
 from alignedserve.simulator.traces.fields import Place, objective_of, seconds_of, tokens_of
+from alignedserve.simulator.traces.measured import LogFigures
 from alignedserve.simulator.traces.tables import Found
 from alignedserve.simulator.traces.trace import Row
 
@@ -97,6 +98,7 @@ class _RequestLog:
         self._found = Found("request log", timed=True, any_order=True)  # written in the order in which requests end
         self._empty = 0
         self._ids: set[str] = set()
+        self._figures = LogFigures()
 
     def add(self, record: _Record) -> None:
         outputs = tokens_of(*record.get("output_tokens"), least=0)
@@ -115,8 +117,10 @@ class _RequestLog:
             self._empty += 1
         else:
             self._found.add(row, record.place("arrival_unix_s"))
+            self._figures.add(record.values, arrival_s, outputs)
 
     def finish(self) -> Found:
+        self._found.measured = self._figures.describe()
         if self._empty:
             self._found.notes.append(f"{self._empty} requests of the log ended without a token and were left out")
         return self._found

@@ -16,13 +16,14 @@ from alignedserve.simulator.traces.trace import Row
 
 @dataclass(slots=True)
 class Found:
-    """What was read. `any_order`: the format does not promise order of time."""
+    """What was read. `any_order`: the format does not promise order of time. `measured`: as in TimedTrace."""
 
     format: str
     timed: bool
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     any_order: bool = False
+    measured: Mapping[str, object] | None = None
 
     def add(self, row: Row, place: Place) -> None:
         """`place`: of its arrival. Raises TraceError for one so far from the first that virtual time would not pass."""

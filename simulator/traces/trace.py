@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from alignedserve.errors import ConfigError
@@ -43,13 +43,17 @@ class Trace(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TimedTrace(Trace):
-    """Requests with arrival times of their own. Rows in order of time, the first at 0."""
+    """Requests with arrival times of their own. Rows in order of time, the first at 0.
+
+    `measured`: figures of the cluster that the trace is a log of, where it says them.
+    """
 
     source: str
     format: str
     sha256: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    measured: Mapping[str, object] | None = None
     timed: bool = field(default=True, init=False)
 
     def workload(self, load: Load, seed: int) -> Workload:
@@ -63,7 +67,8 @@ class TimedTrace(Trace):
         return Workload(_arrivals(rows, times), {**self.describe(), "requests": len(rows)}, notes)
 
     def describe(self) -> dict[str, object]:
-        return _describe(self.source, self.format, self.sha256, len(self.rows))
+        measured = {} if self.measured is None else {"measured": dict(self.measured)}
+        return {**_describe(self.source, self.format, self.sha256, len(self.rows)), **measured}
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,21 @@ def test_files_are_written_and_are_the_same_each_time(
     assert summary["vllm"]["ttft_mean_s"] == pytest.approx(mean)
 
 
+def test_a_request_log_is_shown_beside_its_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    entry = {"arrival_unix_s": 5.0, "queue_unix_s": 5.0, "input_tokens": 9, "output_tokens": 3}
+    entry |= {"first_token_unix_s": 5.25, "second_token_unix_s": 6.0, "last_token_unix_s": 7.25}
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(entry) + "\n")
+    assert main(["simulate", "--trace", str(log)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split() == ["aligned", "in", "the", "log"]
+    assert {line.split(",")[0].strip(): line.split()[-1] for line in shown[1:]}["TTFT mean"] == "0.25"
+    summary, _ = simulate(capsys, "--trace", str(log), "--json")
+    assert summary["run"]["trace"]["measured"]["tpot_mean_s"] == 1.0
+    assert main(["simulate", "--trace", str(log), "--limit", "1"]) == 0
+    assert "in the log" not in capsys.readouterr().out
+
+
 def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

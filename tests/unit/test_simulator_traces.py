@@ -91,6 +91,41 @@ def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_
     assert list(workload.notes) == ["2 requests of the log ended without a token and were left out"]
 
 
+def test_a_request_log_says_what_the_cluster_took(tmp_path: Path) -> None:
+    def line(
+        name: str, queue_s: float, tokens: int, first_s: float, last_s: float, **more: object
+    ) -> dict[str, object]:
+        times = {
+            "arrival": 90.0,
+            "queue": queue_s,
+            "first_token": first_s,
+            "second_token": first_s + 1,
+            "last_token": last_s,
+        }
+        stamps = {f"{which}_unix_s": value for which, value in times.items()}
+        return {"request_id": name, "input_tokens": 4, "output_tokens": tokens, **stamps, "decode_s": 4.0, **more}
+
+    lines = [
+        line("a", 100.0, 5, 101.0, 105.0),  # TTFT 1, TPOT 1
+        line("b", 102.0, 3, 105.0, 111.0, decode_s=8.0),  # TTFT 3, TPOT 3
+        line("c", 100.0, 2, 95.0, 112.0, epoch=1),  # submitted again: the first token is not of that epoch
+        line("d", 1.0, 9, 2.0, 3.0, resumed=True),
+        {"request_id": "e", "arrival_unix_s": 90.0, "input_tokens": 4, "output_tokens": 1},
+    ]
+    trace = read_trace(write(tmp_path, "l.jsonl", "\n".join(map(json.dumps, lines))))
+    measured = trace.describe()["measured"]
+    assert isinstance(measured, dict)
+    assert measured["requests"] == 3
+    assert measured["ttft_mean_s"] == pytest.approx((1 + 3 + 5) / 3)
+    assert measured["second_token_mean_s"] == pytest.approx((2 + 4 + 6) / 3)
+    assert measured["tpot_mean_s"] == pytest.approx((1 + 3 + 17) / 3)
+    assert measured["makespan_s"] == pytest.approx(112 - 90)
+    assert measured["stages_mean_s"]["decode"] == pytest.approx(16 / 3)
+    assert measured["stages_mean_s"]["pool"] == 0.0
+    plain = read_trace(write(tmp_path, "p.jsonl", json.dumps(lines[-1])))
+    assert "measured" not in plain.describe()
+
+
 def test_objectives_of_the_plain_csv_and_of_the_request_log_come_with_the_requests(tmp_path: Path) -> None:
     table = "arrival_time_s,input_tokens,output_tokens,wait_objective_s\n0,5,5,2.5\n1,5,5,\n"
     log = [

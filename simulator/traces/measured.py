@@ -1,0 +1,63 @@
+"""What the requests of a log took in the cluster that wrote it, to hold a simulation of it against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from alignedserve.request import Stage
+
+
+class LogFigures:
+    """Named as a simulation's, in seconds: tokens from the arrival at the scheduler, TPOT = (last - first) / (n - 1)."""
+
+    def __init__(self) -> None:
+        self._ttft: list[float] = []
+        self._second: list[float] = []
+        self._tpot: list[float] = []
+        self._stages: dict[Stage, list[float]] = {stage: [] for stage in Stage}
+        self._begin, self._end = math.inf, -math.inf
+
+    def add(self, entry: Mapping[str, Any], arrival_s: float, tokens: int) -> None:
+        """A line of the log. One without time stamps, or that another gateway had begun, is left out."""
+        first, last = (_seconds(entry, f"{which}_token_unix_s") for which in ("first", "last"))
+        submitted = arrival_s if entry.get("epoch") else _seconds(entry, "queue_unix_s")  # of the last epoch
+        if first is None or last is None or submitted is None or entry.get("resumed"):
+            return
+        self._ttft.append(first - submitted)
+        self._begin, self._end = min(self._begin, submitted), max(self._end, last)
+        if tokens > 1:
+            self._tpot.append((last - first) / (tokens - 1))
+            second = _seconds(entry, "second_token_unix_s")
+            self._second += [] if second is None else [second - submitted]
+        for stage, spent in self._stages.items():
+            spent.append(_seconds(entry, f"{stage}_s") or 0.0)
+
+    def describe(self) -> dict[str, object] | None:
+        """None where no line says what it took."""
+        if not self._ttft:
+            return None
+        return {
+            "requests": len(self._ttft),
+            "makespan_s": self._end - self._begin,
+            **_spread("ttft", self._ttft),
+            **_spread("second_token", self._second),
+            **_spread("tpot", self._tpot),
+            "stages_mean_s": {stage.value: float(np.mean(spent)) for stage, spent in self._stages.items()},
+        }
+
+
+def _seconds(entry: Mapping[str, Any], key: str) -> float | None:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}_mean_s": float(np.mean(values)), f"{name}_p99_s": float(np.percentile(values, 99))}
