@@ -12,7 +12,7 @@ from alignedserve.request import Stage
 
 
 class LogFigures:
-    """Named as a simulation's, in seconds: tokens from the arrival at the scheduler, TPOT = (last - first) / (n - 1)."""
+    """Named as a simulation's, in seconds: tokens from arrival at the scheduler, TPOT = (last - first) / (n - 1)."""
 
     def __init__(self) -> None:
         self._ttft: list[float] = []
