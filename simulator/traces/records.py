@@ -87,8 +87,8 @@ class _Mooncake:
         if self._hits:
             share = self._hits / self._blocks
             self._found.notes.append(
-                f"prefix hits were not used: {self._hits} of {self._blocks} prompt blocks ({share:.1%}) repeat an "
-                "earlier request's prefix, and every prompt is computed whole"
+                f"prefix hits were not used: {self._hits} of {self._blocks} prompt blocks of the whole trace "
+                f"({share:.1%}) repeat an earlier request's prefix, and every prompt is computed whole"
             )
         return self._found
 
