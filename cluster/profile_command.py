@@ -24,6 +24,7 @@ from alignedserve.errors import ConfigError
 
 PASSES_SHARE = 0.4  # of the time, for passes alone; the rest for passes in a cluster
 LEAST_CLUSTER_S = 15.0  # of workers that report once a second
+LEAST_SLOWDOWN = 0.9  # less is no noise
 LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
 
 
@@ -70,6 +71,12 @@ def run_profile(config: Config, out: str, limit_s: float, in_cluster: bool = Tru
                 **times, milliseconds=times["message_s"] * 1e3
             )
         )
+        if min(times["prefill_slowdown"], times["decode_slowdown"]) < LEAST_SLOWDOWN:
+            print(
+                "warning: passes were quicker in the cluster than alone: other work slowed the latter; profile again "
+                "on a quiet machine",
+                file=sys.stderr,
+            )
     print(f"wrote {out}; use it with --cost-model {out}")
     return 0
 

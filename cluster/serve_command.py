@@ -42,6 +42,7 @@ LOOK_S = 0.5
 WATCH_S = 5.0
 ATTEND_S = 1.0
 SILENCE_S = 10.0  # a supervisor that has not answered for so long is not asked any more
+NEWS_S = 1.5  # how old a gateway's word of its open requests may be: it comes with its heartbeats
 DRAIN_LATE_S = 3.0  # a gateway that has not said so long after its time that it is done is not waited for
 KILL_SIGNALS = 3  # the first drains, the second ends what is open, this one kills
 CLEAR_UP_S = 3.0
@@ -258,7 +259,7 @@ class _ServeCommand:
         if not self._served or self._failure is not None:
             return
         grace_s = self._config.gateway.drain_s
-        answered = time.monotonic()
+        begun = answered = time.monotonic()
         deadline = answered + grace_s + DRAIN_LATE_S
         told = self._nothing_open = False
         while time.monotonic() < min(deadline, answered + SILENCE_S) and not self._at_once:
@@ -270,7 +271,7 @@ class _ServeCommand:
             if left["drained"]:
                 self._nothing_open = True
                 return
-            if left["open"] and not told:
+            if left["open"] and not told and time.monotonic() - begun > NEWS_S:
                 told = True
                 self._console.line(f"{left['open']} open requests have {grace_s:g} s; once more to end them now")
             time.sleep(POLL_S)

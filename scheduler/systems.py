@@ -15,15 +15,15 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
 from alignedserve.config import SchedulerConfig
-from alignedserve.errors import ConfigError
+from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.scheduler.colocated.base import InstanceScheduler
 from alignedserve.scheduler.policies.base import BatchPolicy
-from alignedserve.scheduler.policies.guarded import GuardedPolicy
+from alignedserve.scheduler.policies.guarded import GuardedPolicy, place_of
 
 ENTRY_POINTS = "alignedserve.policies"
 FOLDER_VARIABLE = "ALIGNEDSERVE_POLICY_DIR"  # where the command was given: the cluster's processes have another cwd
@@ -175,12 +175,14 @@ def served_settings(name: str) -> Mapping[str, object]:
 
 
 def listed() -> list[System]:
-    """Those with a name: built in, then of installed packages, less those that cannot be imported."""
+    """Those with a name: built in, then of installed packages, less those that cannot be imported (a warning says)."""
     found = dict(SYSTEMS)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         if point.name not in found:
-            with contextlib.suppress(ConfigError):
+            try:
                 found[point.name] = _system_of(point.name, point.value)
+            except ConfigError as error:
+                print(f"warning: {error.message}", file=sys.stderr)
     return list(found.values())
 
 
@@ -190,6 +192,21 @@ def scheduler_class(system: System) -> type[InstanceScheduler]:
     if not issubclass(target, InstanceScheduler):
         raise ConfigError(f"policy {system.name!r} is a disaggregated system, not a colocated one")
     return target
+
+
+@contextlib.contextmanager
+def faults_named(system: System) -> Iterator[None]:
+    """What a system of one's own raises within becomes a ConfigError that says where; ours raise as they are."""
+    try:
+        yield
+    except AlignedServeError as error:
+        if system.name in SYSTEMS or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"policy {system.name!r}: {error.message}{place_of(error)}") from error
+    except Exception as error:
+        if system.name in SYSTEMS:
+            raise
+        raise ConfigError(f"policy {system.name!r}: {error!r}{place_of(error)}") from error
 
 
 def with_options(system: System, changes: Mapping[str, Option], besides: Collection[str] = ()) -> dict[str, Option]:
@@ -222,7 +239,7 @@ def _as_typed(name: str, value: Option, default: Option) -> Option:
 
 def _system_of(name: str, target: str) -> System:
     found = _imported(name, target)
-    summary = (inspect.getdoc(found) or "no description").splitlines()[0]
+    summary = (found.__doc__ or "").strip().partition("\n")[0] or "no description"  # its own, not what it inherits
     if issubclass(found, BatchPolicy):
         return System(name, Topology.DISAGGREGATED, target, summary)
     return System(name, Topology.COLOCATED, target, summary, {}, dict(found.OPTIONS))

@@ -6,17 +6,18 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError
+from alignedserve.request import Stage
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
-from alignedserve.simulator.options import policies_of, rates_of, seeds_of, settings_of
+from alignedserve.simulator.options import DEFAULT_COST_MODEL, policies_of, rates_of, seeds_of, settings_of
 from alignedserve.simulator.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
 from alignedserve.simulator.plots import Drawn, check_matplotlib
 from alignedserve.simulator.provenance import Provenance, command_of, own_commit
@@ -42,6 +43,7 @@ _SHOWN = (
     ("refused", "refused"),
     ("makespan_s", "makespan, s"),
 )
+_STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage)
 
 
 def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -77,9 +79,16 @@ def _simulate(
         configuration={**plan.describe(), "objectives": objectives.describe(), "warmup_s": options.warmup_s},
         trace=plan.trace.describe(),
         cost_model=cost.describe(),
-        notes=workload.notes,
+        notes=(*workload.notes, *_warnings(plan, options)),
     )
     return plan, _run(plan, objectives, options, provenance)
+
+
+def _warnings(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
+    if plan.trace.timed and len(plan.seeds) > 1:
+        yield "lengths and arrivals are the trace's own: no seed changes them, and ± says nothing of their variation"
+    if plan.trace.describe().get("measured") and options.cost_model == DEFAULT_COST_MODEL:
+        yield f"passes take what {DEFAULT_COST_MODEL} says; for the cluster of the log give its own --cost-model"
 
 
 def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, provenance: Provenance) -> dict[str, Any]:
@@ -91,6 +100,10 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
         for run, rate, seed in plan.runs(_progress):
             measured = measure(run, objectives, options.warmup_s)
             rows[run.policy][rate][seed] = {"arrival_rate_per_s": _arrival_rate(run, rate), **measured.metrics}
+            if refused := [one for one in run.requests if one.refused]:
+                _progress(
+                    f"{run.policy}: {len(refused)} refused, e.g. {refused[0].arrival.request_id}: {refused[0].refused}"
+                )
             if (rate, seed) == (plan.rates[-1], plan.seeds[0]):
                 counters[run.policy] = dict(run.counters)
                 drawn.append(Drawn.of(run, measured))
@@ -101,7 +114,9 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
             _progress("drawing the report")
             blocks = plan.hardware.pool_tokens // plan.hardware.block_size
             folder.write_summary(summary)
-            folder.write_report(make_report(summary, list(rows), drawn, provenance, objectives, blocks))
+            folder.write_report(
+                make_report(summary, list(rows), drawn, provenance, objectives, blocks, _logged(summary, plan))
+            )
             _progress(f"{options.out} holds {REQUESTS}, {ITERATIONS}, {SUMMARY}, {REPORT}")
     return summary
 
@@ -167,20 +182,28 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _logged(summary: Mapping[str, Any], plan: Plan) -> Mapping[str, Any]:
+    """What the trace, a log, says that its cluster took; empty where it says nothing, or was not replayed as it is."""
+    as_it_is = plan.rates == (None,) and plan.load.limit is None
+    logged: Mapping[str, Any] = summary["run"]["trace"].get("measured", {})
+    return logged if as_it_is else {}
+
+
+def _figure(row: Mapping[str, Any], metric: str) -> str:
+    value, interval = row.get(metric), row.get("ci95", {}).get(metric)
+    return "–" if value is None else f"{value:.4g}" + ("" if interval is None else f" ±{interval:.2g}")
+
+
 def _print(summary: Mapping[str, Any], plan: Plan) -> None:
     names = [candidate.name for candidate in plan.candidates]
-    logged: Mapping[str, Any] = summary["run"]["trace"].get("measured", {})
-    as_logged = logged and plan.rates == (None,) and plan.load.limit is None
-    wide = max(14, *(len(name) + 2 for name in names))
+    logged = _logged(summary, plan)
+    wide = max(20 if len(plan.seeds) > 1 else 14, *(len(name) + 2 for name in names))
     for number, rate in enumerate(plan.rates):
         if len(plan.rates) > 1:
             print(f"{'' if number == 0 else chr(10)}{rate:g} requests/s")
-        print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if as_logged else [])]))
-        for metric, label in _SHOWN:
-            values = [summary[name]["by_rate"][number][metric] for name in names]
-            if as_logged:
-                values.append(logged.get(metric))
-            shown = "".join(f"{'–' if value is None else format(value, '.4g'):>{wide}}" for value in values)
-            print(f"{label:24}{shown}")
+        print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if logged else [])]))
+        rows = [summary[name]["by_rate"][number] for name in names] + ([logged] if logged else [])
+        for metric, label in (*_SHOWN, *_STAGES) if logged else _SHOWN:
+            print(f"{label:24}" + "".join(f"{_figure(row, metric):>{wide}}" for row in rows))
     for note in summary["run"]["notes"]:
         print(f"note: {note}")

@@ -10,7 +10,7 @@ from alignedserve.config import Config
 from alignedserve.config_sources import load, to_tree, value_of
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.systems import System, Topology, resolve, with_options
+from alignedserve.scheduler.systems import System, Topology, faults_named, resolve, with_options
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
@@ -151,16 +151,17 @@ class Plan:
 
     def _run(self, candidate: Candidate, workload: Workload, seed: int) -> RunResult:
         if candidate.colocated:
-            return simulate_colocated(
-                workload,
-                candidate.system,
-                candidate.options,
-                self.hardware,
-                self.cost,
-                instances=self.instances,
-                seed=seed,
-                routing=candidate.routing,
-            )
+            with faults_named(candidate.system):
+                return simulate_colocated(
+                    workload,
+                    candidate.system,
+                    candidate.options,
+                    self.hardware,
+                    self.cost,
+                    instances=self.instances,
+                    seed=seed,
+                    routing=candidate.routing,
+                )
         return simulate(
             workload,
             candidate.system,

@@ -47,12 +47,15 @@ def make_report(
     provenance: Provenance,
     objectives: Objectives,
     pool_blocks: int,
+    logged: Mapping[str, Any],
 ) -> str:
-    """`drawn`: a policy's first seed at the highest rate. `summary`: as it is written."""
+    """`drawn`: a policy's first seed at the highest rate. `summary`: as it is written. `logged`: see `_table`."""
     chosen = {policy: summary[policy] for policy in policies}
     sections = [
         _head(provenance),
-        _section("Summary", _table(chosen), "Means over the seeds, at the highest rate; ± half a 95 % interval."),
+        _section(
+            "Summary", _table(chosen, logged), "Means over the seeds, at the highest rate; ± half a 95 % interval."
+        ),
         *_loads(chosen, objectives),
         *_curves(drawn, pool_blocks),
         _section("How this was made", f"<pre>{html.escape(json.dumps(provenance.describe(), indent=1))}</pre>"),
@@ -79,11 +82,13 @@ def _section(title: str, body: str, text: str = "") -> str:
     return f"<h2>{html.escape(title)}</h2>{explained}{body}"
 
 
-def _table(chosen: Mapping[str, Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{html.escape(policy)}</th>" for policy in chosen)
+def _table(chosen: Mapping[str, Mapping[str, Any]], logged: Mapping[str, Any]) -> str:
+    """`logged`: the same figures of the cluster whose log was replayed, some of them; empty: there is none."""
+    columns = {**chosen, "in the log": {metric: logged.get(metric) for metric in _SHOWN}} if logged else chosen
+    head = "".join(f"<th>{html.escape(policy)}</th>" for policy in columns)
     rows = []
     for metric, label in _SHOWN.items():
-        cells = "".join(f"<td>{_cell(metrics, metric)}</td>" for metrics in chosen.values())
+        cells = "".join(f"<td>{_cell(metrics, metric)}</td>" for metrics in columns.values())
         rows.append(f"<tr><td>{html.escape(label)}</td>{cells}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alignedserve.simulator.results import RunResult, StepColumns
+from alignedserve.request import Stage
+from alignedserve.simulator.results import RequestResult, RunResult, StepColumns
 from alignedserve.simulator.tokens import Floats, TokenTimes, token_times
 
 Metric = float | int | None
@@ -68,6 +70,7 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
         "preemptions": sum(request.preemptions for request in counted),
         "makespan_s": last_s - first_s,
         **_latencies(tokens),
+        **_stages(counted),
         **_iterations(passes),
         **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
         **_attainment(tokens, objectives, len(counted), span_s),
@@ -87,6 +90,12 @@ def _latencies(tokens: TokenTimes) -> dict[str, Metric]:
         **_spread("pool_wait", tokens.pool_wait),
         **_spread("latency", tokens.last - tokens.arrival),
     }
+
+
+def _stages(requests: Sequence[RequestResult]) -> dict[str, Metric]:
+    """Of those that were served, the mean time in each stage, repetitions included; 0 in one that nobody was in."""
+    served = [request.stages_s for request in requests if len(request.token_s)]
+    return {f"stage_{stage}_mean_s": _mean(np.array([of.get(stage, 0.0) for of in served])) for stage in Stage}
 
 
 def _iterations(passes: PassTimes) -> dict[str, Metric]:

@@ -140,7 +140,7 @@ class GuardedPolicy(BatchPolicy):
         except Exception as error:
             self.faults += 1
             raised = None if isinstance(error, BadAnswerError) else error
-            self.fault = f"{what}: {error if raised is None else repr(error) + _place(error)}"
+            self.fault = f"{what}: {error if raised is None else repr(error) + place_of(error)}"
             if self.strict:
                 raise ConfigError(f"policy {self._name!r}, {self.fault}") from error
             self._trusted = self.faults < MOST_FAULTS
@@ -149,7 +149,7 @@ class GuardedPolicy(BatchPolicy):
             return None
 
 
-def _place(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """` (FILE:LINE)` where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

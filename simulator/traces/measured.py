@@ -46,7 +46,7 @@ class LogFigures:
             **_spread("ttft", self._ttft),
             **_spread("second_token", self._second),
             **_spread("tpot", self._tpot),
-            "stages_mean_s": {stage.value: float(np.mean(spent)) for stage, spent in self._stages.items()},
+            **{f"stage_{stage}_mean_s": float(np.mean(spent)) for stage, spent in self._stages.items()},
         }
 
 

@@ -135,5 +135,7 @@ def _choose(record: _Record) -> _Reader:
         return _Mooncake()
     if not keys & set(_REQUEST_LOG):
         shown = ", ".join(sorted(keys)[:8])
-        record.place("").fail(f"the keys {shown} are of no trace that is known here:\n{trace_formats.JSONL}")
+        record.place("").fail(
+            f"the keys {shown} are of no trace that is known here; a line has {trace_formats.JSONL_KEYS}"
+        )
     return _RequestLog()

@@ -70,7 +70,9 @@ def parse(text: str, file: str) -> Found:
     chosen = next((entry for entry in _ALL if set(entry.columns) <= set(known)), None)
     if chosen is None:
         shown = ",".join(names)
-        Place(file, number, 1).fail(f"the header {shown!r} is of no trace that is known here:\n{trace_formats.CSV}")
+        Place(file, number, 1).fail(
+            f"the header {shown!r} is of no trace that is known here; a header has {trace_formats.CSV_HEADERS}"
+        )
     found = Found(chosen.name, timed=bool(chosen.arrival))
     wanted = filter(None, (*chosen.columns, chosen.objective))  # "" would be the column that a table's index has
     at = {name: known[name] for name in wanted if name in known}

@@ -13,7 +13,16 @@ from alignedserve.scheduler import systems
 from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
-from alignedserve.scheduler.systems import SYSTEMS, Topology, policy_class, resolve, scheduler_class, with_options
+from alignedserve.scheduler.systems import (
+    ENTRY_POINTS,
+    SYSTEMS,
+    Topology,
+    listed,
+    policy_class,
+    resolve,
+    scheduler_class,
+    with_options,
+)
 from alignedserve.simulator.disaggregated import simulate
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.workload import Arrival, Workload
@@ -150,3 +159,10 @@ def test_a_start_says_what_aligned_cost_lacks():
     assert "--cost-model" not in said(policy="aligned-cost", cost_model="a100-opt-13b")
     assert "--tpot-objective" not in said(policy="aligned-cost", tpot_objective_s=0.1)
     assert said(policy="aligned-cost", cost_model="a100-opt-13b", tpot_objective_s=0.1) == said(policy="aligned") == ""
+
+
+def test_an_entry_point_that_cannot_be_imported_is_named(monkeypatch, capsys):
+    broken = EntryPoint("broken-one", "no.such.module:Class", ENTRY_POINTS)
+    monkeypatch.setattr("alignedserve.scheduler.systems.entry_points", lambda group: [broken])
+    assert "broken-one" not in {system.name for system in listed()}
+    assert "warning: policy 'broken-one': no.such.module:Class cannot be imported" in capsys.readouterr().err

@@ -160,17 +160,65 @@ def test_files_are_written_and_are_the_same_each_time(
 
 def test_a_request_log_is_shown_beside_its_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     entry = {"arrival_unix_s": 5.0, "queue_unix_s": 5.0, "input_tokens": 9, "output_tokens": 3}
-    entry |= {"first_token_unix_s": 5.25, "second_token_unix_s": 6.0, "last_token_unix_s": 7.25}
+    entry |= {"first_token_unix_s": 5.25, "second_token_unix_s": 6.0, "last_token_unix_s": 7.25, "queue_s": 0.125}
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps(entry) + "\n")
     assert main(["simulate", "--trace", str(log)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].split() == ["aligned", "in", "the", "log"]
-    assert {line.split(",")[0].strip(): line.split()[-1] for line in shown[1:]}["TTFT mean"] == "0.25"
+    figures = {line.split(",")[0].strip(): line.split()[-1] for line in shown[1:]}
+    assert (figures["TTFT mean"], figures["queue mean"]) == ("0.25", "0.125")
+    assert "for the cluster of the log give its own --cost-model" in figures.popitem()[0] + shown[-1]
     summary, _ = simulate(capsys, "--trace", str(log), "--json")
     assert summary["run"]["trace"]["measured"]["tpot_mean_s"] == 1.0
+    assert sum(value or 0.0 for key, value in summary["aligned"].items() if key.startswith("stage_")) > 0.0
+    out = tmp_path / "out"
+    assert main(["simulate", "--trace", str(log), "--out", str(out)]) == 0
+    assert "<th>in the log</th>" in (out / "report.html").read_text()
+    capsys.readouterr()
     assert main(["simulate", "--trace", str(log), "--limit", "1"]) == 0
     assert "in the log" not in capsys.readouterr().out
+
+
+def test_seeds_show_intervals_and_where_they_change_nothing_it_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["simulate", "--trace", MIX, "--rate", "9", "--seeds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "±" in out
+    assert "no seed changes them" not in out
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_time_s,input_tokens,output_tokens\n0,9,9\n")
+    assert main(["simulate", "--trace", str(trace), "--seeds", "2"]) == 0
+    assert "no seed changes them" in capsys.readouterr().out
+
+
+def test_who_is_refused_is_told_with_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_time_s,input_tokens,output_tokens\n0,9,9\n0,10000000,5\n")
+    _, error = simulate(capsys, "--trace", str(trace), "--policy", "aligned,vllm", "--json")
+    assert "aligned: 1 refused, e.g. r1: " in error
+    assert "vllm: 1 refused, e.g. r1: 10000005 tokens do not fit" in error
+
+
+FAULTY = """
+from alignedserve.scheduler.colocated.continuous import ContinuousScheduler
+
+class Faulty(ContinuousScheduler):
+    def _fill(self, draft, now_s):
+        1 / 0
+"""
+
+
+def test_a_colocated_policy_that_raises_is_an_error_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty_policy.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, error = simulate(capsys, "--trace", MIX, "--policy", "faulty_policy:Faulty", status=2)
+    last = error.strip().splitlines()[-1]
+    assert "policy 'faulty_policy:Faulty': ZeroDivisionError('division by zero')" in last
+    assert last.endswith("faulty_policy.py:6)")
 
 
 def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(

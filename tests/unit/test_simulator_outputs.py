@@ -64,7 +64,7 @@ def write(folder: Path) -> dict[str, object]:
             drawn.append(Drawn.of(run, measured))
             out.add(run, 1.0, 0)
         out.write_summary({**summary, "run": PROVENANCE.describe()})
-        out.write_report(make_report(summary, ["aligned", "fcfs"], drawn, PROVENANCE, objectives, 100))
+        out.write_report(make_report(summary, ["aligned", "fcfs"], drawn, PROVENANCE, objectives, 100, {}))
     return summary
 
 
@@ -134,7 +134,7 @@ def test_a_run_in_which_nothing_was_served_still_has_a_report(tmp_path: Path) ->
     measured = measure(run, Objectives())
     row = over_seeds({0: {"arrival_rate_per_s": None, **measured.metrics}})
     summary = {"aligned": {**row, "by_rate": [row]}}
-    page = make_report(summary, ["aligned"], [Drawn.of(run, measured)], PROVENANCE, Objectives(), 1)
+    page = make_report(summary, ["aligned"], [Drawn.of(run, measured)], PROVENANCE, Objectives(), 1, {})
     assert "No objective was given" in page
     with OutputFolder(tmp_path, PROVENANCE) as out:
         out.add(run, None, 0)

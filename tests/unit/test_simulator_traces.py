@@ -120,8 +120,8 @@ def test_a_request_log_says_what_the_cluster_took(tmp_path: Path) -> None:
     assert measured["second_token_mean_s"] == pytest.approx((2 + 4 + 6) / 3)
     assert measured["tpot_mean_s"] == pytest.approx((1 + 3 + 17) / 3)
     assert measured["makespan_s"] == pytest.approx(112 - 90)
-    assert measured["stages_mean_s"]["decode"] == pytest.approx(16 / 3)
-    assert measured["stages_mean_s"]["pool"] == 0.0
+    assert measured["stage_decode_mean_s"] == pytest.approx(16 / 3)
+    assert measured["stage_pool_mean_s"] == 0.0
     plain = read_trace(write(tmp_path, "p.jsonl", json.dumps(lines[-1])))
     assert "measured" not in plain.describe()
 
