@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 SLACK = 64  # removed places that a dict may keep; with more than it has items it is made anew
-FEW_GONE = 16_384  # removed places that nobody minds to pass over: microseconds
-ANEW = 16  # to make a dict anew takes about so many times as long as to pass over as many removed places
+FEW_GONE = 4096  # removed places that nobody minds to pass over: microseconds
+ANEW = 8  # to make a dict anew takes about so many times as long as to pass over as many removed places
 
 
 class _ByAge(Generic[Item]):
@@ -83,7 +83,7 @@ class EntryOrder(_ByAge["Entry"]):
 
     In a plain dict: they lie one behind the other, which counts where a million are not in the processor's caches. But
     it keeps the places of those that were removed, and reading it from the front passes over all of them: it is made
-    anew when as many have been passed over as that takes.
+    anew, best with a removal, when as many have been passed over as that takes.
     """
 
     __slots__ = ("_gone", "_passed")
@@ -97,7 +97,7 @@ class EntryOrder(_ByAge["Entry"]):
         """Oldest first. Not to be changed while it is iterated over."""
         if self._gone > FEW_GONE:
             self._passed += self._gone
-            if self._passed > ANEW * len(self._in_order):
+            if self._passed > 2 * ANEW * len(self._in_order):  # nothing is removed
                 self._make_anew()
         if not self._early:
             return iter(self._in_order.values())
@@ -110,7 +110,7 @@ class EntryOrder(_ByAge["Entry"]):
     def remove(self, entry: Entry) -> None:
         """It must be there."""
         self._gone += self._remove(entry.key, entry.since_s)
-        if self._gone > len(self._in_order) + SLACK:
+        if self._gone > len(self._in_order) + SLACK or self._passed > ANEW * len(self._in_order):
             self._make_anew()
 
     def _make_anew(self) -> None:
