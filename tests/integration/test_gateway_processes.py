@@ -28,7 +28,6 @@ WARM_UP, COUNTED = 1500, 2500
 AT_ONCE = 48
 # Less than 1 KiB for each that is counted; of a worker 3.3 KiB: torch's temporaries came to 4 MiB in 2,500 requests.
 MOST_MIB = 2.0
-LATE_THREADS = 2  # thread pools, of gRPC for one, start more where the machine is busy; a leak would be one a request
 WORKERS_MIB = {"prefill-0": 8.0, "decode-0": 8.0}
 # What is freed goes back to the system at once, so that what is resident is what is used; and oneDNN, which keeps up to
 # 1024 compiled products of 256 KiB, one for each number of rows, twice, soon has as many as it may.
@@ -57,8 +56,7 @@ class Size:
 
     def within(self, limit: Size, more_mib: float) -> bool:
         memory = self.anonymous_mib <= limit.anonymous_mib + more_mib
-        threads = self.threads <= limit.threads + LATE_THREADS
-        return self.descriptors <= limit.descriptors and threads and memory
+        return self.descriptors <= limit.descriptors and self.threads <= limit.threads and memory
 
 
 def grown(now: dict[str, Size], before: dict[str, Size]) -> dict[str, tuple[Size, Size]]:
