@@ -177,7 +177,8 @@ class Scaling:
         lasting = {name for pair in kept if not any(slots[name].draining for name in pair) for name in pair}
         where = {name: (slot.place, slot.reaches) for name, slot in slots.items()}
         wanted = pair_up(self.shape.prefill, self.shape.decode, lambda d, p: _known_rank(*where[d], *where[p]))
-        self.pairs = kept + [pair for pair in wanted if not lasting.issuperset(pair)]
+        added = [pair for pair in wanted if not lasting.issuperset(pair)]
+        self.pairs = sorted(kept + added)  # whoever joined first
 
     def link_rank(self, decode_id: str, prefill_id: str) -> int:
         """How good the link of two instances is, 0 the best, as far as it is known where they are."""

@@ -58,7 +58,7 @@ async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind(
     assert 'fake_up{instance="decode-0"} 1' in status.metrics
     assert view.store_plan
     assert view.model_info
-    assert sorted((pair.decode_id, pair.prefill_id) for pair in view.pairs) == [
+    assert [(pair.decode_id, pair.prefill_id) for pair in view.pairs] == [
         ("decode-0", "prefill-0"),
         ("decode-0", "prefill-1"),
     ]

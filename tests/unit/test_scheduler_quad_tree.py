@@ -157,11 +157,16 @@ TestAgesAgainstList = AgesAgainstList.TestCase
 TestAgesAgainstList.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
+def tree_of_one_leaf(requests):
+    tree = QuadTree(64, 64)
+    for number in range(requests):
+        tree.insert(Entry(RequestKey(str(number)), 5, 2, float(number)))
+    return tree
+
+
 def test_a_leaf_that_was_long_keeps_its_order_and_not_its_length():
     """Places of removed entries are given up: reading the oldest of a few passes over no more than so many."""
-    tree = QuadTree(64, 64)
-    for number in range(2000):
-        tree.insert(Entry(RequestKey(str(number)), 5, 2, float(number)))
+    tree = tree_of_one_leaf(2000)
     for number in range(1990):
         tree.remove(RequestKey(str(number)))
         assert next(tree.oldest(0)).since_s == number + 1.0
@@ -174,9 +179,7 @@ def test_a_leaf_that_was_long_keeps_its_order_and_not_its_length():
 
 
 def test_a_long_leaf_that_is_read_again_and_again_does_not_pass_over_all_that_has_left():
-    tree = QuadTree(64, 64)
-    for number in range(40_000):
-        tree.insert(Entry(RequestKey(str(number)), 5, 2, float(number)))
+    tree = tree_of_one_leaf(40_000)
     for number in range(19_500):
         tree.remove(RequestKey(str(number)))
     leaf = tree._leaves[0]
