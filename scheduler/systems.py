@@ -199,14 +199,11 @@ def faults_named(system: System) -> Iterator[None]:
     """What a system of one's own raises within becomes a ConfigError that says where; ours raise as they are."""
     try:
         yield
-    except AlignedServeError as error:
+    except Exception as error:
         if system.name in SYSTEMS or isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"policy {system.name!r}: {error.message}{place_of(error)}") from error
-    except Exception as error:
-        if system.name in SYSTEMS:
-            raise
-        raise ConfigError(f"policy {system.name!r}: {error!r}{place_of(error)}") from error
+        said = error.message if isinstance(error, AlignedServeError) else repr(error)
+        raise ConfigError(f"policy {system.name!r}: {said}{place_of(error)}") from error
 
 
 def with_options(system: System, changes: Mapping[str, Option], besides: Collection[str] = ()) -> dict[str, Option]:

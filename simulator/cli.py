@@ -24,7 +24,7 @@ from alignedserve.simulator.provenance import Provenance, command_of, own_commit
 from alignedserve.simulator.replay import Candidate, Plan
 from alignedserve.simulator.report import make_report
 from alignedserve.simulator.results import RunResult
-from alignedserve.simulator.seeds import over_seeds
+from alignedserve.simulator.seeds import in_words, over_seeds
 from alignedserve.simulator.summary import Metric, Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
@@ -189,11 +189,6 @@ def _logged(summary: Mapping[str, Any], plan: Plan) -> Mapping[str, Any]:
     return logged if as_it_is else {}
 
 
-def _figure(row: Mapping[str, Any], metric: str) -> str:
-    value, interval = row.get(metric), row.get("ci95", {}).get(metric)
-    return "–" if value is None else f"{value:.4g}" + ("" if interval is None else f" ±{interval:.2g}")
-
-
 def _print(summary: Mapping[str, Any], plan: Plan) -> None:
     names = [candidate.name for candidate in plan.candidates]
     logged = _logged(summary, plan)
@@ -204,6 +199,6 @@ def _print(summary: Mapping[str, Any], plan: Plan) -> None:
         print(" " * 24 + "".join(f"{name:>{wide}}" for name in [*names, *(["in the log"] if logged else [])]))
         rows = [summary[name]["by_rate"][number] for name in names] + ([logged] if logged else [])
         for metric, label in (*_SHOWN, *_STAGES) if logged else _SHOWN:
-            print(f"{label:24}" + "".join(f"{_figure(row, metric):>{wide}}" for row in rows))
+            print(f"{label:24}" + "".join(f"{in_words(row, metric):>{wide}}" for row in rows))
     for note in summary["run"]["notes"]:
         print(f"note: {note}")

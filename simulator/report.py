@@ -10,6 +10,7 @@ from typing import Any
 from alignedserve.simulator import plots
 from alignedserve.simulator.plots import Drawn
 from alignedserve.simulator.provenance import Provenance
+from alignedserve.simulator.seeds import in_words
 from alignedserve.simulator.summary import Objectives
 
 _SHOWN = {
@@ -84,21 +85,13 @@ def _section(title: str, body: str, text: str = "") -> str:
 
 def _table(chosen: Mapping[str, Mapping[str, Any]], logged: Mapping[str, Any]) -> str:
     """`logged`: the same figures of the cluster whose log was replayed, some of them; empty: there is none."""
-    columns = {**chosen, "in the log": {metric: logged.get(metric) for metric in _SHOWN}} if logged else chosen
+    columns = {**chosen, "in the log": logged} if logged else chosen
     head = "".join(f"<th>{html.escape(policy)}</th>" for policy in columns)
     rows = []
     for metric, label in _SHOWN.items():
-        cells = "".join(f"<td>{_cell(metrics, metric)}</td>" for metrics in columns.values())
+        cells = "".join(f"<td>{in_words(metrics, metric)}</td>" for metrics in columns.values())
         rows.append(f"<tr><td>{html.escape(label)}</td>{cells}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
-
-
-def _cell(metrics: Mapping[str, Any], metric: str) -> str:
-    value = metrics[metric]
-    if value is None:
-        return "–"
-    interval = metrics.get("ci95", {}).get(metric)
-    return f"{value:.4g}" + ("" if interval is None else f" ± {interval:.2g}")
 
 
 def _loads(chosen: Mapping[str, Mapping[str, Any]], objectives: Objectives) -> list[str]:

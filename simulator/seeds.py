@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from alignedserve.simulator.summary import Metric
 
@@ -44,3 +45,9 @@ def over_seeds(runs: Mapping[int, Mapping[str, Metric]]) -> dict[str, object]:
         means["ci95"] = intervals
         means["by_seed"] = {str(seed): dict(row) for seed, row in runs.items()}
     return means
+
+
+def in_words(metrics: Mapping[str, Any], metric: str) -> str:
+    """A figure with its interval, where there is one; a stroke where there is none."""
+    value, interval = metrics.get(metric), metrics.get("ci95", {}).get(metric)
+    return "–" if value is None else f"{value:.4g}" + ("" if interval is None else f" ± {interval:.2g}")

@@ -80,15 +80,15 @@ def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Me
 
 def _latencies(tokens: TokenTimes) -> dict[str, Metric]:
     return {
-        **_spread("ttft", tokens.ttft),
-        **_spread("second_token", tokens.second_token),
-        **_spread("tpot", tokens.tpot),
-        **_spread("tpot_without_pool_wait", tokens.tpot_without_pool_wait),
-        **_spread("tpot_longest_tenth", tokens.longest_tenth),
-        **_spread("tpot_p99_gap", tokens.gap_p99),
-        **_spread("itl", tokens.gaps),
-        **_spread("pool_wait", tokens.pool_wait),
-        **_spread("latency", tokens.last - tokens.arrival),
+        **spread("ttft", tokens.ttft),
+        **spread("second_token", tokens.second_token),
+        **spread("tpot", tokens.tpot),
+        **spread("tpot_without_pool_wait", tokens.tpot_without_pool_wait),
+        **spread("tpot_longest_tenth", tokens.longest_tenth),
+        **spread("tpot_p99_gap", tokens.gap_p99),
+        **spread("itl", tokens.gaps),
+        **spread("pool_wait", tokens.pool_wait),
+        **spread("latency", tokens.last - tokens.arrival),
     }
 
 
@@ -102,9 +102,9 @@ def _iterations(passes: PassTimes) -> dict[str, Metric]:
     busy_s = float(passes.seconds.sum())
     return {
         "iterations": len(passes.seconds),
-        **_spread("iteration", passes.seconds),
-        **_spread("iteration_bubble", passes.bubble),
-        **_spread("iteration_gap", passes.gap),
+        **spread("iteration", passes.seconds),
+        **spread("iteration_bubble", passes.bubble),
+        **spread("iteration_gap", passes.gap),
         "bubble_share": float(passes.bubble.sum()) / busy_s if busy_s else None,
         "batch_mean_requests": _mean(passes.decodes),
         "switch_iteration_share": _mean(passes.switching),
@@ -164,7 +164,7 @@ def _integers(steps: StepColumns, name: str) -> NDArray[np.int64]:
     return np.array(getattr(steps, name), dtype=np.int64)
 
 
-def _spread(name: str, values: Floats) -> dict[str, Metric]:
+def spread(name: str, values: Floats) -> dict[str, Metric]:
     """Mean, percentiles (linear between ranks) and the largest, in seconds."""
     values = values[~np.isnan(values)]
     found: dict[str, Metric] = {f"{name}_mean_s": _mean(values)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from alignedserve.request import Stage
+from alignedserve.simulator.summary import spread
 
 
 class LogFigures:
@@ -43,9 +44,9 @@ class LogFigures:
         return {
             "requests": len(self._ttft),
             "makespan_s": self._end - self._begin,
-            **_spread("ttft", self._ttft),
-            **_spread("second_token", self._second),
-            **_spread("tpot", self._tpot),
+            **spread("ttft", np.array(self._ttft)),
+            **spread("second_token", np.array(self._second)),
+            **spread("tpot", np.array(self._tpot)),
             **{f"stage_{stage}_mean_s": float(np.mean(spent)) for stage, spent in self._stages.items()},
         }
 
@@ -55,9 +56,3 @@ def _seconds(entry: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {f"{name}_mean_s": float(np.mean(values)), f"{name}_p99_s": float(np.percentile(values, 99))}
