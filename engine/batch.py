@@ -65,6 +65,18 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """The same of a pass whose inputs lie in memory that stays (CUDA graphs): row `i` is packed token `i`.
+
+    What the tensors hold changes from one replay to the next; their addresses and shapes do not. A row of length 0 is
+    padding: nothing is written for it, and what comes out of it, finite, is for nobody.
+    """
+
+    lengths: torch.Tensor  # int32 [rows] tokens attended to, the new one included; 0: padding
+    block_table: torch.Tensor  # int32 [rows, width] block ids; behind those that the length covers: anything
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Packed inputs of one forward pass, built once and shared by all layers."""
 

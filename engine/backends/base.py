@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from alignedserve.engine.batch import PackedBatch
+from alignedserve.engine.batch import DecodeTable, PackedBatch
+from alignedserve.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model, its store and its device ask of a backend."""
+
+    device: str  # "cpu" or "cuda"
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: bool = False
+    softcap: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +45,28 @@ class AttentionBackend(ABC):
     UnsupportedModelError; it never ignores an option. Offsets into the store exceed 32 bits.
     """
 
+    captures: ClassVar[bool] = False
+    """Whether decode passes can be captured in a CUDA graph, from `begin_table` on."""
+
     def __init__(self, cache: torch.Tensor) -> None:
         self.cache = cache
+
+    @classmethod
+    def refusal(cls, needs: AttentionNeeds) -> str | None:
+        """Why this backend cannot serve `needs` here, in words for the user; None: it can."""
+        return None
 
     @abstractmethod
     def begin(self, batch: PackedBatch) -> None:
         """Prepare what all layers of the forward pass of `batch` share."""
+
+    def begin_table(self, table: DecodeTable) -> None:
+        """`begin` for a pass that a graph captures, of one new token a row.
+
+        Called when the graph is captured and not when it is replayed: what depends on the contents of `table` is
+        computed on the device, by work that is captured too. Raises UnsupportedModelError unless `captures`.
+        """
+        raise UnsupportedModelError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
     @abstractmethod
     def attend(
