@@ -29,11 +29,16 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How one layer attends. `sliding_window` counts the tokens seen, the query's own included; None sees all."""
+    """How one layer attends. `sliding_window` counts the tokens seen, the query's own included; None sees all.
+
+    `sinks` `[heads]` is one more logit in the softmax of each query head, whose value is nothing (gpt-oss): it is
+    neither scaled nor soft-capped.
+    """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
