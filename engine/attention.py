@@ -95,12 +95,14 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the paged store of the active forward pass.
 
-    `query` is `[1, heads, tokens, head_dim]`, `key` and `value` `[1, kv_heads, tokens, head_dim]` of the new tokens.
-    Returns `[1, tokens, heads, head_dim]`. Raises UnsupportedModelError for an argument it does not know.
+    `query` is `[1, heads, tokens, head_dim]`, `key` and `value` `[1, kv_heads, tokens, head_dim]` of the new tokens;
+    `s_aux` is `[heads]`, transformers' name of attention sinks. Returns `[1, tokens, heads, head_dim]`. Raises
+    UnsupportedModelError for an argument it does not know.
     """
     forward = _current.forward
     if forward is None:
@@ -110,11 +112,16 @@ def paged_attention(
     for name, given in kwargs.items():
         if given is not None and name not in _HARMLESS:
             _refuse_unless_harmless(module, name, given)
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has sinks (s_aux) of shape {tuple(s_aux.shape)} for {query.shape[1]} query heads"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     forward.layers.append(layer)
     packed = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))

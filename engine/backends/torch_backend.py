@@ -101,8 +101,8 @@ def _attend_span(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """One chunk `[tokens, heads, head_dim]` over `[kv_heads, kv_tokens, head_dim]`; returns the query's shape."""
-    if options.softcap is not None:
-        return _attend_softcap(query, key, value, mask, options)
+    if options.softcap is not None or options.sinks is not None:
+        return _attend_scores(query, key, value, mask, options)
     output = functional.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.unsqueeze(0),
@@ -115,17 +115,22 @@ def _attend_span(
     return output[0].transpose(0, 1)
 
 
-def _attend_softcap(
+def _attend_scores(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    assert options.softcap is not None
+    """The same with all scores in memory, for what `scaled_dot_product_attention` lacks: soft-cap and sinks."""
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)
     scores = torch.matmul(grouped.float(), key.float().unsqueeze(1).transpose(-1, -2)).mul_(options.scaling)
-    scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    if options.softcap is not None:
+        scores.div_(options.softcap).tanh_().mul_(options.softcap)
     if mask is None:
         mask = torch.ones(tokens, key.shape[1], dtype=torch.bool, device=query.device).tril_()
-    weights = torch.softmax(scores.masked_fill_(~mask, float("-inf")), dim=-1).to(query.dtype)
+    scores.masked_fill_(~mask, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, tokens, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(query.dtype)
     output = torch.matmul(weights, value.unsqueeze(1))
     return output.reshape(heads, tokens, head_dim).transpose(0, 1)

@@ -62,8 +62,13 @@ class DecodeAttention:
             scores.div_(options.softcap).tanh_().mul_(options.softcap)
         picked = scores.view(-1).index_select(0, plan.score_index)
         top = torch.segment_reduce(picked, "max", offsets=plan.offsets, unsafe=True)
+        sinks = None if options.sinks is None else options.sinks.float().repeat(requests)
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
         weights = picked.sub_(top.index_select(0, plan.segment)).exp_().to(self._cache.dtype)
         total = torch.segment_reduce(weights.float(), "sum", offsets=plan.offsets, unsafe=True)
+        if sinks is not None:
+            total += (sinks - top).exp_()
         summed = functional.embedding_bag(
             plan.value_rows,
             self._token_rows[(layer * self._kv_heads * 2 + 1) * self._block_size :],

@@ -46,7 +46,6 @@ TOKEN_KEYS = ("forced_bos_token_id", "forced_eos_token_id")  # 0 and 1 are token
 UNSUPPORTED_MODEL_TYPES = {
     "falcon": "its attention does not go through transformers' attention interface",
     "bloom": "its attention does not go through transformers' attention interface",
-    "gpt_oss": "it needs attention sinks",
     "deepseek_v2": "its key heads are wider than its value heads",
     "deepseek_v3": "its key heads are wider than its value heads",
 }

@@ -151,7 +151,7 @@ def test_last_position_of_the_model_can_be_computed(tmp_path: Path) -> None:
         torch.testing.assert_close(found, model(torch.tensor([tokens])).logits[0, -1:], rtol=0.0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_stays_within_rounding(kind: str, dtype: str, tmp_path: Path) -> None:
     folder = make_model(kind, tmp_path, seed=9)

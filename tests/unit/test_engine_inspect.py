@@ -116,7 +116,7 @@ LONGROPE = {
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", {}, "attention interface"),
     ("bloom", {}, "attention interface"),
-    ("gpt_oss", {}, "sinks"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised .mxfp4"),
     ("deepseek_v3", {}, "wider than its value heads"),
     ("mpt", {}, "attention interface"),
     ("gptj", {}, "attention interface"),

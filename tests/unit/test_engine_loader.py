@@ -124,10 +124,21 @@ def test_attention_that_bypasses_the_interface_is_refused(llama_attention: pytes
 
 def test_unknown_attention_feature_is_refused(llama_attention: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def wrap(interface: Any) -> Any:
-        return lambda *args, **kwargs: interface(*args, s_aux=torch.ones(4), **kwargs)
+        return lambda *args, **kwargs: interface(*args, position_bias=torch.ones(4), **kwargs)
 
     patch_interface(llama_attention, wrap)
-    with pytest.raises(UnsupportedModelError, match="s_aux"):
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
+        load_llama(tmp_path)
+
+
+def test_sinks_that_the_models_own_attention_does_not_have_are_refused(
+    llama_attention: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def wrap(interface: Any) -> Any:
+        return lambda *args, **kwargs: interface(*args, s_aux=torch.ones(4), **kwargs)
+
+    patch_interface(llama_attention, wrap)  # its eager attention takes any keyword, and ignores this one
+    with pytest.raises(UnsupportedModelError, match="logits are off by"):
         load_llama(tmp_path)
 
 
@@ -204,7 +215,7 @@ def call(**kwargs: Any) -> None:
     "argument",
     [
         {"attention_mask": torch.zeros(1)},
-        {"s_aux": torch.zeros(1)},
+        {"s_aux": torch.zeros(2)},
         {"position_bias": torch.zeros(1)},
         {"output_attentions": True},
         {"is_causal": False},

@@ -61,10 +61,14 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", _MULTI_HEAD),
     "olmo2": ("olmo2", _SHAPE),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_SHAPE, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 KINDS: tuple[str, ...] = tuple(_CONFIGS)
-"""The fourteen architectures that must match `transformers` token for token."""
+"""The fifteen architectures that must match `transformers` token for token."""
 
 _GPT2_NAMES = {
     "hidden_size": "n_embd",
