@@ -1,0 +1,81 @@
+"""What thread blocks read from a GPU's memory: one alone, some, and all together. Needs Triton and, to time it, a GPU.
+
+The constant of the `no_split` kernel mode: there a (request, head) job is one thread block's, and ends when that block
+has read its KV.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 8192  # float32 that a program reads at once: 32 KiB, a tile of keys and one of values of 64 tokens in bf16
+STAGES = 4  # reads under way at a time
+REGION_BYTES = 16 << 20  # that each program reads, behind those of the runs before: not from a cache
+REPEATS = 5
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _stream_kernel(source, sums, region, tile: tl.constexpr, stages: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program i sums `region` elements of `source` from `i * region` on, a multiple of `tile`, and stores the sum."""
+    program = tl.program_id(0)
+    begin = program.to(tl.int64) * region
+    place = tl.arange(0, tile)
+    total = tl.zeros([tile], dtype=tl.float32)
+    for step in tl.range(0, region // tile, num_stages=stages):
+        total += tl.load(source + begin + step * tile + place)
+    tl.store(sums + program, tl.sum(total, axis=0))
+
+
+def stream(source: torch.Tensor, programs: int, region: int) -> torch.Tensor:
+    """Have `programs` thread blocks read `region` elements each of `source` (float32, 1-d), one region after another.
+
+    `region`: a multiple of TILE. Returns what each summed, fp32 `[programs]`: every element was read.
+    """
+    if region % TILE or source.numel() < programs * region:
+        raise ValueError(f"{programs} regions of {region} elements in tiles of {TILE} do not fit in {source.numel()}")
+    sums = torch.empty(programs, dtype=torch.float32, device=source.device)
+    _stream_kernel[(programs,)](source, sums, region, tile=TILE, stages=STAGES, num_warps=8)
+    return sums
+
+
+def program_counts(sm_count: int) -> list[int]:
+    """1, 2, 4 … and as many as there are multiprocessors."""
+    return [*(1 << power for power in range(sm_count.bit_length()) if 1 << power < sm_count), sm_count]
+
+
+def bandwidth_by_blocks(
+    device: torch.device, counts: Sequence[int] | None = None, region_bytes: int = REGION_BYTES
+) -> dict[int, float]:
+    """Bytes a second that so many thread blocks read together: the medians of some runs, each of other memory.
+
+    `counts`: by default `program_counts` of the device. Takes `max(counts) * region_bytes` of its memory meanwhile.
+    """
+    if counts is None:
+        counts = program_counts(torch.cuda.get_device_properties(device).multi_processor_count)
+    region = region_bytes // 4 // TILE * TILE
+    source = torch.ones(max(counts) * region, dtype=torch.float32, device=device)
+    with torch.cuda.device(device):
+        stream(source, max(counts), region)  # compiles, and wakes the memory's clock
+        found = {count: 4 * count * region / _seconds(source, count, region) for count in counts}
+    torch.cuda.empty_cache()
+    return found
+
+
+def _seconds(source: torch.Tensor, count: int, region: int) -> float:
+    """Of one launch."""
+    regions = source.numel() // region
+    taken: list[float] = []
+    for number in range(REPEATS + 1):
+        begin = number * count % (regions - count + 1) * region
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        stream(source[begin:], count, region)
+        events[1].record()
+        events[1].synchronize()
+        taken.append(events[0].elapsed_time(events[1]) * 1e-3)
+    return statistics.median(taken[1:])
