@@ -12,8 +12,10 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
+from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.engine import host
+from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -32,6 +34,8 @@ from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
+
+OVERLAP = {"auto": None, "on": True, "off": False}  # decode.overlap
 
 
 class DecodeInstance:
@@ -93,8 +97,10 @@ class DecodeInstance:
         self.handover = Handover(self.copier, from_pool, to_pool, writer, plan.block_size)
         runner = ModelRunner(loaded, tensor)
         scheduler = IterationScheduler.configured(config, self.cache, plan.block_size)
-        cost = configured_cost(config.scheduler)
-        compute = DecodeLoop(settings.id, runner, scheduler, tokenizer, self.handover.pull, self._post, cost)
+        meter = IterationMeter(configured_cost(config.scheduler))
+        pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
+        engine = EagerDecode(runner)
+        compute = DecodeLoop(settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap)
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
         self.compute.start()

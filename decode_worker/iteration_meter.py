@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from alignedserve.control.metrics import Histogram
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.plan import RunItem
 
 GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 BUBBLE_BOUNDS_S = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -16,8 +15,9 @@ BUBBLE_BOUNDS_S = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 class IterationMeter:
     """Written by the decode thread, read by any.
 
-    The gap: from the last token chosen in one iteration to the forward pass of the next, all that is decided, sent and
-    begun at the boundary included; not where nothing ran in between. The bubble: what an iteration is predicted to
+    The gap, in which the device idles as far as the host can tell: from the last token chosen in one iteration to the
+    launch of the next, all that is decided, sent and begun at the boundary included; 0 where the next was launched
+    before the tokens were there; not where nothing ran in between. The bubble: what an iteration is predicted to
     take, less what the same bytes at equal lengths are (`scheduler.cost_model`), as in the simulator: it may be below 0
     (ADR 25). Without a cost model there is none.
     """
@@ -25,29 +25,33 @@ class IterationMeter:
     def __init__(self, cost: StepCost | None) -> None:
         self._cost = cost
         self._ended_s: float | None = None
+        self._under_way = 0
         self.gaps = Histogram(GAP_BOUNDS_S)
         self.bubbles = Histogram(BUBBLE_BOUNDS_S)
         self.predicted_s = 0.0
         self.balanced_s = 0.0
 
     def begin(self) -> None:
-        """A forward pass begins."""
-        if self._ended_s is not None:
+        """An iteration is launched."""
+        if self._under_way:
+            self.gaps.observe(0.0)
+        elif self._ended_s is not None:
             self.gaps.observe(time.perf_counter() - self._ended_s)
+        self._under_way += 1
 
     def end(self) -> None:
-        """Its tokens have been chosen."""
+        """The tokens of the first that is under way have been chosen."""
+        self._under_way -= 1
         self._ended_s = time.perf_counter()
 
     def pause(self) -> None:
         """Nothing runs: what follows is no gap."""
         self._ended_s = None
 
-    def bubble_s(self, run: Sequence[RunItem]) -> float | None:
-        """Of the iteration that was these; None without a cost model."""
+    def bubble_s(self, lengths: Sequence[int]) -> float | None:
+        """Of the iteration that ran with so many tokens of KV each; None without a cost model."""
         if self._cost is None:
             return None
-        lengths = [item.kv_tokens for item in run]
         predicted_s = self._cost.step_s((), lengths)
         balanced_s = self._cost.balanced_step_s((), lengths)
         bubble_s = predicted_s - balanced_s

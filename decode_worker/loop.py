@@ -1,4 +1,8 @@
-"""The thread that decodes: plan, start copies, compute, sample; no call to another process between two iterations."""
+"""The thread that decodes: plan, start copies, launch, take tokens; no call to another process between two iterations.
+
+Where the engine computes while this thread goes on, the next iteration is planned and launched before the tokens of the
+last are known (ADR 33).
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-import torch
-
-from alignedserve.control.convert import failure_event, key_from_proto, spec_from_proto, token_event
+from alignedserve.control.convert import key_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
 from alignedserve.control.steps import StepMeter
+from alignedserve.decode_worker.flights import Flight, Flights
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
+from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.live import LiveRequest
-from alignedserve.engine.runner import ForwardItem, ModelRunner
-from alignedserve.engine.sampling import SampledToken, Sampler
-from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.errors import TransferError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
-from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join, RunItem
+from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 
@@ -42,25 +43,29 @@ Pull = Callable[[pb.StoredRequest, Sequence[int], int], Completion]
 
 
 class DecodeLoop:
-    """Runs one decode instance. `pull` starts a copy into the cache; `post` gets each outcome, on this thread."""
+    """Runs one decode instance. `pull` starts a copy into the cache; `post` gets each outcome, on this thread.
+
+    `overlap`: whether the next iteration is launched before the tokens of the last are known; None: as the engine says.
+    """
 
     def __init__(
         self,
         decode_id: str,
-        runner: ModelRunner,
+        engine: DecodeEngine,
         scheduler: IterationScheduler,
         tokenizer: Tokenizer | None,
         pull: Pull,
         post: Callable[[Outcome], None],
-        cost: StepCost | None = None,
+        iterations: IterationMeter | None = None,
+        *,
+        overlap: bool | None = None,
     ) -> None:
-        self._decode_id = decode_id
-        self._runner = runner
+        self._engine = engine
+        self._overlap = engine.overlaps if overlap is None else overlap
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._pull = pull
         self._post = post
-        self._sampler = Sampler()
         self._held: dict[RequestKey, Held] = {}
         self._draining = False
         self._leaving: set[str] = set()  # stores from which candidates are given back
@@ -68,7 +73,10 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
         self._status: IterationStatus = scheduler.status()
         self.pass_meter = PassMeter()
-        self.iterations = IterationMeter(cost)
+        self._passes_since_s: float | None = None  # None: nothing runs
+        self.iterations = iterations if iterations is not None else IterationMeter(None)
+        self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations)
+        self._under_way: Flight | None = None  # launched, and its tokens not known yet
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self.meter = StepMeter()
 
@@ -77,7 +85,7 @@ class DecodeLoop:
     def warm_up(self) -> None:
         """Before `start`: the first pass is slower than any that follows."""
         with self.meter.step(1.0):
-            self._runner.warm_up()
+            self._engine.warm_up()
 
     def start(self) -> None:
         self._thread.start()
@@ -163,24 +171,50 @@ class DecodeLoop:
     def _turn(self) -> bool:
         """One iteration boundary and the iteration after it, or a wait; False: the loop is to end."""
         outcome = Outcome()
-        begun_s = time.perf_counter()
+        if self._passes_since_s is None:
+            self._passes_since_s = time.perf_counter()
         if not self._drain(outcome):
             return False
         plan = self._scheduler.plan(time.monotonic())
         self._start_copies(plan, outcome)
-        cached_tokens = sum(item.kv_tokens for item in plan.run)
-        if plan.run:
-            if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
-                self._post(outcome)
-                outcome = Outcome()
-            with self.meter.step(len(plan.run)):
-                self._iterate(plan.run, outcome)
-        self._publish(outcome)
-        if not plan.run:
+        if not plan.run and self._under_way is None:
+            self._publish(outcome)
             self.iterations.pause()
+            self._passes_since_s = None
             return self._wait()
-        self.pass_meter.add(len(plan.run), cached_tokens, time.perf_counter() - begun_s)
+        if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
+            self._post(outcome)
+            outcome = Outcome()
+        with self.meter.step(len(plan.run)):
+            self._iterate(plan, outcome)
+        self._publish(outcome)
         return True
+
+    def _iterate(self, plan: IterationPlan, outcome: Outcome) -> None:
+        """Launch what was planned, then take the tokens of the iteration before, where that is under way.
+
+        What was launched is left under way itself if the next can be launched without its tokens.
+        """
+        before, launched = self._under_way, None
+        if plan.run:
+            launched = self._flights.launch(plan.run, before)
+        if before is not None:
+            self._take(before, outcome)
+            for evict in plan.evictions:  # those that ended with it are gone, and their evictions undone
+                held = self._held.get(evict.key)
+                if held is not None and before.row_of(held.live) is not None:
+                    self._evict(evict, outcome)
+        if launched is not None and not (self._overlap and self._flights.may_follow(launched)):
+            self._take(launched, outcome)
+            launched = None
+        self._under_way = launched
+
+    def _take(self, flight: Flight, outcome: Outcome) -> None:
+        self._flights.take(flight, outcome)
+        now_s = time.perf_counter()
+        if self._passes_since_s is not None:
+            self.pass_meter.add(len(flight.lives), sum(flight.lengths), now_s - self._passes_since_s)
+        self._passes_since_s = now_s
 
     def _drain(self, outcome: Outcome) -> bool:
         """Handle what has come in; False: the loop is to end."""
@@ -268,7 +302,10 @@ class DecodeLoop:
     def _cancel(self, keys: Sequence[RequestKey], outcome: Outcome) -> None:
         for key in keys:
             where = self._scheduler.cancel(key)
-            if where is CancelOutcome.NOT_HERE:
+            if where is CancelOutcome.NOT_HERE and key in self._held:  # it ends with the iteration under way
+                del self._held[key]
+                outcome.finished.append(key)
+            elif where is CancelOutcome.NOT_HERE:
                 self._cancelled[key] = None
                 while len(self._cancelled) > TOMBSTONES:
                     self._cancelled.popitem(last=False)
@@ -293,23 +330,26 @@ class DecodeLoop:
             held = self._held.pop(key)
             outcome.give_back.append(held.current())
         for evict in plan.evictions:
-            self._evict(evict, outcome)
+            if not self._awaits_token(evict.key):  # else once that is known: it travels with the request
+                self._evict(evict, outcome)
         now_ns = time.time_ns()
         for join in plan.joins:
             self._join(join, now_ns)
+
+    def _awaits_token(self, key: RequestKey) -> bool:
+        return self._under_way is not None and self._under_way.row_of(self._held[key].live) is not None
 
     def _join(self, join: Join, now_ns: int) -> None:
         held = self._held[join.key]
         if held.live is None:
             held.live = LiveRequest(spec_from_proto(held.stored.spec), self._tokenizer)
         held.live.spec.stopwatch.enter(Stage.HANDOVER, now_ns)
-        blocks = -(-held.stored.kv_tokens // self._runner.block_size)
 
         def ended(completion: Completion) -> None:
             self._inbox.put(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
 
         try:
-            self._pull(held.stored, join.block_ids[:blocks], join.resident_blocks).add_callback(ended)
+            self._pull(held.stored, join.block_ids, join.resident_blocks).add_callback(ended)
         except TransferError as error:
             failed = Completion("hand-over")
             failed.finish(error)
@@ -374,83 +414,3 @@ class DecodeLoop:
             self._scheduler.cancel(key)
             del self._held[key]
             outcome.lost.append(key)
-
-    # ---- one iteration
-
-    def _iterate(self, run: Sequence[RunItem], outcome: Outcome) -> None:
-        lives: list[LiveRequest] = []
-        items: list[ForwardItem] = []
-        now_ns = time.time_ns()
-        for item in run:
-            live = self._held[item.key].live
-            assert live is not None
-            if live.spec.stopwatch.stage is not Stage.DECODE:
-                live.spec.stopwatch.enter(Stage.DECODE, now_ns)
-            lives.append(live)
-            items.append(ForwardItem([live.spec.output_token_ids[-1]], item.kv_tokens, list(item.block_ids)))
-        self.iterations.begin()
-        try:
-            logits = self._runner.forward(items)
-        except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
-            logger.exception("an iteration of %d requests failed", len(run))
-            for live in lives:
-                self._end(live, error, outcome)
-            self._scheduler.advance([(live.key, True) for live in lives])
-            self.iterations.pause()
-            return
-        self._take(run, lives, logits, outcome)
-
-    def _take(
-        self, run: Sequence[RunItem], lives: Sequence[LiveRequest], logits: torch.Tensor, outcome: Outcome
-    ) -> None:
-        """Choose each request's token. One that cannot be chosen for ends alone."""
-        results: list[tuple[RequestKey, bool]] = []
-        try:
-            sampled: list[SampledToken | Exception] = list(self._sampler.sample(logits, [live.row for live in lives]))
-        except Exception:  # find out whose fault it is
-            sampled = [self._sample_alone(live, logits[row : row + 1]) for row, live in enumerate(lives)]
-        self.iterations.end()
-        bubble_s = self.iterations.bubble_s(run)
-        if bubble_s is not None:
-            for live in lives:
-                live.spec.stopwatch.waste(bubble_s)
-        for live, token in zip(lives, sampled, strict=True):
-            if isinstance(token, Exception):
-                self._end(live, token, outcome)
-                results.append((live.key, True))
-                continue
-            try:
-                results.append((live.key, self._push(live, token, outcome)))
-            except Exception as error:
-                logger.exception("a token could not be taken", extra={"request_id": live.key.request_id})
-                self._end(live, error, outcome)
-                results.append((live.key, True))
-        self._scheduler.advance(results)
-
-    def _sample_alone(self, live: LiveRequest, logits: torch.Tensor) -> SampledToken | Exception:
-        try:
-            return self._sampler.sample(logits, [live.row])[0]
-        except Exception as error:
-            logger.exception("no token could be chosen", extra={"request_id": live.key.request_id})
-            return error
-
-    def _push(self, live: LiveRequest, sampled: SampledToken, outcome: Outcome) -> bool:
-        """Append a token; True where the request ended with it."""
-        spec = live.spec
-        position = len(spec.output_token_ids)
-        finish = live.push(sampled)
-        if finish is not None:
-            spec.stopwatch.close(time.time_ns())
-            outcome.finished.append(spec.key)
-        event = token_event(spec, (sampled.token_id,), position=position, logprobs=sampled.logprobs, finish=finish)
-        if finish is not None:
-            event.prefill_id = self._held.pop(spec.key).stored.prefill_id
-            event.decode_id = self._decode_id
-        outcome.events.append((spec.gateway_address, event))
-        return finish is not None
-
-    def _end(self, live: LiveRequest, error: Exception, outcome: Outcome) -> None:
-        known = error if isinstance(error, AlignedServeError) else AlignedServeError(f"decoding failed: {error}")
-        outcome.events.append((live.spec.gateway_address, failure_event(live.spec, known)))
-        outcome.finished.append(live.key)
-        del self._held[live.key]

@@ -13,6 +13,7 @@ from alignedserve.control.convert import spec_to_proto
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
@@ -87,8 +88,8 @@ def loop_overhead_s(runner: ModelRunner, blocks: int, requests: int) -> float:
     allocator = BlockAllocator(blocks, "profile/cache")
     config = DecodeConfig(max_running=requests)
     scheduler = IterationScheduler(config, allocator, runner.block_size)
-    loop = DecodeLoop("profile", runner, scheduler, None, _copied_already, worker.post)
-    loop.iterations = recorder
+    engine = EagerDecode(runner)
+    loop = DecodeLoop("profile", engine, scheduler, None, _copied_already, worker.post, recorder, overlap=False)
     worker.expect(requests)
     try:
         loop.offer(BufferKind.BATCH, 1, [_candidate(number) for number in range(requests)])

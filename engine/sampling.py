@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,9 +61,12 @@ class Sampler:
     """Stateless but for the `SampleRow`s that it is given; one instance serves any number of threads."""
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int] | None = None
+    ) -> list[SampledToken]:
         """One token for each row of `logits`, fp32 `[rows, vocab_size]`, which is left as it is.
 
+        `positions`: each token's place in its answer, where that is not the length of what the row knows of it.
         Raises NumericsError, naming the rows, where logits are NaN or +inf (or all -inf): choosing from them would
         give a token that means nothing.
         """
@@ -73,10 +77,28 @@ class Sampler:
         special = [i for i, row in enumerate(rows) if not row.sampling.greedy or row.adjusts]
         chosen = best.tolist()
         if special:
-            for index, token in zip(special, _choose(_take(logits, special), [rows[i] for i in special]), strict=True):
+            places = _places(rows, positions)
+            tokens = _choose(_take(logits, special), [rows[i] for i in special], [places[i] for i in special])
+            for index, token in zip(special, tokens, strict=True):
                 chosen[index] = token
         reported = _report(logits, rows, chosen)
         return [SampledToken(token, reported.get(i)) for i, token in enumerate(chosen)]
+
+    @torch.inference_mode()
+    def choose(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `sample`, left on the device: tokens int64 `[rows]`, and bool `[rows]`, False where logits are not finite.
+
+        For rows that nothing adjusts and that report no log-probabilities. A token of logits that are not finite means
+        nothing, but is one of the vocabulary. The host waits for the device only where a row has a top_k or top_p.
+        """
+        top, tokens = logits.max(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+        if drawn:
+            chosen = _draw(_take(logits, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
+            tokens.index_copy_(0, upload(drawn, logits.device), chosen)
+        return tokens, torch.isfinite(top)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
@@ -85,6 +107,15 @@ class Sampler:
             return []
         _require_finite(logits.amax(dim=-1))
         return _logprobs(logits, list(next_token_ids), [k] * len(next_token_ids))
+
+
+def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """`values` on `device`, without waiting for what that has still to compute."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def _places(rows: Sequence[SampleRow], positions: Sequence[int] | None) -> Sequence[int]:
+    return [len(row.output_token_ids) for row in rows] if positions is None else positions
 
 
 def _require_finite(top: torch.Tensor) -> None:
@@ -99,10 +130,10 @@ def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """`tensor[rows]`; the tensor itself, not a copy, where that is all of it."""
     if rows == list(range(len(tensor))):
         return tensor
-    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+    return tensor.index_select(0, upload(rows, tensor.device))
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> list[int]:
     """Tokens for rows that need more than an argmax."""
     if any(row.adjusts for row in rows):
         logits = logits.clone()
@@ -116,7 +147,8 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         for index, token in zip(greedy, _take(logits, greedy).argmax(dim=-1).tolist(), strict=True):
             chosen[index] = token
     if drawn:
-        for index, token in zip(drawn, _draw(_take(logits, drawn), [rows[i] for i in drawn]).tolist(), strict=True):
+        tokens = _draw(_take(logits, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
+        for index, token in zip(drawn, tokens.tolist(), strict=True):
             chosen[index] = token
     return chosen
 
@@ -140,22 +172,21 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
             logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = float("-inf")
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> torch.Tensor:
     """One drawn token for each row, `[rows]`."""
     device = logits.device
     sampling = [row.sampling for row in rows]
-    temperature = torch.tensor([max(s.temperature, _LOWEST_TEMPERATURE) for s in sampling], device=device)
+    temperature = upload([max(s.temperature, _LOWEST_TEMPERATURE) for s in sampling], device, torch.float32)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
-    keys = torch.tensor(
-        [row_keys(row.sampling.seed, len(row.output_token_ids)) for row in rows], dtype=torch.int32, device=device
-    )
-    threshold = torch.tensor([math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in sampling], device=device)
+    keys = upload([row_keys(s.seed, place) for s, place in zip(sampling, positions, strict=True)], device, torch.int32)
+    lowest_likely = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in sampling]
+    threshold = upload(lowest_likely, device, torch.float32)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
     vocab_size = logits.shape[1]
     ranked = [i for i, s in enumerate(sampling) if 0 < s.top_k < vocab_size or s.top_p < 1.0]
     whole = sorted(set(range(len(rows))) - set(ranked))
     if ranked:
-        index = torch.tensor(ranked, device=device)
+        index = upload(ranked, device)
         lowest, picked, complete = _draw_ranked(
             _take(scaled, ranked), [sampling[i] for i in ranked], threshold[index], keys[index]
         )
@@ -163,7 +194,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         threshold[index] = lowest
         whole += [row for row, done in zip(ranked, complete.tolist(), strict=True) if not done]
     if whole:
-        index = torch.tensor(whole, device=device)
+        index = upload(whole, device)
         tokens[index] = _draw_whole(_take(scaled, whole), threshold[index], keys[index])
     return tokens
 

@@ -66,8 +66,10 @@ class IterationScheduler:
     """Decides who joins, who is evicted and who runs. Called from one thread.
 
     The worker's loop: `plan`, start its copies, run its iteration, `advance`; `copied_in` and `copied_out` as copies
-    complete. Copies never delay an iteration: a joining request runs after its copy, an evicted one's blocks stay
-    owned until its copy. Every request's `max_total_tokens` must fit in the cache (others are given back at once).
+    complete. `advance` may come when the iteration has only been launched: who ended with it, though taken to go on, is
+    told by `ended`, at most one plan later. Copies never delay an iteration: a joining request runs
+    after its copy, an evicted one's blocks stay owned until its copy. Every request's `max_total_tokens` must fit in
+    the cache (others are given back at once).
     `starvation_after_s`: a candidate without an objective of its own that has waited here for so long goes first even
     where nobody marked it urgent.
     `join_window`: what runs and is within this share of a new batch's lengths belongs to it from then on: not
@@ -237,6 +239,20 @@ class IterationScheduler:
         if ran:
             self._iterations += 1
             self._switch_iterations += self._switching
+
+    def ended(self, key: RequestKey) -> None:
+        """The request has ended with an iteration that `advance` took it to go on after. Its blocks are free.
+
+        An eviction that was planned since is undone: its copy must not have been started.
+        """
+        member = self._batch.get(key)
+        if member is None or member.phase is Phase.ENTERING:
+            raise AccountingError(f"{key} does not run and cannot end", request_id=key.request_id)
+        if member.phase is Phase.LEAVING:
+            self._evictions -= 1
+            if not member.to_pool:
+                self._lease_blocks += self._batch.blocks_for(member.kv_tokens)
+        self._batch.remove(member)
 
     # what the worker does next
 

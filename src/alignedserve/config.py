@@ -71,6 +71,11 @@ class DecodeConfig:
     cache_blocks: int = _key(0, "KV blocks of an instance's cache; 0: from the model and free memory", low=0)
     max_running: int = _key(256, "most requests in one iteration", low=1, high=65536)
     watermark_blocks: int = _key(0, "free blocks under which a request is evicted; 0: one a running request", low=0)
+    overlap: str = _key(
+        "auto",
+        "launch an iteration before the tokens of the last are known; auto: where the engine computes meanwhile",
+        choices=("auto", "on", "off"),
+    )
     join_iterations: int = _key(8, "a join wants room for so many iterations of the batch (hysteresis)", low=1)
 
 

@@ -11,9 +11,8 @@ from alignedserve.control.convert import timings_from_proto, timings_to_proto
 from alignedserve.control.metrics import Histogram
 from alignedserve.decode_worker import iteration_meter
 from alignedserve.decode_worker.iteration_meter import IterationMeter
-from alignedserve.request import RequestKey, Stopwatch
+from alignedserve.request import Stopwatch
 from alignedserve.scheduler.cost.load import load_step_cost
-from alignedserve.scheduler.plan import RunItem
 from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.disaggregated import simulate
 from alignedserve.simulator.hardware import Hardware
@@ -30,10 +29,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def run_of(lengths: list[int]) -> list[RunItem]:
-    return [RunItem(RequestKey(str(number)), length, []) for number, length in enumerate(lengths)]
-
-
 def samples(text: str) -> dict[tuple[str, str], float]:
     return {
         (sample.name, sample.labels.get("le", "")): sample.value
@@ -44,7 +39,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 def test_a_gap_is_from_the_last_token_to_the_next_pass_and_not_where_nothing_ran(clock: list[float]) -> None:
     meter = IterationMeter(None)
-    assert meter.bubble_s(run_of([700, 300])) is None
+    assert meter.bubble_s([700, 300]) is None
     for begin_s, end_s in ((1.0, 1.1), (1.104, 1.2), (1.26, 1.3)):
         clock[0] = begin_s
         meter.begin()
@@ -63,8 +58,8 @@ def test_a_gap_is_from_the_last_token_to_the_next_pass_and_not_where_nothing_ran
 
 def test_the_bubble_is_what_unequal_lengths_cost_more_than_equal_ones() -> None:
     meter = IterationMeter(load_step_cost("rtxpro6000-llama-3.1-8b"))
-    assert meter.bubble_s(run_of([700] * 64)) == 0.0
-    bubble_s = meter.bubble_s(run_of([8000] * 4 + [300] * 60))
+    assert meter.bubble_s([700] * 64) == 0.0
+    bubble_s = meter.bubble_s([8000] * 4 + [300] * 60)
     assert bubble_s is not None
     assert bubble_s > 1e-5
     pages = ["\n".join(meter.lines(name)) for name in ("decode-0", "decode-1")]
@@ -90,7 +85,7 @@ def test_the_bubble_is_the_simulators_where_it_is_below_0_too() -> None:
         if decodes == len(prompts):  # all of them run
             tokens = [sum(token_s <= start_s for token_s in one.token_s) for one in found.requests]
             lengths = [prompt + answered - 1 for prompt, answered in zip(prompts, tokens, strict=True)]
-            bubbles_s.append(meter.bubble_s(run_of(lengths)))
+            bubbles_s.append(meter.bubble_s(lengths))
             assert bubbles_s[-1] == seconds[0] - seconds[1]
     assert min(bubbles_s) < -1e-3
     assert meter.bubbles.sum == pytest.approx(sum(bubbles_s))

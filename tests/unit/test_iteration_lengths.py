@@ -11,7 +11,9 @@ import torch
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.decode_worker.held import Outcome
+from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import LoadedModel, load_model
 from alignedserve.engine.profile import BLOCK_SIZE, Measurement, PassBench, PassShape
@@ -84,7 +86,8 @@ def test_the_live_meter_is_told_what_lies_in_the_cache_before_the_pass(loaded: L
         copied.finish()
         return copied
 
-    loop = DecodeLoop("decode-0", runner, scheduler, None, pull, outcomes.put, cost)
+    meter = IterationMeter(cost)
+    loop = DecodeLoop("decode-0", EagerDecode(runner), scheduler, None, pull, outcomes.put, meter)
     sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
     spec = RequestSpec(RequestKey("r"), [1] * PROMPT, sampling, output_token_ids=[1])
     loop.offer(BufferKind.BATCH, 1, [pb.StoredRequest(spec=spec_to_proto(spec), kv_tokens=PROMPT, store_id="pool")])

@@ -34,7 +34,7 @@ class Worker:
         lease: int = 1000,
         starvation_after_s: float = float("inf"),
         window: float | None = None,
-        **config: int,
+        **config: Any,
     ) -> None:
         self.allocator = BlockAllocator(capacity, "decode-0")
         self.config = DecodeConfig(**{"join_iterations": 2, **config})

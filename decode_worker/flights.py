@@ -1,0 +1,156 @@
+"""Iterations under way: launched from a plan, their tokens taken later, maybe after the next has been launched."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.control.convert import failure_event, token_event
+from alignedserve.decode_worker.held import Held, Outcome
+from alignedserve.decode_worker.iteration_meter import IterationMeter
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.live import LiveRequest
+from alignedserve.engine.sampling import SampledToken
+from alignedserve.errors import AlignedServeError
+from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.scheduler.plan import RunItem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """An iteration that was launched, and whose its rows are."""
+
+    step: DecodeStep
+    lives: list[LiveRequest]
+    lengths: list[int]  # tokens of KV before it
+    last: set[int]  # rows of requests that end with it, by their length
+    rows: dict[RequestKey, int]
+
+    def row_of(self, live: LiveRequest | None) -> int | None:
+        """The request's row; None where it is not in this iteration."""
+        row = self.rows.get(live.key) if live is not None else None
+        return row if row is not None and self.lives[row] is live else None
+
+
+class Flights:
+    """Launches iterations of what `held` holds, and takes their tokens. On the decode thread."""
+
+    def __init__(
+        self,
+        decode_id: str,
+        engine: DecodeEngine,
+        scheduler: IterationScheduler,
+        held: dict[RequestKey, Held],
+        meter: IterationMeter,
+    ) -> None:
+        self._decode_id = decode_id
+        self._engine = engine
+        self._scheduler = scheduler
+        self._held = held
+        self._meter = meter
+
+    def launch(self, run: Sequence[RunItem], under_way: Flight | None) -> Flight:
+        """Begin the iteration that was planned; `under_way`: the one before it, where its tokens are not known yet.
+
+        The scheduler takes every request to go on that does not reach its length with this iteration. What ends is
+        free at once, and may be written to by what is asked for from here on: that comes later on the device.
+        """
+        lives: list[LiveRequest] = []
+        items: list[DecodeItem] = []
+        last: set[int] = set()
+        now_ns = time.time_ns()
+        for item in run:
+            live = self._held[item.key].live
+            assert live is not None
+            spec = live.spec
+            if spec.stopwatch.stage is not Stage.DECODE:
+                spec.stopwatch.enter(Stage.DECODE, now_ns)
+            before = under_way.row_of(live) if under_way is not None else None
+            position = len(spec.output_token_ids) + (before is not None)
+            token = spec.output_token_ids[-1] if before is None else None
+            if position + 1 >= spec.sampling.max_tokens:
+                last.add(len(lives))
+            lives.append(live)
+            items.append(DecodeItem(live.row, token, before or 0, item.kv_tokens, item.block_ids, position))
+        lengths = [item.kv_tokens for item in run]
+        self._meter.begin()
+        step = self._engine.launch(items)
+        self._scheduler.advance([(live.key, row in last) for row, live in enumerate(lives)])
+        return Flight(step, lives, lengths, last, {live.key: row for row, live in enumerate(lives)})
+
+    def may_follow(self, flight: Flight) -> bool:
+        """Whether the next iteration can be launched before this one's tokens are taken."""
+        return self._engine.ahead([live.row for row, live in enumerate(flight.lives) if row not in flight.last])
+
+    def take(self, flight: Flight, outcome: Outcome) -> None:
+        """Wait for its tokens, and give each request its own. What a row fails by ends that request alone.
+
+        A request that is held no more (cancelled, or ended with the iteration before) has run a row for nothing.
+        """
+        present = [row for row, live in enumerate(flight.lives) if self._holds(live)]
+        try:
+            tokens = flight.step.tokens()
+        except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
+            logger.exception("an iteration of %d requests failed", len(flight.lives))
+            self._meter.end()
+            self._meter.pause()
+            for row in present:
+                self._settle(flight, row, error, outcome)
+            return
+        self._meter.end()
+        bubble_s = self._meter.bubble_s(flight.lengths)
+        for row in present:
+            live, token = flight.lives[row], tokens[row]
+            if bubble_s is not None:
+                live.spec.stopwatch.waste(bubble_s)
+            if isinstance(token, Exception):
+                logger.error("no token could be chosen: %r", token, extra={"request_id": live.key.request_id})
+            self._settle(flight, row, token, outcome)
+
+    def _holds(self, live: LiveRequest) -> bool:
+        held = self._held.get(live.key)
+        return held is not None and held.live is live
+
+    def _settle(self, flight: Flight, row: int, token: SampledToken | Exception, outcome: Outcome) -> None:
+        """The row's token, or what it fails by; where that ends the request, the scheduler hears of it."""
+        live = flight.lives[row]
+        if self._give(live, token, outcome) and row not in flight.last:
+            self._scheduler.ended(live.key)
+
+    def _give(self, live: LiveRequest, token: SampledToken | Exception, outcome: Outcome) -> bool:
+        """True where the request ended."""
+        if isinstance(token, Exception):
+            self._end(live, token, outcome)
+            return True
+        try:
+            return self._push(live, token, outcome)
+        except Exception as error:
+            logger.exception("a token could not be taken", extra={"request_id": live.key.request_id})
+            self._end(live, error, outcome)
+            return True
+
+    def _push(self, live: LiveRequest, sampled: SampledToken, outcome: Outcome) -> bool:
+        """Append a token; True where the request ended with it."""
+        spec = live.spec
+        position = len(spec.output_token_ids)
+        finish = live.push(sampled)
+        if finish is not None:
+            spec.stopwatch.close(time.time_ns())
+            outcome.finished.append(spec.key)
+        event = token_event(spec, (sampled.token_id,), position=position, logprobs=sampled.logprobs, finish=finish)
+        if finish is not None:
+            event.prefill_id = self._held.pop(spec.key).stored.prefill_id
+            event.decode_id = self._decode_id
+        outcome.events.append((spec.gateway_address, event))
+        return finish is not None
+
+    def _end(self, live: LiveRequest, error: Exception, outcome: Outcome) -> None:
+        known = error if isinstance(error, AlignedServeError) else AlignedServeError(f"decoding failed: {error}")
+        outcome.events.append((live.spec.gateway_address, failure_event(live.spec, known)))
+        outcome.finished.append(live.key)
+        del self._held[live.key]

@@ -1,0 +1,138 @@
+"""Decode iterations computed one kernel after another, without graphs: what works on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from alignedserve.engine.batch import ForwardItem, build_batch
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.runner import ModelRunner
+from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow, upload
+from alignedserve.errors import AccountingError, NumericsError
+
+Result = SampledToken | Exception
+
+
+class EagerDecode(DecodeEngine):
+    """A model runner and a sampler. On a CPU an iteration is over when `launch` returns.
+
+    On CUDA `launch` gives the device its work and returns, but where a row's choice needs the host (`ahead`) or is
+    made among the most likely tokens (top_k, top_p). `overlaps`: choose on the device and answer later, on a CPU too.
+    """
+
+    def __init__(self, runner: ModelRunner, *, overlaps: bool | None = None) -> None:
+        self._runner = runner
+        self._sampler = Sampler()
+        self._overlaps = runner.loaded.device.type == "cuda" if overlaps is None else overlaps
+        self._last: _Known | _OnDevice | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        return self._overlaps
+
+    def ahead(self, rows: Sequence[SampleRow]) -> bool:
+        return not any(row.adjusts or row.sampling.logprobs is not None for row in rows)
+
+    @torch.inference_mode()
+    def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
+        try:
+            self._last = self._compute(items)
+        except Exception as error:
+            self._last = _Known([error] * len(items), error)
+        return self._last
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
+    def _compute(self, items: Sequence[DecodeItem]) -> _Known | _OnDevice:
+        if isinstance(self._last, _OnDevice) and any(item.token_id is None for item in items):
+            return self._choose(items, self._forward_after(self._last, items))
+        results: list[Result | None] = []
+        known: list[DecodeItem] = []
+        forward: list[ForwardItem] = []
+        for item in items:
+            token = self._token(item)
+            if isinstance(token, Exception):  # what no token was found by, none that follows it is found by either
+                results.append(token)
+                continue
+            results.append(None)
+            known.append(item)
+            forward.append(ForwardItem([token], item.kv_tokens, list(item.block_ids)))
+        step = self._choose(known, self._runner.forward(forward))
+        if len(known) == len(items):
+            return step
+        found = iter(step.tokens())
+        return _Known([next(found) if result is None else result for result in results])
+
+    def _token(self, item: DecodeItem) -> int | Exception:
+        """The item's last token, which the host knows, or why there is none."""
+        if item.token_id is not None:
+            return item.token_id
+        if not isinstance(self._last, _Known):
+            raise AccountingError("an item's token is that of a step before this one, and there was none")
+        result = self._last.results[item.previous]
+        return result if isinstance(result, Exception) else result.token_id
+
+    def _forward_after(self, last: _OnDevice, items: Sequence[DecodeItem]) -> torch.Tensor:
+        """Logits of a pass whose missing tokens are those that the device chose last."""
+        runner = self._runner
+        forward = [ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids)) for item in items]
+        batch = build_batch(forward, runner.block_size, runner.cache.shape[0], runner.loaded.device)
+        missing = [index for index, item in enumerate(items) if item.token_id is None]
+        device = runner.loaded.device
+        tokens = last.chosen.index_select(0, upload([items[index].previous for index in missing], device))
+        batch.input_ids[0].index_copy_(0, upload(missing, device), tokens)
+        return runner.forward_batch(batch)
+
+    def _choose(self, items: Sequence[DecodeItem], logits: torch.Tensor) -> _Known | _OnDevice:
+        rows, positions = [item.row for item in items], [item.position for item in items]
+        if self._overlaps and self.ahead(rows):
+            return _OnDevice(*self._sampler.choose(logits, rows, positions))
+        try:
+            return _Known(list(self._sampler.sample(logits, rows, positions)))
+        except Exception:  # find out whose fault it is: one that cannot be chosen for fails alone
+            return _Known([self._choose_alone(item, logits[row : row + 1]) for row, item in enumerate(items)])
+
+    def _choose_alone(self, item: DecodeItem, logits: torch.Tensor) -> Result:
+        try:
+            return self._sampler.sample(logits, [item.row], [item.position])[0]
+        except Exception as error:
+            return error
+
+
+class _Known(DecodeStep):
+    """The host knows its tokens already. `fault`: what the whole of it failed by."""
+
+    def __init__(self, results: list[Result], fault: Exception | None = None) -> None:
+        self.results = results
+        self._fault = fault
+
+    def tokens(self) -> list[Result]:
+        if self._fault is not None:
+            raise self._fault
+        return self.results
+
+
+class _OnDevice(DecodeStep):
+    """Its tokens are known to the device, `chosen` `[rows]`, and on their way to the host."""
+
+    def __init__(self, chosen: torch.Tensor, finite: torch.Tensor) -> None:
+        self.chosen = chosen
+        self._found = torch.stack((chosen, finite.to(chosen.dtype)))
+        self._copied: torch.cuda.Event | None = None
+        if chosen.is_cuda:
+            found = torch.empty(self._found.shape, dtype=chosen.dtype, pin_memory=True)
+            self._found = found.copy_(self._found, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def tokens(self) -> list[Result]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        chosen, finite = self._found.tolist()
+        return [
+            SampledToken(token) if good else NumericsError("the model computed NaN or infinite logits", rows=[row])
+            for row, (token, good) in enumerate(zip(chosen, finite, strict=True))
+        ]
