@@ -185,7 +185,8 @@ class DecodeInstance:
 
     def trouble(self) -> AlignedServeError | None:
         """Why this process must be replaced."""
-        return self.copier.stuck() or self._pool.trouble()
+        slow = next((trouble for channel in self.channels if (trouble := channel.trouble()) is not None), None)
+        return self.copier.stuck() or self._pool.trouble() or slow
 
     async def close(self) -> None:
         if self.compute is not None:

@@ -24,6 +24,15 @@ MAX_PENDING_COPIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class PageLocked:
+    """How much of a store's memory is page-locked in this process."""
+
+    store_id: str
+    locked_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChannelCounters:
     """What a channel has done since it was made. `busy_s`: seconds in which it was copying."""
 
@@ -72,6 +81,14 @@ class Channel(ABC):
     @abstractmethod
     def pending(self) -> int:
         """Copies that were asked for and have not ended."""
+
+    def page_locked(self) -> PageLocked | None:
+        """How much of its host side is page-locked; None where copies need no such memory."""
+        return None
+
+    def trouble(self) -> TransferError | None:
+        """Why its process must be replaced, if it must: the channel cannot be as fast as it was configured."""
+        return None
 
     @abstractmethod
     def close(self, timeout_s: float = 10.0) -> None:

@@ -1,11 +1,17 @@
 """Device memory of one process, opened in another of its node: what torch shares CUDA tensors by. Imports torch.
 
+Who opens it reads and writes on its own: the owner takes no part in a copy, and need not live any more for one to end.
+Torch counts one opener a handle, and ours may have several, of which the first to close would let the owner free what
+the others still have open. So memory that was exported once stays allocated until its process ends; then the driver
+keeps it for as long as anybody has it open.
+
 Not yet run on a GPU: the tests that do are marked `gpu`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +21,43 @@ from alignedserve.errors import TransferError
 _cuda: Any = torch.cuda  # most of it has no types
 
 
+_exported: list[torch.Tensor] = []
+
+
 def export_memory(tensor: torch.Tensor) -> bytes:
-    """A CUDA IPC handle of a device tensor. Its memory must stay allocated for as long as anybody has it open."""
+    """A CUDA IPC handle of a device tensor, which is never freed again in this process.
+
+    Raises TransferError where its memory cannot be shared: only what the driver allocated as one piece can.
+    """
+    _require_plain(tensor, torch.cuda.memory_snapshot())
     storage: Any = tensor.untyped_storage()
-    fields = storage._share_cuda_()
+    try:
+        fields = storage._share_cuda_()
+    except RuntimeError as error:
+        raise TransferError(f"memory on {tensor.device} cannot be shared with other processes: {error}") from error
+    _exported.append(tensor)
     text = [field.hex() if isinstance(field, bytes) else field for field in fields[1:]]
     uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
     return json.dumps([uuid, tensor.storage_offset() * tensor.element_size(), tensor.nbytes, *text]).encode()
 
 
+def _require_plain(tensor: torch.Tensor, segments: Sequence[Mapping[str, Any]]) -> None:
+    """Raises TransferError where `tensor` lies in an expandable one of the allocator's `segments`."""
+    address = tensor.data_ptr()
+    for segment in segments:
+        begin = segment["address"]
+        if begin <= address < begin + segment["total_size"] and segment.get("is_expandable"):
+            raise TransferError(
+                f"memory on {tensor.device} lies in an expandable segment of torch's allocator, which cannot be opened "
+                "by CUDA IPC: take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+            )
+
+
 def open_memory(handle: bytes) -> torch.Tensor:
-    """The bytes behind `export_memory`, uint8. Raises TransferError where this process cannot see the device."""
+    """The bytes behind `export_memory`, uint8.
+
+    Raises TransferError where this process cannot see the device, or the owner has ended and taken the handle with it.
+    """
     uuid, offset, size, ipc, storage_bytes, storage_offset, counter, counter_offset, event, sync = json.loads(handle)
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
@@ -34,16 +66,19 @@ def open_memory(handle: bytes) -> torch.Tensor:
         raise TransferError(f"the GPU {uuid} of a shared store is not visible to this process")
     _cuda.init()
     storage_class: Any = torch.UntypedStorage
-    storage = storage_class._new_shared_cuda(
-        index,
-        bytes.fromhex(ipc),
-        storage_bytes,
-        storage_offset,
-        bytes.fromhex(counter),
-        counter_offset,
-        bytes.fromhex(event),
-        sync,
-    )
+    try:
+        storage = storage_class._new_shared_cuda(
+            index,
+            bytes.fromhex(ipc),
+            storage_bytes,
+            storage_offset,
+            bytes.fromhex(counter),
+            counter_offset,
+            bytes.fromhex(event),
+            sync,
+        )
+    except RuntimeError as error:
+        raise TransferError(f"device memory of another process could not be opened: {error}") from error
     whole: Any = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}")
     opened: torch.Tensor = whole.set_(storage, offset, (size,), (1,))
     return opened

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.transfer.batched import MAX_BATCH, batched_copies
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
-from alignedserve.transfer.channel import MAX_PENDING_COPIES, Copy, QueuedChannel, cancelled
+from alignedserve.transfer.bounce import Bounce
+from alignedserve.transfer.channel import MAX_PENDING_COPIES, Copy, PageLocked, QueuedChannel, cancelled
 from alignedserve.transfer.cuda_ipc import export_memory, open_memory
+from alignedserve.transfer.first_touch import FirstTouch
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
-from alignedserve.transfer.pinning import Pinning
-from alignedserve.transfer.runs import Cut, Run, common_part, merge_runs, paired_cuts
+from alignedserve.transfer.pieces import Pieces, pieces_of
+from alignedserve.transfer.pinning import PinnedStore, Pinning
+from alignedserve.transfer.runs import Cut, common_part, paired_cuts
+from alignedserve.transfer.topology import CUDA_STAGED
 
 logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # most of it has no types
@@ -109,6 +115,10 @@ class DeviceChannel(QueuedChannel):
 
     A copy begins after the work that the asking thread has given its current streams of both devices by then: what is
     to be copied has been computed, and what is overwritten has been read. It is over when its event is.
+
+    Many blocks go in few calls: within one device one kernel moves them (`transfer.block_kernel`), else the copy
+    engines do (`transfer.batched`). The host's side is locked in memory in the background (`transfer.pinning`); what
+    is not locked yet goes through a small buffer that is (`transfer.bounce`).
     """
 
     def __init__(
@@ -120,45 +130,42 @@ class DeviceChannel(QueuedChannel):
         allow_pageable: bool = False,
         max_pending: int = MAX_PENDING_COPIES,
     ) -> None:
-        """Locks the host's side in memory (see `transfer.pinning`), for whole seconds where it is large.
+        """`allow_pageable`: host memory that cannot be locked is no `trouble`; copies stay slow, and a warning says so.
 
-        Raises TransferError where that fails, unless `allow_pageable`: then the copies are slow, and a warning says so.
+        Returns at once: copies may be asked for while the host's side is still being locked.
         """
-        self._name = name
+        self._name, self._allow_pageable = name, allow_pageable
         self._tensors = _tensor(source), _tensor(destination)
+        self._flat = self._tensors[0].view(-1), self._tensors[1].view(-1)
         self._devices = [tensor.device for tensor in self._tensors if tensor.is_cuda]
         self._stream: Any = _cuda.Stream(self._devices[0]) if self._devices else None
-        self._views: dict[StoreSlice, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._pins: list[int] = []
-        self._piece_blocks: tuple[int | None, int | None] = (None, None)
+        self._cuts: dict[StoreSlice, tuple[Cut, Cut]] = {}
         common_part(source, destination)  # refuses before anything is pinned
-        if self._devices:
-            self._pin(source, destination, allow_pageable)
+        self._pinned: list[PinnedStore | None] = [
+            _pinning().pin(store) if self._devices and isinstance(store, HostBlockStore) else None
+            for store in (source, destination)
+        ]
         super().__init__(source, destination, in_flight=2, max_pending=max_pending)
 
     @property
     def name(self) -> str:
         return self._name
 
+    def page_locked(self) -> PageLocked | None:
+        return next((pinned.progress for pinned in self._pinned if pinned is not None), None)
+
+    def trouble(self) -> TransferError | None:
+        if self._allow_pageable:
+            return None
+        return next((pinned.error for pinned in self._pinned if pinned is not None and pinned.error), None)
+
     def close(self, timeout_s: float = 10.0) -> None:
         super().close(timeout_s)
         if not self.pending:  # else the copy that hangs may still use it
-            while self._pins:
-                _pinning().unpin(self._pins.pop())
-
-    def _pin(self, source: BlockStore, destination: BlockStore, allow_pageable: bool) -> None:
-        pieces: list[int | None] = []
-        for store in (source, destination):
-            pieces.append(None)
-            if isinstance(store, HostBlockStore):
-                try:
-                    self._pins.append(_pinning().pin(store))
-                    pieces[-1] = _pinning().piece_blocks(store)
-                except TransferError as error:
-                    if not allow_pageable:
-                        raise
-                    logger.warning("copies of %s will be slow, as was allowed: %s", store.store_id, error)
-        self._piece_blocks = (pieces[0], pieces[1])
+            pinned, self._pinned = self._pinned, [None, None]
+            for store in pinned:
+                if store is not None:
+                    _pinning().unpin(store)
 
     def _ready(self) -> list[torch.cuda.Event]:
         events = []
@@ -170,15 +177,14 @@ class DeviceChannel(QueuedChannel):
         return events
 
     def _begin(self, copy: Copy) -> torch.cuda.Event | None:
-        runs = merge_runs(copy.source_ids, copy.destination_ids)
         if self._stream is None:
-            self._issue(copy, runs)
+            self._issue(copy)
             return None
         with torch.cuda.stream(self._stream):
             try:
                 for event in copy.ready:
                     self._stream.wait_event(event)
-                self._issue(copy, runs)
+                self._issue(copy)
             except BaseException:
                 self._stream.synchronize()  # what was issued must be over before the completion says so
                 raise
@@ -190,20 +196,45 @@ class DeviceChannel(QueuedChannel):
         if begun is not None:
             begun.synchronize()
 
-    def _issue(self, copy: Copy, runs: list[Run]) -> None:
-        source, destination = self._cut_views(copy.part)
-        for run in runs:
-            for piece in _within_pieces(run, *self._piece_blocks):
-                if copy.completion.cancelled:
-                    raise cancelled(copy)
-                target = destination[piece.destination : piece.destination + piece.count]
-                target.copy_(source[piece.source : piece.source + piece.count], non_blocking=True)
+    def _issue(self, copy: Copy) -> None:
+        cuts = self._cuts_of(copy.part)
+        ids = copy.source_ids, copy.destination_ids
+        sizes = self.source.block_bytes, self.destination.block_bytes
+        within_one = len(self._devices) == 2 and self._devices[0] == self._devices[1]
+        kernel = _block_kernel() if within_one else None
+        if kernel is not None and kernel.serves(cuts, sizes):
+            kernel.copy_blocks(*self._tensors, ids, cuts)
+            return
+        limits = [None if pinned is None else pinned.piece_blocks for pinned in self._pinned]
+        pieces = pieces_of(ids, cuts, sizes, (limits[0], limits[1]))
+        for side, pinned in enumerate(self._pinned):
+            if pinned is not None and (unlocked := self._unlocked(pieces, side, pinned)).any():
+                _bounce().copy(*self._flat, pieces.where(unlocked), self._stream, lambda: _require_wanted(copy))
+                pieces = pieces.where(~unlocked)
+        for begin in range(0, pieces.sizes.size, MAX_BATCH):
+            _require_wanted(copy)
+            self._copy_pieces(copy, pieces.part(begin, begin + MAX_BATCH))
 
-    def _cut_views(self, part: StoreSlice) -> tuple[torch.Tensor, torch.Tensor]:
-        if part not in self._views:
-            cuts = paired_cuts(self.source, self.destination, part)
-            self._views[part] = _view(self._tensors[0], cuts[0]), _view(self._tensors[1], cuts[1])
-        return self._views[part]
+    @staticmethod
+    def _unlocked(pieces: Pieces, side: int, pinned: PinnedStore) -> npt.NDArray[np.bool_]:
+        begins = (pieces.sources, pieces.destinations)[side]
+        return begins + pieces.sizes > pinned.locked_bytes
+
+    def _copy_pieces(self, copy: Copy, pieces: Pieces) -> None:
+        if self._stream is not None and self.name != CUDA_STAGED and (batched := batched_copies()) is not None:
+            addresses = [tensor.data_ptr() for tensor in self._tensors]
+            stream = self._stream
+            if batched.issue(pieces, addresses[0], addresses[1], stream.device_index, stream.cuda_stream):
+                return
+        source, destination = self._flat
+        for begin, target, size in pieces.triples():
+            _require_wanted(copy)
+            destination[target : target + size].copy_(source[begin : begin + size], non_blocking=True)
+
+    def _cuts_of(self, part: StoreSlice) -> tuple[Cut, Cut]:
+        if part not in self._cuts:
+            self._cuts[part] = paired_cuts(self.source, self.destination, part)
+        return self._cuts[part]
 
 
 def attach_device_store(handle: StoreHandle, *, geometry: KvGeometry) -> DeviceBlockStore:
@@ -240,25 +271,9 @@ def _tensor(store: BlockStore) -> torch.Tensor:
     raise TransferError(f"store {store.store_id} is of a kind that no device channel knows")
 
 
-def _view(blocks: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """`[capacity, width]`, or `[capacity, rows, width]` where the rows of the cut lie apart."""
-    begin = blocks.storage_offset() + cut.begin_bytes
-    if cut.rows == 1:
-        return blocks.as_strided((blocks.shape[0], cut.width_bytes), (blocks.stride(0), 1), begin)
-    shape = (blocks.shape[0], cut.rows, cut.width_bytes)
-    return blocks.as_strided(shape, (blocks.stride(0), cut.stride_bytes, 1), begin)
-
-
-def _within_pieces(run: Run, source_piece: int | None, destination_piece: int | None) -> Iterator[Run]:
-    """`run`, cut where either side goes from one registered piece of host memory to the next."""
-    done = 0
-    while done < run.count:
-        count = run.count - done
-        for begin, piece in ((run.source, source_piece), (run.destination, destination_piece)):
-            if piece is not None:
-                count = min(count, piece - (begin + done) % piece)
-        yield Run(run.source + done, run.destination + done, count)
-        done += count
+def _require_wanted(copy: Copy) -> None:
+    if copy.completion.cancelled:
+        raise cancelled(copy)
 
 
 @functools.cache
@@ -268,4 +283,22 @@ def _pinning() -> Pinning:
     return Pinning(
         lambda address, count: int(runtime.cudaHostRegister(address, count, 0)),
         lambda address: int(runtime.cudaHostUnregister(address)),
+        touch=FirstTouch(),
     )
+
+
+@functools.cache
+def _bounce() -> Bounce:
+    """Of this process; made when something is to be copied that is not locked."""
+    return Bounce()
+
+
+@functools.cache
+def _block_kernel() -> Any:
+    """The module of the kernel; None where there is no Triton: blocks are then copied one by one."""
+    try:
+        from alignedserve.transfer import block_kernel
+    except ImportError as error:
+        logger.warning("blocks are copied within the GPU one by one: Triton is not there: %s", error)
+        return None
+    return block_kernel

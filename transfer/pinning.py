@@ -1,79 +1,166 @@
 """Page-locked host memory: without it the driver copies through a buffer of its own, and the caller waits meanwhile.
 
-Registering takes about 0.1 s a GB and touches every page. One registration of 512 GiB fails where pieces of 64 GiB work
-(reported: vllm #51080); a single copy must not cross from one piece to the next.
+Registering touches every page and takes about 0.1 s a GB, so it is done in the background, piece by piece from block 0
+on, while copies run already: what is not locked yet goes another way (`transfer.bounce`). One registration of 512 GiB
+fails where pieces of 64 GiB work (reported: vllm #51080); a single copy must not cross from one piece to the next.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from alignedserve.errors import TransferError
 from alignedserve.memory import describe_bytes
-from alignedserve.transfer.block_store import ALIGNMENT_BYTES, HostBlockStore
+from alignedserve.transfer.block_store import ALIGNMENT_BYTES, ByteArray, HostBlockStore
+from alignedserve.transfer.channel import PageLocked
+
+logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 << 30
+PIECE_BYTES = 1 << 30
+"""Of one registration: the driver may keep other calls of the process waiting for as long as it lasts."""
 
 Register = Callable[[int, int], int]
 """Address and bytes to a CUDA error code, 0 for success."""
+Touch = Callable[[int, int], None]
+"""Address and bytes of memory that is about to be registered; must not change what it holds."""
 
 
-@dataclass(slots=True)
-class _Pinned:
-    users: int
-    pieces: list[int]
+class PinnedStore:
+    """One store's memory, locked from block 0 on by a thread of its own. Made by `Pinning.pin`."""
+
+    def __init__(self, store: HostBlockStore, piece_blocks: int, register: Register, unregister: Callable[[int], int]):
+        self.store_id = store.store_id
+        self.piece_blocks = piece_blocks  # a copy must not cross a multiple of it
+        self.users = 1
+        self._register, self._unregister = register, unregister
+        # The view keeps the memory mapped until the last piece is given up, whoever closes the store.
+        self._memory: ByteArray = np.frombuffer(store.as_memory(), np.uint8)
+        self.address = int(self._memory.ctypes.data)
+        self._piece_bytes = piece_blocks * store.block_bytes
+        self._total_bytes = self._memory.nbytes
+        self._pieces: list[int] = []
+        self._locked_bytes = 0
+        self._error: TransferError | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"pin-{store.store_id}", daemon=True)
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of the blocks, from the first on; never less than it was, until the last user lets go."""
+        return self._locked_bytes
+
+    @property
+    def progress(self) -> PageLocked:
+        return PageLocked(self.store_id, self._locked_bytes, self._total_bytes)
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why not all of it could be locked."""
+        return self._error
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True once all is locked, or cannot be."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Give up what is locked; a piece whose registration is under way is waited for. No copy may be under way."""
+        self._stopping = True
+        self._thread.join()
+        self._locked_bytes = 0
+        while self._pieces:
+            self._unregister(self._pieces.pop())
+
+    def _run(self) -> None:
+        begun_s = time.monotonic()
+        try:
+            for begin in range(0, self._total_bytes, self._piece_bytes):
+                if self._stopping:
+                    return
+                self._lock(begin, min(self._piece_bytes, self._total_bytes - begin))
+        except Exception as error:  # whatever it is: who uses the store must hear of it
+            known = isinstance(error, TransferError)
+            self._error = error if isinstance(error, TransferError) else TransferError(f"{self.store_id}: {error!r}")
+            logger.error("page-locking stopped: %s", self._error, exc_info=not known)
+            return
+        took_s = time.monotonic() - begun_s
+        logger.info("%s: %s of host memory page-locked in %.1f s", self.store_id, self._words(), took_s)
+
+    def _lock(self, begin: int, count: int) -> None:
+        code = self._register(self.address + begin, count)
+        if code:
+            raise TransferError(
+                f"store {self.store_id}: CUDA could not lock {describe_bytes(count)} of host memory at byte {begin} of "
+                f"{describe_bytes(self._total_bytes)} (error {code}); make it smaller (kv_pool.size_gib), or set "
+                "cluster.allow_slow_channel to copy without",
+                store_id=self.store_id,
+            )
+        self._pieces.append(self.address + begin)
+        before, self._locked_bytes = self._locked_bytes, begin + count
+        tenth = max(1, self._total_bytes // 10)
+        if before // tenth != self._locked_bytes // tenth and self._locked_bytes < self._total_bytes:
+            logger.info("%s: %s page-locked", self.store_id, self._words())
+
+    def _words(self) -> str:
+        return f"{describe_bytes(self._locked_bytes)} of {describe_bytes(self._total_bytes)}"
 
 
 class Pinning:
     """What of this process's host memory is registered with CUDA. Stores are counted: several channels may use one."""
 
     def __init__(
-        self, register: Register, unregister: Callable[[int], int], *, max_piece_bytes: int = MAX_PIECE_BYTES
+        self,
+        register: Register,
+        unregister: Callable[[int], int],
+        *,
+        touch: Touch | None = None,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self._register, self._unregister = register, unregister
-        self._max_piece_bytes = max_piece_bytes
-        self._pinned: dict[int, _Pinned] = {}
+        """`touch` is called with each piece before it is registered: faulting pages in is faster by several threads."""
+        self._register, self._unregister, self._touch = register, unregister, touch
+        self._piece_bytes = min(piece_bytes, MAX_PIECE_BYTES)
+        self._pinned: dict[int, PinnedStore] = {}
         self._lock = threading.Lock()
 
     def piece_blocks(self, store: HostBlockStore) -> int:
-        """Blocks of one registration: a copy must not cross a multiple of it. Pieces begin on a page of their own."""
+        """Blocks of one registration. Pieces begin on a page of their own."""
         step = ALIGNMENT_BYTES // math.gcd(store.block_bytes, ALIGNMENT_BYTES)
-        return max(step, self._max_piece_bytes // store.block_bytes // step * step)
+        return max(step, self._piece_bytes // store.block_bytes // step * step)
 
-    def pin(self, store: HostBlockStore) -> int:
-        """Register the store's blocks and return their address, for `unpin`. Raises TransferError where it fails."""
+    def pin(self, store: HostBlockStore) -> PinnedStore:
+        """Begin to register the store's blocks, unless another user has; returns at once. To be given to `unpin`."""
         address = int(np.frombuffer(store.as_memory(), np.uint8).ctypes.data)
         with self._lock:
-            if address in self._pinned:
-                self._pinned[address].users += 1
-                return address
-            piece_bytes = self.piece_blocks(store) * store.block_bytes
-            total = store.as_memory().nbytes
-            done: list[int] = []
-            for begin in range(0, total, piece_bytes):
-                code = self._register(address + begin, min(piece_bytes, total - begin))
-                if code:
-                    for piece in done:
-                        self._unregister(piece)
-                    raise TransferError(
-                        f"store {store.store_id}: CUDA could not lock {describe_bytes(total)} of host memory (error "
-                        f"{code}); make it smaller, or set cluster.allow_slow_channel to copy without"
-                    )
-                done.append(address + begin)
-            self._pinned[address] = _Pinned(1, done)
-            return address
+            pinned = self._pinned.get(address)
+            if pinned is not None:
+                pinned.users += 1
+                return pinned
+            pinned = PinnedStore(store, self.piece_blocks(store), self._prepare_and_register, self._unregister)
+            self._pinned[address] = pinned
+        pinned.start()
+        return pinned
 
-    def unpin(self, address: int) -> None:
-        """The last user's call gives the registration up. Call it before the memory is unmapped."""
+    def unpin(self, pinned: PinnedStore) -> None:
+        """The last user's call gives the registration up, and waits for the piece that is under way."""
         with self._lock:
-            pinned = self._pinned[address]
             pinned.users -= 1
-            if pinned.users == 0:
-                del self._pinned[address]
-                for piece in pinned.pieces:
-                    self._unregister(piece)
+            last = pinned.users == 0
+            if last:
+                del self._pinned[pinned.address]
+        if last:
+            pinned.stop()
+
+    def _prepare_and_register(self, address: int, count: int) -> int:
+        if self._touch is not None:
+            self._touch(address, count)
+        return self._register(address, count)

@@ -61,6 +61,11 @@ class Segment:
         return f"{status.st_dev}:{status.st_ino}"
 
     @property
+    def resident_bytes(self) -> int:
+        """How much of it has been touched, by whomever, and takes up memory."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    @property
     def closed(self) -> bool:
         return self.descriptor < 0
 

@@ -1,4 +1,4 @@
-"""Device stores with tensors on the CPU, pinning with a pretended driver, and (marked gpu) the real thing."""
+"""Device stores and channels with tensors on the CPU, and (marked gpu) the real thing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
 from alignedserve.transfer.device import (  # noqa: E402
     DeviceBlockStore,
     DeviceChannel,
-    _within_pieces,
     attach_device_store,
     reached_devices,
 )
 from alignedserve.transfer.handles import HOST  # noqa: E402
 from alignedserve.transfer.links import connect  # noqa: E402
-from alignedserve.transfer.pinning import Pinning  # noqa: E402
+from alignedserve.transfer.pieces import within_pieces  # noqa: E402
 from alignedserve.transfer.runs import Run  # noqa: E402
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
@@ -120,52 +119,10 @@ def test_a_store_that_is_not_shared_is_not_attached() -> None:
         attach_device_store(store.handle(), geometry=KvGeometry("x", "float32", 1, 1, 1, 1))
 
 
-class Driver:
-    """Remembers what is registered; refuses from the `limit`th registration on."""
-
-    def __init__(self, limit: int = 100) -> None:
-        self.limit = limit
-        self.registered: dict[int, int] = {}
-
-    def register(self, address: int, count: int) -> int:
-        if len(self.registered) == self.limit:
-            return 2
-        self.registered[address] = count
-        return 0
-
-    def unregister(self, address: int) -> int:
-        del self.registered[address]
-        return 0
-
-
-def test_host_memory_is_registered_once_in_pieces_and_given_up_by_the_last_user() -> None:
-    driver = Driver()
-    pinning = Pinning(driver.register, driver.unregister, max_piece_bytes=5 * GEOMETRY.block_bytes)
-    store = host_store("pool", 10)
-    pieces = pinning.piece_blocks(store)
-    assert pieces * store.block_bytes % 4096 == 0
-    address = pinning.pin(store)
-    assert pinning.pin(store) == address
-    assert sorted(driver.registered) == [address + at * store.block_bytes for at in range(0, 10, pieces)]
-    assert sum(driver.registered.values()) == store.as_memory().nbytes
-    pinning.unpin(address)
-    assert driver.registered
-    pinning.unpin(address)
-    assert not driver.registered
-
-
-def test_a_failed_registration_gives_back_its_first_pieces() -> None:
-    driver = Driver(limit=1)
-    pinning = Pinning(driver.register, driver.unregister, max_piece_bytes=GEOMETRY.block_bytes)
-    with pytest.raises(TransferError, match="could not lock"):
-        pinning.pin(host_store("pool", 10))
-    assert not driver.registered
-
-
 def test_no_copy_crosses_a_registered_piece() -> None:
-    cut = list(_within_pieces(Run(3, 18, 10), 4, 10))
+    cut = list(within_pieces(Run(3, 18, 10), 4, 10))
     assert cut == [Run(3, 18, 1), Run(4, 19, 1), Run(5, 20, 3), Run(8, 23, 4), Run(12, 27, 1)]
-    assert list(_within_pieces(Run(3, 18, 10), None, None)) == [Run(3, 18, 10)]
+    assert list(within_pieces(Run(3, 18, 10), None, None)) == [Run(3, 18, 10)]
 
 
 def test_a_device_reaches_itself_and_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +159,90 @@ def test_a_copy_waits_for_what_computes_its_source() -> None:
     cache.blocks.fill_(7)
     assert channel.copy(range(64), range(64)).wait(30)
     assert bool((host_bytes(host) == 7).all())
+    channel.close()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("locked", [False, True])
+def test_layers_of_scattered_blocks_go_to_a_gpu_and_back(locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, host = device_store("cache", 64, "cuda:0"), host_store("pool", 64)
+    push = DeviceChannel(cache, host, "pcie")
+    pull = DeviceChannel(host, cache, "pcie")
+    assert push._pinned[1] is not None
+    assert push._pinned[1].wait(30)
+    assert push.trouble() is None
+    if not locked:
+        monkeypatch.setattr(type(push._pinned[1]), "locked_bytes", 0)  # all goes through the bounce
+    targets = random.Random(2).sample(range(64), 40)
+    expected = host_bytes(host).clone()
+    layer = GEOMETRY.block_bytes // 4
+    expected[targets, layer : 3 * layer] = cache.blocks.cpu()[:40, layer : 3 * layer]
+    push.copy(range(40), targets, layers=(1, 3)).wait(30)
+    assert torch.equal(host_bytes(host), expected)
+    pull.copy(range(64), range(63, -1, -1)).wait(30)
+    assert torch.equal(cache.blocks.cpu(), expected.flip(0))
+    push.close()
+    pull.close()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("layers", [None, (1, 2)])
+def test_scattered_blocks_move_within_a_gpu(layers: tuple[int, int] | None) -> None:
+    source, destination = device_store("a", 300, "cuda:0"), device_store("b", 300, "cuda:0")
+    draw = random.Random(3)
+    ids = draw.sample(range(300), 200), draw.sample(range(300), 200)
+    begin, end = (GEOMETRY.block_bytes // 4 * layer for layer in layers or (0, 4))
+    expected = destination.blocks.clone()
+    expected[ids[1], begin:end] = source.blocks[ids[0], begin:end]
+    channel = DeviceChannel(source, destination, "cuda-ipc")
+    channel.copy(*ids, layers=layers).wait(30)
+    assert torch.equal(destination.blocks, expected)
+    channel.close()
+
+
+def share_and_die(path: str) -> None:
+    import os
+    import signal
+    import time
+
+    tensor = torch.full((4, 4, 6, 2, 16, 8), 3.0, device="cuda:0", dtype=torch.bfloat16)
+    store = DeviceBlockStore("prefill-0/batch", GEOMETRY, tensor, shared=True)
+    torch.cuda.synchronize()
+    Path(path).with_suffix(".part").write_bytes(store.handle().to_proto().SerializeToString())
+    Path(path).with_suffix(".part").rename(path)
+    while not Path(path).with_suffix(".opened").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@gpu
+@needs_gpu
+def test_the_death_of_a_peer_neither_hangs_nor_corrupts_a_copy(tmp_path: Path) -> None:
+    """The driver keeps the memory for as long as it is open here."""
+    import multiprocessing
+    import time
+
+    from alignedserve.proto import common_pb2
+    from alignedserve.transfer.handles import StoreHandle
+
+    path = tmp_path / "handle"
+    child = multiprocessing.get_context("spawn").Process(target=share_and_die, args=(str(path),))
+    child.start()
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    handle = StoreHandle.from_proto(common_pb2.StoreHandle.FromString(path.read_bytes()))
+    store = attach_device_store(handle, geometry=GEOMETRY)
+    cache = device_store("cache", 4, "cuda:0")
+    channel = connect(store, cache)
+    path.with_suffix(".opened").touch()
+    child.join(60)
+    assert child.exitcode == -9
+    channel.copy(range(4), range(4)).wait(30)
+    assert bool((cache.blocks.view(torch.bfloat16) == 3).all())
     channel.close()
 
 

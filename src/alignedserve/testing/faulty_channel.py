@@ -21,7 +21,7 @@ from typing import Any
 
 from alignedserve.errors import ConfigError, TransferError
 from alignedserve.transfer.block_store import BlockStore
-from alignedserve.transfer.channel import Channel, ChannelCounters
+from alignedserve.transfer.channel import Channel, ChannelCounters, PageLocked
 from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.links import WRAPPER_VARIABLE
 
@@ -95,6 +95,12 @@ class FaultyChannel(Channel):
 
     def counters(self) -> ChannelCounters:
         return self._inner.counters()
+
+    def page_locked(self) -> PageLocked | None:
+        return self._inner.page_locked()
+
+    def trouble(self) -> TransferError | None:
+        return self._inner.trouble()
 
     def copy(
         self, source_ids: Sequence[int], destination_ids: Sequence[int], *, layers: tuple[int, int] | None = None

@@ -1,0 +1,82 @@
+"""Many copies in one call of the CUDA runtime, through `cuda-bindings`.
+
+Why not torch: its `copy_` between host and device makes a temporary, and waits for it, unless both sides are one
+stretch (`copy_requires_temporaries` in aten/native/cuda/Copy.cu), and one call a stretch costs more than 128 KiB take
+on the bus. `cudaMemcpyBatchAsync` takes any number of stretches and copies them by the copy engines, so that no SM is
+taken from what computes. It exists from CUDA 12.8 on; with an older driver copies go by torch, one call a stretch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from alignedserve.errors import TransferError
+from alignedserve.transfer.pieces import Pieces
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 2048
+"""Stretches of one call: between two calls a copy looks whether it was cancelled."""
+
+# CallRequiresNewerDriver, InsufficientDriver, SymbolNotFound, NotSupported: nothing was copied, and never will be.
+_UNSUPPORTED = frozenset({36, 35, 500, 801})
+
+
+class BatchedCopies:
+    """`runtime`: `cuda.bindings.runtime`, or what stands for it."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        attributes = runtime.cudaMemcpyAttributes()
+        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        self._attributes = [attributes]
+        self.supported = True
+
+    def issue(self, pieces: Pieces, source: int, destination: int, device: int, stream: int) -> bool:
+        """Have `pieces` copied, in stream order, between the stores at these addresses; False where it cannot be.
+
+        At most `MAX_BATCH` pieces; host memory must be page-locked, a piece within one registration. `stream`: the
+        handle of a stream of `device` that is not the default one. Raises TransferError with CUDA's error.
+        """
+        if not self.supported or not pieces.sizes.size:
+            return self.supported
+        # The bindings have a runtime of their own: it must be told the device that torch uses in this thread.
+        self._check(self._runtime.cudaSetDevice(device))
+        answer = self._runtime.cudaMemcpyBatchAsync(
+            (pieces.destinations + destination).tolist(),
+            (pieces.sources + source).tolist(),
+            pieces.sizes.tolist(),
+            pieces.sizes.size,
+            self._attributes,
+            [0],
+            1,
+            stream,
+        )
+        if int(answer[0]) in _UNSUPPORTED:
+            logger.warning("many copies in one call need a driver for CUDA 12.8: %s; they go one by one", answer[0])
+            self.supported = False
+            return False
+        self._check(answer)
+        return True
+
+    @staticmethod
+    def _check(answer: Any) -> None:
+        """`answer`: the error code first; CUDA 12 has the index of what failed behind it."""
+        if int(answer[0]):
+            raise TransferError(f"CUDA refused a copy: {answer}")
+
+
+@functools.cache
+def batched_copies() -> BatchedCopies | None:
+    """Of this process; None where `cuda-bindings` are not installed or too old, which is logged once."""
+    try:
+        from cuda.bindings import runtime
+
+        return BatchedCopies(runtime)
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "cuda-bindings of CUDA 12.8 or later are not installed (%s): blocks are copied one by one", error
+        )
+        return None
