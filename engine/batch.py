@@ -51,29 +51,27 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The rows with one new token each, flattened over the blocks that they attend to.
-
-    `rows` is None where every packed token is such a row, in order. All tensors are int64 on the cache's device.
-    """
-
-    rows: torch.Tensor | None  # [requests] packed positions
-    lengths: torch.Tensor  # [requests] tokens attended to, the new one included
-    blocks: torch.Tensor  # [blocks] block ids, request after request
-    owner: torch.Tensor  # [blocks] index of the request that each block belongs to
-    first_token: torch.Tensor  # [blocks] position of each block's first token
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeTable:
-    """The same of a pass whose inputs lie in memory that stays (CUDA graphs): row `i` is packed token `i`.
+    """Rows with one new token each, and the blocks of each.
 
-    What the tensors hold changes from one replay to the next; their addresses and shapes do not. A row of length 0 is
-    padding: nothing is written for it, and what comes out of it, finite, is for nobody.
+    Where a pass is captured in a CUDA graph, what the tensors hold changes from one replay to the next; their addresses
+    and shapes do not. A row of length 0 is padding: nothing is written for it, and what comes out of it, finite, is for
+    nobody.
     """
 
     lengths: torch.Tensor  # int32 [rows] tokens attended to, the new one included; 0: padding
     block_table: torch.Tensor  # int32 [rows, width] block ids; behind those that the length covers: anything
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of a packed batch that have one new token each, none of them padding.
+
+    `rows` is None where every packed token is such a row, in order.
+    """
+
+    rows: torch.Tensor | None  # int64 [rows] packed positions
+    table: DecodeTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +117,14 @@ def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, 
             logit_rows.append(begin + count - 1)
         elif item.logits == "all":
             logit_rows += range(begin, begin + count)
-    position_ids = torch.tensor(positions, dtype=torch.int64)
+    offsets = [position % block_size for position in positions]
+    packed = torch.tensor([token_ids, positions, slot_block, offsets], dtype=torch.int64).to(device, non_blocking=True)
     return PackedBatch(
-        input_ids=torch.tensor([token_ids], dtype=torch.int64).to(device, non_blocking=True),
-        position_ids=position_ids.unsqueeze(0).to(device, non_blocking=True),
+        input_ids=packed[0:1],
+        position_ids=packed[1:2],
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True),
-        slot_block=torch.tensor(slot_block, dtype=torch.int64).to(device, non_blocking=True),
-        slot_offset=(position_ids % block_size).to(device, non_blocking=True),
+        slot_block=packed[2],
+        slot_offset=packed[3],
         spans=tuple(spans),
         decode=_decode_rows(single, block_size, num_blocks, not spans, device) if single else None,
     )
@@ -157,14 +156,11 @@ def _decode_rows(
     counts = [-(-length // block_size) for length in lengths]
     ids = list(chain.from_iterable(item.block_ids[:n] for (_, item), n in zip(single, counts, strict=True)))
     blocks = _block_tensor(ids, num_blocks)
-    counts_tensor = torch.tensor(counts, dtype=torch.int64)
-    owner = torch.repeat_interleave(torch.arange(len(single)), counts_tensor)
-    first_block = torch.cumsum(counts_tensor, 0) - counts_tensor
-    first_token = (torch.arange(len(blocks)) - first_block[owner]) * block_size
-    return DecodeRows(
-        rows=None if whole else torch.tensor([row for row, _ in single], dtype=torch.int64).to(device),
-        lengths=torch.tensor(lengths, dtype=torch.int64).to(device, non_blocking=True),
-        blocks=blocks.to(device, non_blocking=True),
-        owner=owner.to(device, non_blocking=True),
-        first_token=first_token.to(device, non_blocking=True),
-    )
+    width = max(counts)
+    covered = torch.arange(width) < torch.tensor(counts)[:, None]
+    packed = torch.zeros(len(single) * (1 + width), dtype=torch.int32)  # lengths and table, in one transfer
+    packed[: len(single)] = torch.tensor(lengths, dtype=torch.int32)
+    packed[len(single) :].view(-1, width).masked_scatter_(covered, blocks.to(torch.int32))
+    packed = packed.to(device, non_blocking=True)
+    rows = None if whole else torch.tensor([row for row, _ in single], dtype=torch.int64).to(device, non_blocking=True)
+    return DecodeRows(rows, DecodeTable(packed[: len(single)], packed[len(single) :].view(-1, width)))

@@ -33,7 +33,7 @@ class PassThreads:
             return 1
         attended = sum((span.query_tokens + READ_COST) * span.kv_tokens for span in batch.spans)
         if batch.decode is not None:
-            attended += (1 + READ_COST) * int(batch.decode.lengths.sum())
+            attended += (1 + READ_COST) * int(batch.decode.table.lengths.sum())
         work = self._layer_parameters * (batch.tokens + READ_COST) + 2 * self._head_width * attended
         saved = work * (1 - 1 / self.most)
         return self.most if saved > WAKE_UP_COST else 1

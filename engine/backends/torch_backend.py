@@ -35,7 +35,7 @@ class TorchBackend(AttentionBackend):
         first = batch.slot_block[:, None] * (self._layers * self._layer_rows) + batch.slot_offset[:, None]
         self._key_slots = (first + heads * (2 * self._block_size)).flatten()
         self._masks.clear()
-        self._decode.begin(batch.decode)
+        self._decode.begin(None if batch.decode is None else batch.decode.table)
         self._batch = batch
 
     def attend(

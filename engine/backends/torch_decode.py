@@ -14,13 +14,23 @@ import torch
 from torch.nn import functional
 
 from alignedserve.engine.backends.base import AttentionOptions
-from alignedserve.engine.batch import DecodeRows
+from alignedserve.engine.batch import DecodeTable
 from alignedserve.errors import AlignedServeError
 
 # Keys gathered at a time, in bytes of fp32: within one core's cache for one thread; for more, as many as keep the
 # number of times that they wait for each other low (measured on two AMD cores: 0.5 and 2 MiB are best).
 _CHUNK_BYTES = 1 << 19
 _CHUNK_BYTES_THREADS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A decode table flattened over the blocks that its rows attend to. All tensors are int64."""
+
+    lengths: torch.Tensor  # [requests] tokens attended to, the new one included
+    blocks: torch.Tensor  # [blocks] block ids, request after request
+    owner: torch.Tensor  # [blocks] index of the request that each block belongs to
+    first_token: torch.Tensor  # [blocks] position of each block's first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +56,12 @@ class DecodeAttention:
         block_bytes = self._kv_heads * self._block_size * self._head_dim * 4
         chunk_bytes = _CHUNK_BYTES if torch.get_num_threads() == 1 else _CHUNK_BYTES_THREADS
         self._chunk_blocks = max(1, chunk_bytes // block_bytes)
-        self._decode: DecodeRows | None = None
+        self._decode: _Blocks | None = None
         self._plans: dict[tuple[int, int | None], _Plan] = {}
 
-    def begin(self, decode: DecodeRows | None) -> None:
-        self._decode = decode
+    def begin(self, table: DecodeTable | None) -> None:
+        """Serve the rows of `table`, none of which may be padding, from now on."""
+        self._decode = None if table is None else _flatten(table, self._block_size)
         self._plans.clear()
 
     def attend(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -101,7 +112,7 @@ class DecodeAttention:
             plan = self._plans[heads, window] = self._build(self._decode, heads, window)
         return plan
 
-    def _build(self, decode: DecodeRows, heads: int, window: int | None) -> _Plan:
+    def _build(self, decode: _Blocks, heads: int, window: int | None) -> _Plan:
         device = decode.blocks.device
         block_size, kv_heads = self._block_size, self._kv_heads
         blocks, owner, first_token = decode.blocks, decode.owner, decode.first_token
@@ -133,3 +144,10 @@ class DecodeAttention:
             segment=segment,
             offsets=offsets,
         )
+
+
+def _flatten(table: DecodeTable, block_size: int) -> _Blocks:
+    lengths = table.lengths.long()
+    width = torch.arange(table.block_table.shape[1], device=lengths.device)
+    owner, place = (width < ((lengths + block_size - 1) // block_size)[:, None]).nonzero(as_tuple=True)
+    return _Blocks(lengths, table.block_table[owner, place].long(), owner, place * block_size)
