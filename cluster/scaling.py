@@ -69,15 +69,15 @@ class Scaling:
             )
 
     def _check_memory(self, shape: Shape, model: ModelInfo, plan: StorePlan, available_bytes: int) -> None:
-        """Host memory: weights and cache of an instance on a CPU, and the buffers of any prefill instance."""
+        """Host memory: on a CPU weights, cache and buffers of an instance; on GPUs those lie there."""
         block_bytes = model.geometry(plan.block_size).block_bytes
         on_cpu = resolve_device(self._config, self._gpus) == "cpu"
         buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
         caches = {"prefill": plan.prefill_cache, "decode": plan.decode_cache}
         needed = 0
         for role, _ in self._new(shape):
-            blocks = (caches[role] if on_cpu else 0) + (buffers if role == "prefill" else 0)
-            needed += PROCESS_BYTES + blocks * block_bytes + (model.weight_bytes if on_cpu else 0)
+            blocks = caches[role] + (buffers if role == "prefill" else 0)
+            needed += PROCESS_BYTES + (blocks * block_bytes + model.weight_bytes if on_cpu else 0)
         if needed > available_bytes:
             raise ResourceError(
                 f"{len(self._new(shape))} more instances need {describe_bytes(needed)} (weights, cache, buffers and "

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from alignedserve.cluster.members import Member
 from alignedserve.cluster.plan import MODEL_ROLES, PlannedRole
 from alignedserve.config import Config
+from alignedserve.device_memory import FREE_GAUGE, TOTAL_GAUGE, DeviceMemory, describe_plan
 from alignedserve.model import ModelInfo
 from alignedserve.sizing import plan_stores
 
@@ -23,7 +24,8 @@ class StorePlanner:
         self.model_info = ""
         self.store_plan = ""
         self._config = config
-        self._on_gpu = all(role.on_gpu for role in planned if role.role in MODEL_ROLES)
+        self._awaited = {role.id for role in planned if role.role in MODEL_ROLES and role.on_gpu}
+        self._devices: dict[str, tuple[str, DeviceMemory]] = {}  # instance -> role, and its GPU
         self._memory_bytes: int | None = None
 
     def adopt(self, model_info: str, store_plan: str) -> None:
@@ -41,8 +43,28 @@ class StorePlanner:
         if self._memory_bytes is None and MEMORY_GAUGE in member.beat.gauges:
             self._memory_bytes = int(member.beat.gauges[MEMORY_GAUGE])
         self.model_info = self.model_info or member.beat.model_info
-        if self.model_info and self._memory_bytes is not None and not self.store_plan:
-            model = ModelInfo.from_json(self.model_info)
-            self.store_plan = plan_stores(self._config, model, self._memory_bytes, on_gpu=self._on_gpu).to_json()
-            logger.info("stores, in blocks: %s", self.store_plan)
+        self._note_device(member)
+        complete = self._memory_bytes is not None and self._awaited <= self._devices.keys()
+        if self.model_info and complete and not self.store_plan:
+            self._plan(ModelInfo.from_json(self.model_info))
         return before != (self.model_info, self.store_plan)
+
+    def _note_device(self, member: Member) -> None:
+        """A worker says what its GPU had before it loaded anything; its successor may say another figure."""
+        gauges, key = member.beat.gauges, member.key
+        if key.id not in self._awaited or TOTAL_GAUGE not in gauges:
+            return
+        total, free = int(gauges[TOTAL_GAUGE]), int(gauges[FREE_GAUGE])
+        self._devices[key.id] = (
+            key.role,
+            DeviceMemory(key.id, member.hello.device, total, free, member.hello.node_id),
+        )
+
+    def _plan(self, model: ModelInfo) -> None:
+        assert self._memory_bytes is not None
+        devices = [self._devices[instance] for instance in sorted(self._devices)]
+        plan = plan_stores(self._config, model, self._memory_bytes, devices)
+        self.store_plan = plan.to_json()
+        logger.info("stores, in blocks: %s", self.store_plan)
+        for line in describe_plan(self._config, plan.devices, devices):
+            logger.info("%s", line)

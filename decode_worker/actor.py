@@ -67,7 +67,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
         model_info = instance.model.to_json() if instance.model else ""
-        beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches)
+        beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None:
             return beat
         status, cache = instance.compute.status, instance.cache

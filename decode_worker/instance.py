@@ -16,6 +16,7 @@ from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.engine import host
 from alignedserve.engine.eager import EagerDecode
+from alignedserve.engine.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -62,6 +63,7 @@ class DecodeInstance:
         self._linked: dict[str, pb.ProcessKey] = {}
         self.model: ModelInfo | None = None
         self.reaches: list[str] = []
+        self.memory = InstanceMemory("decode", settings.id, settings.device, config)
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.compute: DecodeLoop | None = None
         self.writer: PoolWriter | None = None
@@ -76,14 +78,22 @@ class DecodeInstance:
             self.compute.drain()
 
     async def load(self, report: Callable[[], None]) -> None:
+        """`_load`; raises ResourceError, with what lies there, where the device runs out of memory."""
+        with self.memory.explained():
+            await self._load(report)
+
+    async def _load(self, report: Callable[[], None]) -> None:
         """Load the model, make the cache, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
         self.reaches = await asyncio.to_thread(reached_devices, settings.device)
+        await asyncio.to_thread(self.memory.look)
         self.model = await host.inspect(config, settings.device)
+        self.memory.expect(self.model)
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
         plan = await self._pool.plan
+        await asyncio.to_thread(self.memory.check, loaded, plan, lambda store: ModelRunner(loaded, store))
         geometry = self.model.geometry(plan.block_size)
         self._cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id

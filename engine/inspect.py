@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from alignedserve.engine.refusal import attribute, refuse_unsupported
-from alignedserve.errors import InvalidRequestError, ModelError
+from alignedserve.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from alignedserve.geometry import DTYPE_BYTES
 from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
 from alignedserve.request import SamplingParams
@@ -61,6 +61,9 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
         eos_token_ids=_eos_token_ids(config, text, generation),
         generation_defaults=_generation_defaults(generation, folder),
         weight_bytes=elements * DTYPE_BYTES[served],
+        heads=heads,
+        hidden_size=attribute(text, "hidden_size") or 0,
+        mlp_width=_mlp_width(text),
     )
 
 
@@ -86,6 +89,17 @@ def _positive(text: PretrainedConfig, key: str, folder: Path) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{folder / 'config.json'} has no usable {key}: {value!r}")
     return value
+
+
+def _mlp_width(text: PretrainedConfig) -> int:
+    """Of the MLP's hidden rows, those of all experts of a token together; 0 where the configuration does not say."""
+    try:
+        widths = [attribute(text, key) for key in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")]
+        expert = attribute(text, "moe_intermediate_size") or next((width for width in widths if width), 0)
+        experts = attribute(text, "num_experts_per_tok") or 0
+        return max(int(width) for width in (*widths, expert * experts) if width is not None)
+    except (UnsupportedModelError, TypeError, ValueError):
+        return 0  # layers of several widths, or none at all: an estimate does without
 
 
 def _max_positions(text: PretrainedConfig, folder: Path) -> int:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from alignedserve.config import Config
+from alignedserve.device_memory import DECODE, PREFILL, DeviceMemory
 from alignedserve.engine import host
 from alignedserve.engine.copies import copy_bandwidth, host_copies
 from alignedserve.engine.inspect import inspect_model
@@ -97,11 +98,9 @@ def _hardware(config: Config, loaded: LoadedModel, memory_bytes: int) -> dict[st
     """Fields of the simulator's Hardware: what the stores would hold, and what copies reach."""
     on_gpu = loaded.device.type == "cuda"
     info = loaded.info
-    stores = plan_stores(config, info, memory_bytes, on_gpu=on_gpu)
+    stores = plan_stores(config, info, memory_bytes, _devices(loaded.device) if on_gpu else ())
     geometry = info.geometry(stores.block_size)
     cache = stores.decode_cache
-    if on_gpu:
-        cache = torch.cuda.mem_get_info(loaded.device)[0] * 9 // 10 // geometry.block_bytes
     if on_gpu:
         (from_host, between), copies = copy_bandwidth(loaded.device), {}
     else:
@@ -116,3 +115,9 @@ def _hardware(config: Config, loaded: LoadedModel, memory_bytes: int) -> dict[st
         "peer_bandwidth": round(between),
         **copies,
     }
+
+
+def _devices(device: torch.device) -> list[tuple[str, DeviceMemory]]:
+    """A GPU like this one for each role, with nothing on it."""
+    _, total = torch.cuda.mem_get_info(device)
+    return [(role, DeviceMemory(f"{role}-0", f"{device} for {role}", total, total)) for role in (PREFILL, DECODE)]

@@ -89,7 +89,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def describe(self) -> sv.Heartbeat:
         instance = self._instance
         model_info = instance.model.to_json() if instance.model else ""
-        beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches)
+        beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None:
             return beat
         passes, meter = instance.compute.passes, instance.compute.meter

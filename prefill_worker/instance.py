@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine import host
+from alignedserve.engine.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
 from alignedserve.geometry import KvGeometry
@@ -58,6 +59,7 @@ class PrefillInstance:
         self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
         self.reaches: list[str] = []
+        self.memory = InstanceMemory("prefill", settings.id, settings.device, config)
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
         self.compute: PrefillLoop | None = None
@@ -68,14 +70,22 @@ class PrefillInstance:
         await self._pool.on_view(view)
 
     async def load(self, report: Callable[[], None]) -> None:
+        """`_load`; raises ResourceError, with what lies there, where the device runs out of memory."""
+        with self.memory.explained():
+            await self._load(report)
+
+    async def _load(self, report: Callable[[], None]) -> None:
         """Load the model, make the stores, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
         self.reaches = await asyncio.to_thread(reached_devices, settings.device)
+        await asyncio.to_thread(self.memory.look)
         self.model = await host.inspect(config, settings.device)
+        self.memory.expect(self.model)
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
         plan = await self._pool.plan
+        await asyncio.to_thread(self.memory.check, loaded, plan, lambda store: ModelRunner(loaded, store))
         geometry = self.model.geometry(plan.block_size)
         cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id

@@ -39,6 +39,7 @@ class ClusterConfig:
     decode: int = _key(1, "decode instances", low=1, high=1024)
     device: str = _key("auto", "where instances run; auto: cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     share_gpu: bool = _key(False, "let several instances share one GPU")
+    gpu_memory_share: float = _key(0.9, "share of a GPU's memory that its instances use", low=0.05, high=1.0)
     prefetch: bool = _key(True, "prefetch candidate batches through the buffers of prefill instances")
     allow_slow_channel: bool = _key(False, "start even where a faster channel was configured than there is")
     name: str = _key("default", "the application's name in Ray: two in one Ray cluster need different ones")

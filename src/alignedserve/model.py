@@ -55,6 +55,9 @@ UNSUPPORTED_MODEL_TYPES = {
 class ModelInfo:
     """A model's shape and limits. `eos_token_ids` are all its end tokens (config and generation_config).
 
+    `heads` of queries, `hidden_size`, and `mlp_width`, of all experts of a token together, are for estimates of memory;
+    0: not known.
+
     `generation_defaults` are generation_config's sampling values, which a request's own override.
     """
 
@@ -70,6 +73,9 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
     weight_bytes: int
+    heads: int = 0
+    hidden_size: int = 0
+    mlp_width: int = 0
 
     def geometry(self, block_size: int) -> KvGeometry:
         return KvGeometry(self.name, self.dtype, self.layers, self.kv_heads, self.head_dim, block_size)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 from alignedserve.config import Config
+from alignedserve.device_memory import DeviceMemory, RoleMemory, plan_devices
 from alignedserve.errors import ResourceError
+from alignedserve.geometry import KvGeometry
 from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 
@@ -16,7 +19,7 @@ SPARE_BYTES = 400 << 20  # torch, transformers and all of ours, imported
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Capacities in blocks. `prefill_cache` and `decode_cache` are 0 where an instance's own device decides."""
+    """Capacities in blocks. `devices`: what an instance of each role may use of its GPU; empty on CPUs."""
 
     block_size: int
     pool: int
@@ -24,30 +27,56 @@ class StorePlan:
     decode_cache: int
     batch_buffer: int
     requests_buffer: int
+    devices: dict[str, RoleMemory] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> StorePlan:
-        return cls(**json.loads(text))
+        raw = json.loads(text)
+        devices = {role: RoleMemory(**memory) for role, memory in raw.pop("devices", {}).items()}
+        return cls(**raw, devices=devices)
 
 
-def plan_stores(config: Config, model: ModelInfo, memory_bytes: int, *, on_gpu: bool = False) -> StorePlan:
-    """Divide host memory. `memory_bytes` is what the node with the pool had free before any weights were loaded.
+def plan_stores(
+    config: Config, model: ModelInfo, memory_bytes: int, devices: Sequence[tuple[str, DeviceMemory]] = ()
+) -> StorePlan:
+    """Divide memory. `memory_bytes` is what the node with the pool had free before any weights were loaded.
 
     Caches and buffers on a CPU are touched only as they fill, so they are sized for work, within a share of memory:
-    a decode cache holds four requests of the longest kind (32,768 tokens at least), a prefill cache two. `on_gpu`: they
-    and the weights lie on devices, and only the pool in host memory.
+    a decode cache holds four requests of the longest kind (32,768 tokens at least), a prefill cache two. `devices`: the
+    role and the GPU of every instance, where they have one; then only the pool lies in host memory, and the rest is
+    planned by `device_memory`.
 
     Raises ResourceError, with the figures, where what is asked for does not fit or the pool cannot hold two blocks.
     """
     geometry = model.geometry(config.kv_pool.block_size)
     instances = max(1, config.cluster.prefill + config.cluster.decode)
-    weights = 0 if on_gpu else instances * model.weight_bytes
+    weights = 0 if devices else instances * model.weight_bytes
     available_bytes = max(0, memory_bytes - weights - config.supervisor.spares * SPARE_BYTES)
+    pool = (int(config.kv_pool.size_gib * GIB) or available_bytes // 4) // geometry.block_bytes
+    if devices:
+        found = plan_devices(config, model, devices)
+        plan = StorePlan(
+            block_size=config.kv_pool.block_size,
+            pool=pool,
+            prefill_cache=found.prefill_cache,
+            decode_cache=found.decode_cache,
+            batch_buffer=found.batch_buffer,
+            requests_buffer=found.requests_buffer,
+            devices=found.roles,
+        )
+    else:
+        plan = _plan_on_cpu(config, geometry, geometry.blocks_for(model.max_positions) + 1, pool, available_bytes)
+    _require_room(config, plan, geometry.block_bytes, memory_bytes, 0 if devices else model.weight_bytes)
+    return plan
+
+
+def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, available_bytes: int) -> StorePlan:
+    """`longest`: blocks of a request of as many positions as the model has, and one to grow."""
+    instances = max(1, config.cluster.prefill + config.cluster.decode)
     per_instance = available_bytes // (8 * instances)
-    longest = geometry.blocks_for(model.max_positions) + 1
 
     def own(configured: int, requests: int, least_tokens: int) -> int:
         wanted = max(requests * longest, geometry.blocks_for(least_tokens))
@@ -61,16 +90,14 @@ def plan_stores(config: Config, model: ModelInfo, memory_bytes: int, *, on_gpu: 
     batch_buffer = config.prefill.batch_buffer_blocks or served * max(share, largest)
     # A decode instance leases room for its largest request there, to evict without asking; the rest is for late joins.
     requests_buffer = config.prefill.requests_buffer_blocks or served * largest + batch_buffer // 2
-    plan = StorePlan(
+    return StorePlan(
         block_size=config.kv_pool.block_size,
-        pool=(int(config.kv_pool.size_gib * GIB) or available_bytes // 4) // geometry.block_bytes,
+        pool=pool,
         prefill_cache=prefill_cache,
         decode_cache=decode_cache,
         batch_buffer=batch_buffer,
         requests_buffer=requests_buffer,
     )
-    _require_room(config, plan, geometry.block_bytes, memory_bytes, 0 if on_gpu else model.weight_bytes)
-    return plan
 
 
 def _require_room(config: Config, plan: StorePlan, block_bytes: int, memory_bytes: int, weight_bytes: int) -> None:

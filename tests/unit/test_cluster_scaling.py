@@ -12,6 +12,7 @@ from alignedserve.cluster.plan import PlannedRole, Shape, plan_roles
 from alignedserve.cluster.scaling import DRAIN_LIMIT_S
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
+from alignedserve.device_memory import DeviceMemory
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -52,6 +53,7 @@ class Cell:
             beat.gauges[MEMORY_GAUGE] = 4.0 * GIB
         if role_id.startswith(("prefill", "decode")):
             beat.model_info = MODEL.to_json()
+            beat.gauges.update(DeviceMemory(role_id, "", 8 * GIB, 8 * GIB).gauges())
         return self.core.heard(key(role_id, incarnation), beat, self.now)
 
     def scale(self, prefill: int = 0, decode: int = 0, available_bytes: int = PLENTY) -> list[Action]:

@@ -11,6 +11,7 @@ from alignedserve.cluster.core import SupervisorCore
 from alignedserve.cluster.plan import plan_roles
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.config_sources import from_tree
+from alignedserve.device_memory import DeviceMemory
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -22,8 +23,10 @@ BLOCK = MODEL.geometry(16).block_bytes
 LARGE = replace(MODEL, weight_bytes=2 * GIB)
 
 
-def plan(memory: int, *, model: Any = MODEL, on_gpu: bool = False, **sections: dict[str, Any]) -> StorePlan:
-    return plan_stores(from_tree({"cluster": {"device": "cpu"}, **sections}), model, memory, on_gpu=on_gpu)
+def plan(memory: int, *, model: Any = MODEL, gpu_bytes: int = 0, **sections: dict[str, Any]) -> StorePlan:
+    roles = ("prefill", "decode") if gpu_bytes else ()
+    devices = [(role, DeviceMemory(role, f"of {role}", gpu_bytes, gpu_bytes)) for role in roles]
+    return plan_stores(from_tree({"cluster": {"device": "cpu"}, **sections}), model, memory, devices)
 
 
 def total(found: StorePlan, prefill: int, decode: int) -> int:
@@ -73,8 +76,9 @@ def test_buffers_count_only_where_there_are_some() -> None:
 def test_weights_count_on_a_cpu_and_not_on_gpus() -> None:
     with pytest.raises(ResourceError, match=r"4\.00 GiB for the weights of 2 workers"):
         plan(3 * GIB, model=LARGE)
-    found = plan(3 * GIB, model=LARGE, on_gpu=True, kv_pool={"size_gib": 2.5}, decode={"cache_blocks": 1 << 20})
-    assert found.pool == int(2.5 * GIB) // BLOCK
+    blocks = 5 * GIB // BLOCK
+    found = plan(3 * GIB, model=LARGE, gpu_bytes=24 * GIB, kv_pool={"size_gib": 2.5}, decode={"cache_blocks": blocks})
+    assert (found.pool, found.decode_cache) == (int(2.5 * GIB) // BLOCK, blocks)
 
 
 def test_a_pool_that_could_not_hold_two_blocks_is_refused() -> None:
