@@ -1,0 +1,227 @@
+"""Attention of prefill chunks over the paged store, in Triton: all chunks of a pass in one launch.
+
+A chunk's rows are cut into tiles, and a tile whose keys are many beside what one program would get of the whole launch
+(a short chunk on a long prefix) is cut again into pieces of keys, which a second launch puts together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions
+from alignedserve.engine.backends.triton_prefill_kernels import (
+    MERGE_COLUMNS,
+    MERGE_ROWS,
+    TILE_COLUMNS,
+    merge_pieces,
+    prefill_tiles,
+)
+from alignedserve.engine.batch import Span
+from alignedserve.errors import AlignedServeError
+
+LOG2_E = 1.4426950408889634
+SMALL_ROWS = 64  # a pass whose longest chunk has no more rows uses tiles of this height
+FEWEST_KEYS = 512  # of a piece: shorter ones cost more to put together than they save
+HEAD_DIMS = (16, 256)
+BLOCK_SIZES = (16, 256)
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program is cut: rows and keys of a step, warps, and steps whose keys are being loaded."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def choose_tile(head_dim: int, itemsize: int, most_rows: int) -> Tile:
+    """For chunks of at most `most_rows` rows. Two bytes an element: tensor cores; four: IEEE products, for exactness.
+
+    Of an H200's 227 KiB of shared memory a step's keys and values take `2 * stages * keys * head_dim * itemsize`.
+    """
+    if itemsize == 4:
+        return Tile(32, 32 if head_dim <= 128 else 16, 8, 1)
+    wide = 128 if head_dim <= 128 else 64
+    if most_rows <= SMALL_ROWS:
+        return Tile(SMALL_ROWS, 64 if head_dim <= 128 else 32, 4, 3)
+    return Tile(128, wide, 8, 3 if head_dim <= 64 else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The launch's tiles, one line each (see `prefill_tiles`), and those that are put together (`merge_pieces`)."""
+
+    tiles: list[tuple[int, ...]]
+    merges: list[tuple[int, ...]]
+    pieces: int
+
+
+def plan_work(spans: tuple[Span, ...], group: int, window: int | None, tile: Tile, programs: float) -> Work:
+    """Cut `spans` into tiles of `tile.rows` rows, and long tiles into pieces of keys.
+
+    `programs` is how many programs a key head should be cut into at least: no piece has more keys than each would get.
+    Tiles are in the order of their spans, so that those of one span find its keys in the cache; long ones go first.
+    """
+    at, whole = 0, []
+    for span in spans:
+        rows = span.query_tokens * group
+        lines = []
+        for first_row in range(0, rows, tile.rows):
+            first = span.start + first_row // group
+            last = span.start + (min(first_row + tile.rows, rows) - 1) // group
+            begin = 0 if window is None else max(0, first - window + 1) // tile.keys * tile.keys
+            lines.append((span.begin, first_row, rows, span.start, begin, last + 1, at))
+        whole.append((span.kv_tokens, lines[::-1]))
+        at += len(span.blocks)
+    whole.sort(key=lambda entry: -entry[0])
+    keys = sum(line[5] - line[4] for _, lines in whole for line in lines)
+    most = max(FEWEST_KEYS, int(keys / programs))
+    tiles: list[tuple[int, ...]] = []
+    merges: list[tuple[int, ...]] = []
+    pieces = 0
+    for line in (line for _, lines in whole for line in lines):
+        begin, end = line[4], line[5]
+        count = -(-(end - begin) // most)
+        step = -(-(end - begin) // (count * tile.keys)) * tile.keys
+        cuts = range(begin, end, step)
+        if len(cuts) == 1:
+            tiles.append((*line, -1))
+            continue
+        tiles += [(*line[:4], cut, min(cut + step, end), line[6], pieces + n) for n, cut in enumerate(cuts)]
+        merges.append((*line[:3], pieces, len(cuts)))
+        pieces += len(cuts)
+    return Work(tiles, merges, pieces)
+
+
+class PrefillAttention:
+    """Attends for the chunks of one forward pass over `cache` (see AttentionBackend for its shape).
+
+    The keys and values of a chunk's tokens, cached and new, must be in the store before `attend`. `tile` and `programs`
+    are chosen from the chunks and the device unless given.
+    """
+
+    def __init__(self, cache: torch.Tensor, tile: Tile | None = None, programs: int | None = None) -> None:
+        _, _, self._kv_heads, _, self._block_size, self._head_dim = cache.shape
+        self._cache = cache
+        self._tile = tile
+        self._programs = programs or _multiprocessors(cache.device)
+        self._upcast = bool(triton.knobs.runtime.interpret)  # its products of bfloat16 are wrong
+        self._spans: tuple[Span, ...] = ()
+        self._tables = torch.empty(0, dtype=torch.int64)
+        self._work: dict[tuple[int, int | None], tuple[Tile, Work, torch.Tensor, torch.Tensor]] = {}
+
+    @staticmethod
+    def refusal(needs: AttentionNeeds) -> str | None:
+        """Why these kernels cannot serve `needs`; None: they can."""
+        if not HEAD_DIMS[0] <= needs.head_dim <= HEAD_DIMS[1] or needs.head_dim % 8:
+            return f"heads have {needs.head_dim} elements; it takes multiples of 8 from 16 to 256"
+        if not BLOCK_SIZES[0] <= needs.block_size <= BLOCK_SIZES[1] or needs.block_size % 16:
+            return f"blocks have {needs.block_size} tokens (kv_pool.block_size); it takes multiples of 16 up to 256"
+        if needs.dtype not in DTYPES:
+            return f"KV is {needs.dtype}; it takes {', '.join(DTYPES)}"
+        return None
+
+    def begin(self, spans: tuple[Span, ...]) -> None:
+        """Prepare what all layers of a pass with these chunks share."""
+        self._spans = spans
+        self._work.clear()
+        if spans:
+            self._tables = torch.cat([span.blocks for span in spans])
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        options: AttentionOptions,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Write the rows of all chunks of `out` `[tokens, heads, head_dim]`, and leave its other rows.
+
+        `query` has the shape of `out`; the elements of a head lie side by side in both. `lse` `[tokens, heads]`, fp32,
+        contiguous, gets the natural logarithm of each softmax's denominator, the sink in it.
+        """
+        if not self._spans:
+            return
+        if query.stride(2) != 1 or out.stride(2) != 1:
+            raise AlignedServeError("prefill attention wants the elements of a head side by side")
+        heads, window = query.shape[1], options.sliding_window
+        tile, work, tiles, merges = self._plan(heads // self._kv_heads, window)
+        slots = work.pieces * self._kv_heads * tile.rows
+        pieces = torch.empty(max(1, slots * self._head_dim), dtype=torch.float32, device=query.device)
+        pieces_lse = torch.empty(max(1, slots), dtype=torch.float32, device=query.device)
+        scale = options.scaling * LOG2_E if options.softcap is None else 2.0 * options.scaling / options.softcap
+        block_stride = self._cache.stride(0)
+        shape = {
+            "kv_heads": self._kv_heads,
+            "group": heads // self._kv_heads,
+            "head_dim": self._head_dim,
+            "padded": triton.next_power_of_2(self._head_dim),
+            "tile_rows": tile.rows,
+        }
+        with torch.cuda.device_of(self._cache):
+            prefill_tiles[(self._kv_heads, len(work.tiles))](
+                query,
+                self._cache,
+                self._tables,
+                tiles,
+                options.sinks,
+                out,
+                lse,
+                pieces,
+                pieces_lse,
+                layer * self._cache.stride(1),
+                *(query.stride(0), query.stride(1), out.stride(0), out.stride(1)),
+                *(window or 0, scale, options.softcap or 0.0),
+                **shape,
+                block_stride=block_stride,
+                block_size=self._block_size,
+                tile_keys=tile.keys,
+                columns=TILE_COLUMNS,
+                windowed=window is not None,
+                capped=options.softcap is not None,
+                upcast=self._upcast,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+            if work.merges:
+                merge_pieces[(self._kv_heads, len(work.merges), tile.rows // MERGE_ROWS)](
+                    merges,
+                    options.sinks,
+                    out,
+                    lse,
+                    pieces,
+                    pieces_lse,
+                    *(out.stride(0), out.stride(1)),
+                    **shape,
+                    columns=MERGE_COLUMNS,
+                    merge_rows=MERGE_ROWS,
+                    num_warps=4,
+                )
+
+    def _plan(self, group: int, window: int | None) -> tuple[Tile, Work, torch.Tensor, torch.Tensor]:
+        """The work of this pass, and its tables on the device: the same for all layers of one window."""
+        found = self._work.get((group, window))
+        if found is None:
+            most_rows = max(span.query_tokens for span in self._spans) * group
+            tile = self._tile or choose_tile(self._head_dim, self._cache.itemsize, most_rows)
+            work = plan_work(self._spans, group, window, tile, self._programs / self._kv_heads)
+            tiles, merges = (
+                torch.tensor(lines, dtype=torch.int32).to(self._cache.device, non_blocking=True)
+                for lines in (work.tiles, work.merges)
+            )
+            found = self._work[group, window] = (tile, work, tiles, merges)
+        return found
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Programs that run side by side at least; on a CPU, where the interpreter runs them one by one, 1."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,203 @@
+"""Triton's prefill kernel: in the interpreter against fp64, compiled for sm_90 without a GPU, (marked gpu) on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
+from alignedserve.engine.backends.triton_prefill import PrefillAttention, Tile, plan_work  # noqa: E402
+from alignedserve.engine.batch import Span  # noqa: E402
+from alignedserve.testing.attention import TOLERANCE, paged_case  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+
+RAGGED = [(7, 0), (3, 45), (33, 0), (2, 13), (18, 30)]
+SMALL = Tile(16, 16, 4, 1)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+SHAPES: list[dict[str, Any]] = [
+    {"heads": 4, "kv_heads": 4, "head_dim": 64, "block_size": 16},
+    {"heads": 6, "kv_heads": 2, "head_dim": 80, "block_size": 32},
+    {"heads": 10, "kv_heads": 2, "head_dim": 112, "block_size": 256},
+    {"heads": 8, "kv_heads": 1, "head_dim": 256, "block_size": 48},
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "window_of_one": {"sliding_window": 1},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": 2.0},
+    "all": {"sliding_window": 20, "softcap": 5.0, "sinks": 8.0},
+}
+
+
+def options_of(values: dict[str, Any], heads: int, head_dim: int, device: str = "cpu") -> AttentionOptions:
+    given = dict(values)
+    if "sinks" in given:
+        given["sinks"] = given["sinks"] * torch.randn(heads, generator=torch.Generator().manual_seed(3)).to(device)
+    return AttentionOptions(scaling=head_dim**-0.5, **given)
+
+
+def check(
+    spans: list[tuple[int, int]],
+    dtype: torch.dtype,
+    shape: dict[str, Any],
+    values: dict[str, Any],
+    tile: Tile | None = SMALL,
+    programs: int | None = None,
+    device: str = "cpu",
+) -> None:
+    """Run the kernel into poisoned outputs, and compare rows of chunks; rows of others must be left."""
+    case = paged_case([*spans, (1, 4)], **shape, dtype=dtype, device=device)
+    case.write_new(1)
+    options = options_of(values, shape["heads"], shape["head_dim"], device)
+    attention = PrefillAttention(case.cache, tile, programs)
+    attention.begin(case.batch.spans)
+    out = torch.full_like(case.query, float("nan"))
+    lse = torch.full(case.query.shape[:2], float("nan"), device=device)
+    attention.attend(1, case.query, options, out, lse)
+    expected, expected_lse = case.expected(options)
+    torch.testing.assert_close(out[:-1].double(), expected[:-1], rtol=0.0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse[:-1].double(), expected_lse[:-1], rtol=1e-5, atol=TOLERANCE[dtype])
+    assert bool(out[-1].isnan().all())  # a decode row is not the kernel's to write
+    assert bool(lse[-1].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("values", OPTIONS.values(), ids=OPTIONS)
+def test_ragged_chunks_on_cached_prefixes_equal_fp64(values: dict[str, Any], dtype: torch.dtype) -> None:
+    check(RAGGED, dtype, {"heads": 6, "kv_heads": 2, "head_dim": 32, "block_size": 16}, values)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['head_dim']}x{shape['block_size']}")
+def test_head_sizes_groups_and_block_sizes_equal_fp64(shape: dict[str, Any]) -> None:
+    check([(5, 60), (20, 3)], BF16, shape, OPTIONS["all"])
+    check([(5, 60), (20, 3)], FP32, shape, {}, tile=None)
+
+
+@pytest.mark.parametrize("values", OPTIONS.values(), ids=OPTIONS)
+def test_keys_split_over_programs_equal_fp64(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alignedserve.engine.backends.triton_prefill.FEWEST_KEYS", 16)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16}
+    check([(3, 150), (17, 0), (30, 60)], FP32, shape, values, programs=24)
+
+
+def test_query_and_output_are_read_and_written_through_their_strides() -> None:
+    case = paged_case([(5, 9), (4, 0)], heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=FP32)
+    case.write_new(1)
+    options = AttentionOptions(scaling=0.25)
+    attention = PrefillAttention(case.cache, SMALL)
+    attention.begin(case.batch.spans)
+    query = case.query.transpose(0, 1).contiguous().transpose(0, 1)  # as transformers hands it over
+    wide = torch.full((9, 4, 40), -7.0)
+    attention.attend(1, query, options, wide[..., 8:24])
+    torch.testing.assert_close(wide[..., 8:24].double(), case.expected(options)[0], rtol=0.0, atol=1e-5)
+    assert bool((wide[..., :8] == -7).all())
+    assert bool((wide[..., 24:] == -7).all())
+
+
+def test_a_short_chunk_on_a_long_prefix_is_spread_over_the_device() -> None:
+    spans = (Span(0, 16, 32752, torch.arange(128)),)
+    work = plan_work(spans, 1, None, Tile(64, 64, 4, 3), programs=132 / 8)
+    assert 132 / 8 <= len(work.tiles) <= 2 * 132 / 8
+    assert len(work.merges) == 1
+    pieces = sorted(line[4:6] for line in work.tiles)
+    assert pieces[0][0] == 0
+    assert [begin for begin, _ in pieces[1:]] == [end for _, end in pieces[:-1]]
+    assert pieces[-1][1] == 32768
+
+
+def test_even_chunks_that_fill_the_device_are_not_split() -> None:
+    spans = tuple(Span(512 * n, 512 * n + 512, 0, torch.arange(2)) for n in range(8))
+    work = plan_work(spans, 1, None, Tile(128, 128, 8, 2), programs=132 / 32)
+    assert len(work.tiles) == 8 * 4
+    assert not work.merges
+
+
+def test_a_window_skips_the_keys_before_it() -> None:
+    work = plan_work((Span(0, 64, 4000, torch.arange(254)),), 1, 100, Tile(64, 64, 4, 3), programs=1)
+    ((*_, begin, end, _table, piece),) = work.tiles
+    assert (begin, end, piece) == ((4000 - 99) // 64 * 64, 4064, -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"head_dim": 264}, "264"),
+        ({"head_dim": 84}, "84"),
+        ({"block_size": 8}, "kv_pool.block_size"),
+        ({"dtype": "int8"}, "int8"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_serve_is_refused_by_name(change: dict[str, Any], word: str) -> None:
+    needs = {"device": "cuda", "dtype": "bfloat16", "heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16}
+    assert PrefillAttention.refusal(AttentionNeeds(**needs)) is None
+    assert word in str(PrefillAttention.refusal(AttentionNeeds(**{**needs, **change})))
+
+
+COMPILES = """
+import itertools, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from alignedserve.engine.backends.triton_prefill import choose_tile
+from alignedserve.engine.backends.triton_prefill_kernels import TILE_COLUMNS, prefill_tiles
+
+def compiled(head_dim, itemsize, rows, full):
+    tile, kv = choose_tile(head_dim, itemsize, rows), {2: "*bf16", 4: "*fp32"}[itemsize]
+    constants = {
+        "kv_heads": 8, "group": 3, "block_stride": 32 * 8 * 2 * 16 * head_dim, "block_size": 16, "head_dim": head_dim,
+        "padded": triton.next_power_of_2(head_dim), "tile_rows": tile.rows, "tile_keys": tile.keys,
+        "columns": TILE_COLUMNS, "windowed": full, "capped": full, "upcast": False,
+    }
+    constants |= {} if full else {"sinks": None, "lse": None}
+    types = {
+        **dict.fromkeys(("query", "cache", "out", "sinks"), kv), "tables": "*i64", "work": "*i32", "lse": "*fp32",
+        "pieces": "*fp32", "pieces_lse": "*fp32", "scale": "fp32", "softcap": "fp32",
+    } | dict.fromkeys(constants, "constexpr")
+    names = prefill_tiles.arg_names
+    by_16 = ("token_stride", "head_stride", "layer_offset")
+    even = [n for n, name in enumerate(names) if types.get(name, "i32")[0] == "*" or name.endswith(by_16)]
+    source = triton.compiler.ASTSource(
+        fn=prefill_tiles,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs=constants,
+        attrs={(n,): [["tt.divisibility", 16]] for n in even},
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {"shared": made.metadata.shared, "ptx": made.asm["ptx"]}
+
+print(json.dumps([compiled(*shape) for shape in json.loads(sys.argv[1])]))
+"""
+
+
+def test_it_compiles_for_an_h200_within_its_shared_memory() -> None:
+    """In a process of its own: the interpreter changes Triton's language for the whole process."""
+    shapes = [(128, 2, 4096, False), (256, 2, 4096, True), (80, 2, 16, False)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COMPILES, json.dumps(shapes)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    for shape, made in zip(shapes, json.loads(done.stdout), strict=True):
+        assert made["shared"] <= 227 * 1024, shape
+        assert "wgmma.mma_async" in made["ptx"], shape
+        assert "cp.async.cg.shared.global" in made["ptx"], shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("values", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape['head_dim']}x{shape['block_size']}")
+def test_on_a_gpu_it_equals_fp64(shape: dict[str, Any], values: dict[str, Any], dtype: torch.dtype) -> None:
+    spans = [(700, 0), (3, 6000), (129, 511), (64, 64), (2, 1), (300, 1500)]
+    check(spans, dtype, shape, values, tile=None, device="cuda")
