@@ -145,7 +145,7 @@ def test_what_the_peer_cannot_serve_is_refused_and_the_pair_goes_on(pair: Pair) 
 
 def test_stores_of_another_model_are_refused_by_name(pair: Pair) -> None:
     other = replace(GEOMETRY, model="other", layers=8)
-    with pytest.raises(GeometryMismatchError, match="pair float16, 4 layers.*other float16, 8 layers"):
+    with pytest.raises(GeometryMismatchError, match=r"pair float16, 4 layers.*other float16, 8 layers"):
         PairedChannel(pair.batch, HostBlockStore.private("cache", other, 4), pair.client)
 
 

@@ -89,10 +89,11 @@ def store(name: str, capacity: int, part: StoreSlice | None = None) -> DeviceBlo
 
 
 def ends(library: PretendedNccl) -> tuple[NcclTransport, NcclTransport]:
-    heard: list[Rendezvous] = []
-    told = Rendezvous(lambda key, value: heard[0].heard(key, value))
+    def tell(key: str, value: bytes) -> None:
+        other.heard(key, value)
+
+    told = Rendezvous(tell)
     other = Rendezvous(told.heard)
-    heard.append(other)
     wiring = Wiring("nccl", PREFILL_RANK, "", "cpu", PIECE_BLOCKS * GEOMETRY.block_bytes, 5.0)
     first = NcclTransport(wiring, "pull", told, library=library)
     return first, NcclTransport(replace(wiring, rank=DECODE_RANK), "pull", other, library=library)
