@@ -7,5 +7,9 @@ from alignedserve.registry import Registry
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry(
     "attention backend",
-    {"torch": "alignedserve.engine.backends.torch_backend:TorchBackend"},
+    {
+        "torch": "alignedserve.engine.backends.torch_backend:TorchBackend",
+        "triton": "alignedserve.engine.backends.triton_backend:TritonBackend",
+        "triton_no_split": "alignedserve.engine.backends.triton_backend:TritonNoSplitBackend",
+    },
 )

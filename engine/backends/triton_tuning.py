@@ -22,6 +22,7 @@ _SHARED_BYTES_SM = 228 << 10  # of compute capability 9.0; each program takes 1 
 _SHARED_BYTES_PROGRAM = 227 << 10
 _TILE_BYTES = 32 << 10
 _MMA_ROWS = 16
+_WGMMA_ROWS = 64  # from which on products read their operands from shared memory while the next loads are issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,26 @@ def padded_dim(head_dim: int) -> int:
 def shared_bytes(setting: DecodeSetting, head_dim: int, element_bytes: int, group_rows: int) -> int:
     """What a program takes of an SM's shared memory at most: tiles on the way, and what its results pass through."""
     width = padded_dim(head_dim)
-    on_the_way = (setting.stages - 1) * (2 * setting.tile + group_rows) * width * element_bytes
+    buffers = setting.stages if group_rows >= _WGMMA_ROWS else max(1, setting.stages - 1)
+    on_the_way = buffers * (2 * setting.tile + group_rows) * width * element_bytes
     return on_the_way + group_rows * max(setting.tile * element_bytes, width * 4)
 
 
 def decode_setting(head_dim: int, element_bytes: int, group_rows: int) -> DecodeSetting:
     """The setting to serve with, for heads of `head_dim` elements and `group_rows` (see `padded_group`)."""
     width = padded_dim(head_dim)
+    warps = 4 if group_rows == _MMA_ROWS else 8
     if element_bytes == 4:
-        return DecodeSetting(tile=16 if width > 128 else 32, warps=4, stages=2, programs_per_sm=2)
-    tile = min(128, max(16, _TILE_BYTES // (2 * width * element_bytes)))
-    return DecodeSetting(tile, warps=4 if group_rows == _MMA_ROWS else 8, stages=3, programs_per_sm=2)
+        tile, most_stages = 16 if width > 128 else 32, 2
+    else:
+        tile, most_stages = min(128, max(16, _TILE_BYTES // (2 * width * element_bytes))), 3
+    choices = [(tile, stages, programs) for stages in range(most_stages, 0, -1) for programs in (2, 1)]
+    fitting = (
+        setting
+        for tile, stages, programs in [*choices, (16, 1, 1)]
+        if _fits(setting := DecodeSetting(tile, warps, stages, programs), head_dim, element_bytes, group_rows)
+    )
+    return next(fitting, DecodeSetting(16, warps, 1, 1))
 
 
 def decode_candidates(head_dim: int, element_bytes: int, group_rows: int) -> Iterator[DecodeSetting]:
@@ -68,10 +78,14 @@ def decode_candidates(head_dim: int, element_bytes: int, group_rows: int) -> Ite
             for stages in (2, 3, 4, 5):
                 for programs in (1, 2, 3, 4):
                     setting = DecodeSetting(tile, warps, stages, programs)
-                    needed = shared_bytes(setting, head_dim, element_bytes, group_rows)
-                    fits = programs * (needed + 1024) <= _SHARED_BYTES_SM and needed <= _SHARED_BYTES_PROGRAM
+                    fits = _fits(setting, head_dim, element_bytes, group_rows)
                     if fits and _worth(setting, head_dim, element_bytes) and setting != chosen:
                         yield setting
+
+
+def _fits(setting: DecodeSetting, head_dim: int, element_bytes: int, group_rows: int) -> bool:
+    needed = shared_bytes(setting, head_dim, element_bytes, group_rows)
+    return needed <= _SHARED_BYTES_PROGRAM and setting.programs_per_sm * (needed + 1024) <= _SHARED_BYTES_SM
 
 
 def _worth(setting: DecodeSetting, head_dim: int, element_bytes: int) -> bool:
