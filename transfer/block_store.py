@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry, StoreSlice
@@ -58,6 +60,10 @@ class BlockStore(ABC):
     @abstractmethod
     def read_block(self, block: int) -> memoryview:
         """One block's `block_bytes` bytes: a view where the memory is the host's, else a copy."""
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """xxh3, 64 bits, of each block's bytes. Raises TransferError where they cannot be had."""
+        return [xxhash.xxh3_64_intdigest(self.read_block(block)) for block in block_ids]
 
     @abstractmethod
     def close(self) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import xxhash
-
 from alignedserve.errors import ChecksumError, TransferError
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
@@ -67,7 +65,7 @@ class Copier:
         """Of blocks that nobody writes to meanwhile, to travel with what they hold; [] without `verify`."""
         if not self.verify:
             return []
-        return await asyncio.get_running_loop().run_in_executor(self._hasher, block_checksums, store, list(block_ids))
+        return await asyncio.get_running_loop().run_in_executor(self._hasher, store.checksums, list(block_ids))
 
     def copy(self, routes: Sequence[Route], destination_ids: Sequence[int], label: str) -> Completion:
         """Copy to `destination_ids`, over the first of `routes` that succeeds; all lead to one store. Never blocks.
@@ -171,7 +169,7 @@ class Copier:
                 f"{label}: {len(job.destination_ids)} blocks of {source.store_id} came with {len(route.checksums)} "
                 "checksums: they cannot be trusted"
             )
-        found = block_checksums(store, job.destination_ids)
+        found = store.checksums(job.destination_ids)
         wrong = [index for index, checksum in enumerate(route.checksums) if found[index] != checksum]
         self.checked_blocks += len(found)
         self.mismatches += len(wrong)
@@ -195,8 +193,3 @@ class Copier:
             return
         logger.warning("%s; trying again", error.message)
         self._begin(job, following)
-
-
-def block_checksums(store: BlockStore, block_ids: Sequence[int]) -> list[int]:
-    """xxh3, 64 bits, of each block's bytes."""
-    return [xxhash.xxh3_64_intdigest(store.read_block(block)) for block in block_ids]

@@ -50,7 +50,7 @@ class HostChannel(QueuedChannel):
         """`part` of every block of both stores, uint8, equal in shape but for the first dimension."""
         if part not in self._views:
             cuts = paired_cuts(self.source, self.destination, part)
-            self._views[part] = _view(self._source_blocks, cuts[0]), _view(self._destination_blocks, cuts[1])
+            self._views[part] = cut_view(self._source_blocks, cuts[0]), cut_view(self._destination_blocks, cuts[1])
         return self._views[part]
 
     def _copy_run(self, copy: Copy, source: ByteArray, destination: ByteArray, run: Run) -> None:
@@ -80,7 +80,7 @@ class HostChannel(QueuedChannel):
                 destination[target] = source[wanted]
 
 
-def _view(blocks: ByteArray, cut: Cut) -> ByteArray:
+def cut_view(blocks: ByteArray, cut: Cut) -> ByteArray:
     """`[capacity, width]`, or `[capacity, rows, width]` where the rows of the cut lie apart."""
     if cut.rows == 1:
         return blocks[:, cut.begin_bytes : cut.begin_bytes + cut.width_bytes]

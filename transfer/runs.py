@@ -118,6 +118,12 @@ def paired_cuts(source: BlockStore, destination: BlockStore, part: StoreSlice) -
     return cuts[0], cuts[1]
 
 
+def part_cut(store: BlockStore, part: StoreSlice) -> Cut:
+    """`part` of a block as it lies in `store`; one row if it is contiguous there."""
+    cut = _cut(store.geometry, store.slice, part)
+    return cut.flat() if cut.rows == 1 or cut.width_bytes == cut.stride_bytes else cut
+
+
 def _cut(geometry: KvGeometry, held: StoreSlice, part: StoreSlice) -> Cut:
     head_bytes = slice_block_bytes(geometry, StoreSlice(0, 1, 0, 1))
     layer_bytes = held.shape[1] * head_bytes

@@ -9,6 +9,8 @@ SHARED_MEMORY = "shared-memory"
 PCIE = "pcie"
 CUDA_IPC = "cuda-ipc"
 CUDA_STAGED = "cuda-staged"
+NCCL = "nccl"
+GLOO = "gloo"
 
 PeerAccess = Callable[[str, str], bool]
 """Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""

@@ -18,7 +18,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.testing.faulty_channel import FaultPlan, FaultyChannel
 from alignedserve.transfer.block_store import HostBlockStore
-from alignedserve.transfer.copier import Copier, block_checksums
+from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.host_channel import HostChannel
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
@@ -49,7 +49,7 @@ class Prefill:
         return pw.Prefetch(decode_id="decode-0", buffer=pw.BUFFER_BATCH, batch_id=1, requests=requests)
 
     def stored(self, name: str, block_ids: list[int]) -> pb.StoredRequest:
-        checksums = block_checksums(self.pool, block_ids)
+        checksums = self.pool.checksums(block_ids)
         spec = pb.RequestSpec(key=pb.RequestKey(request_id=name), prompt_token_ids=[1] * 4 * len(block_ids))
         tokens = 4 * len(block_ids)
         where = {"store_id": "kv_pool-0", "pool_id": "kv_pool-0", "kv_tokens": tokens, "pool_tokens": tokens}
@@ -82,7 +82,7 @@ def test_what_has_arrived_is_announced_with_its_checksums() -> None:
         assert await prefill.prefetcher.prefetch(prefill.command(stored), prefill.outbox, OWNER) == ([], [])
         here = prefill.buffer.requests[RequestKey("r")]
         assert here.ready
-        assert list(here.stored.checksums) == block_checksums(prefill.store, here.stored.block_ids)
+        assert list(here.stored.checksums) == prefill.store.checksums(here.stored.block_ids)
         assert list(here.stored.checksums) == list(stored.pool_checksums)
 
     run(FaultPlan(), scenario)

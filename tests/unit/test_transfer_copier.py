@@ -14,7 +14,7 @@ from alignedserve.testing.faulty_channel import PLAN_VARIABLE, FaultPlan, Faulty
 from alignedserve.transfer import links
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.channel import Channel
-from alignedserve.transfer.copier import Copier, Route, block_checksums
+from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.host_channel import HostChannel
 
 GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
@@ -45,7 +45,7 @@ class World:
         return copier
 
     def route(self, channel: Channel, checksums: Sequence[int] | None = None) -> Route:
-        known = block_checksums(self.stores[0], SOURCE_IDS) if checksums is None else checksums
+        known = self.stores[0].checksums(SOURCE_IDS) if checksums is None else checksums
         return Route(channel, SOURCE_IDS, known)
 
     def found_stuck(self, copier: Copier, *, until_s: float) -> TransferError | None:
@@ -140,7 +140,7 @@ def test_checksums_are_taken_only_where_they_are_wanted(world: World) -> None:
     source = world.stores[0]
     assert asyncio.run(world.copier(verify=False).checksums(source, SOURCE_IDS)) == []
     taken = asyncio.run(world.copier().checksums(source, SOURCE_IDS))
-    assert taken == block_checksums(source, SOURCE_IDS)
+    assert taken == source.checksums(SOURCE_IDS)
     assert len(set(taken)) == 3
 
 
@@ -260,6 +260,6 @@ def test_checksums_differ_for_every_flipped_bit() -> None:
     for byte in range(store.block_bytes):
         for bit in range(8):
             store.blocks[0, byte] ^= 1 << bit
-            sums.update(block_checksums(store, [0]))
+            sums.update(store.checksums([0]))
             store.blocks[0, byte] ^= 1 << bit
     assert len(sums) == store.block_bytes * 8

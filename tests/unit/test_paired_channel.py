@@ -1,0 +1,210 @@
+"""Copies that need both processes of a pair: over Gloo between two real ones, with breaks, deaths and refusals."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from alignedserve.errors import GeometryMismatchError, TransferError  # noqa: E402
+from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
+from alignedserve.proto import common_pb2 as pb  # noqa: E402
+from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
+from alignedserve.transfer.copier import Copier, Route  # noqa: E402
+from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
+from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
+from alignedserve.transfer.paired.client import PairClient  # noqa: E402
+from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
+from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
+from alignedserve.transfer.paired.transport import DECODE_RANK  # noqa: E402
+
+GEOMETRY = KvGeometry("pair", "float16", layers=4, kv_heads=2, head_dim=8, block_size=4)
+BLOCKS = 64
+AWAY_S = 4.0
+SPEC = PeerSpec(GEOMETRY, BLOCKS, silent_s=2.0)
+
+
+class Pair:
+    """This process's end, with a cache, beside a peer process with two buffers."""
+
+    def __init__(self, peer: PeerProcess, cache: HostBlockStore | DeviceBlockStore | None = None) -> None:
+        self.peer = peer
+        wiring = replace(SPEC.wiring(DECODE_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
+        self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=AWAY_S)
+        self.cache = cache or HostBlockStore.private("cache", GEOMETRY, BLOCKS)
+        self.batch, self.requests = (RemoteBlockStore(h, self.client.checksums) for h in self.peer.handles)
+        self.peer.connect(self.client)
+        self.pull = PairedChannel(self.batch, self.cache, self.client)
+        self.pull_requests = PairedChannel(self.requests, self.cache, self.client)
+        self.push = PairedChannel(self.cache, self.requests, self.client)
+
+    def break_session(self) -> None:
+        session = self.client._session
+        if session is not None:
+            session.trouble("a test broke it")
+
+    def close(self) -> None:
+        self.client.close()
+        for channel in (self.pull, self.pull_requests, self.push):
+            channel.close()
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[PeerProcess]:
+    """One process for most tests: each has a client of its own. It takes seconds to start."""
+    with PeerProcess(SPEC) as peer:
+        yield peer
+
+
+@pytest.fixture
+def pair(peer: PeerProcess) -> Iterator[Pair]:
+    pair = Pair(peer)
+    yield pair
+    pair.close()
+
+
+def test_blocks_come_from_the_peer_and_go_back_to_it(pair: Pair) -> None:
+    draw = random.Random(1)
+    theirs, ours = draw.sample(range(BLOCKS), 30), draw.sample(range(BLOCKS), 30)
+    assert pair.pull.copy(theirs, ours).wait(20)
+    expected = make_store(SPEC, pair.batch.store_id)
+    assert pair.cache.checksums(ours) == expected.checksums(theirs)
+    untouched = [block for block in range(BLOCKS) if block not in ours]
+    assert not pair.cache.blocks[untouched].any()
+
+    back = draw.sample(range(BLOCKS), 30)
+    assert pair.push.copy(ours, back).wait(20)
+    assert pair.requests.checksums(back) == expected.checksums(theirs)
+    counters = pair.pull.counters()
+    assert (counters.copies, counters.blocks, counters.bytes) == (1, 30, 30 * GEOMETRY.block_bytes)
+    assert pair.pull.name == "gloo"
+
+
+def test_only_the_layers_that_are_asked_for_arrive(pair: Pair) -> None:
+    assert pair.pull.copy([3, 9], [0, 5], layers=(1, 3)).wait(20)
+    expected = make_store(SPEC, pair.batch.store_id)
+    assert isinstance(expected, HostBlockStore)
+    layer = GEOMETRY.block_bytes // GEOMETRY.layers
+    for theirs, ours in ((3, 0), (9, 5)):
+        assert np.array_equal(pair.cache.blocks[ours, layer : 3 * layer], expected.blocks[theirs, layer : 3 * layer])
+        assert not pair.cache.blocks[ours, :layer].any()
+        assert not pair.cache.blocks[ours, 3 * layer :].any()
+
+
+@pytest.mark.parametrize("part", [StoreSlice(1, 3, 0, 2), StoreSlice(0, 4, 1, 2), StoreSlice(2, 4, 0, 1)])
+def test_a_cache_of_some_layers_or_heads_gets_its_share(peer: PeerProcess, part: StoreSlice) -> None:
+    tensor = torch.zeros(BLOCKS, *part.shape, 2, GEOMETRY.block_size, GEOMETRY.head_dim, dtype=torch.float16)
+    pair = Pair(peer, DeviceBlockStore("cache", GEOMETRY, tensor, part=part))
+    try:
+        ids = random.Random(2).sample(range(BLOCKS), 20)
+        assert pair.pull.copy(ids, range(20)).wait(20)
+        whole = make_store(SPEC, pair.batch.store_id)
+        assert isinstance(whole, HostBlockStore)
+        blocks = torch.from_numpy(whole.blocks[ids]).view(torch.float16).view(20, *GEOMETRY.block_shape)
+        wanted = blocks[:, part.layer_begin : part.layer_end, part.head_begin : part.head_end]
+        assert torch.equal(tensor[:20].view(torch.int16), wanted.contiguous().view(torch.int16))
+        assert not tensor[20:].any()
+    finally:
+        pair.close()
+
+
+def test_evictions_do_not_wait_for_a_long_pull(pair: Pair) -> None:
+    pulls = [pair.pull.copy(range(BLOCKS), range(BLOCKS)) for _ in range(40)]
+    pushed = pair.push.copy([1, 2], [3, 4])
+    other = pair.pull_requests.copy([7], [7])
+    assert pushed.wait(20)
+    assert other.wait(20)
+    assert not all(pull.done() for pull in pulls)
+    assert all(pull.wait(20) for pull in pulls)
+
+
+def test_what_the_peer_cannot_serve_is_refused_and_the_pair_goes_on(pair: Pair) -> None:
+    stranger = RemoteBlockStore(replace(pair.peer.handles[0], store_id="peer/none"), pair.client.checksums)
+    channel = PairedChannel(stranger, pair.cache, pair.client)
+    with pytest.raises(TransferError, match=r"no store peer/none here; there are peer/batch, peer/requests"):
+        channel.copy([0], [0]).wait(20)
+    with pytest.raises(TransferError, match="no store peer/none"):
+        stranger.checksums([0])
+    channel.close()
+    larger = RemoteBlockStore(replace(pair.peer.handles[0], capacity_blocks=2 * BLOCKS), pair.client.checksums)
+    channel = PairedChannel(larger, pair.cache, pair.client)
+    with pytest.raises(TransferError, match=rf"has blocks 0 to {BLOCKS - 1}, not \[{BLOCKS}\]"):
+        channel.copy([BLOCKS], [0]).wait(20)
+    channel.close()
+    assert pair.pull.copy([1], [1]).wait(20)
+    assert pair.client.sessions == 1
+
+
+def test_stores_of_another_model_are_refused_by_name(pair: Pair) -> None:
+    other = replace(GEOMETRY, model="other", layers=8)
+    with pytest.raises(GeometryMismatchError, match=r"pair float16, 4 layers.*other float16, 8 layers"):
+        PairedChannel(pair.batch, HostBlockStore.private("cache", other, 4), pair.client)
+
+
+def test_copies_wait_for_the_next_session_when_one_breaks(pair: Pair) -> None:
+    assert pair.pull.copy([0], [0]).wait(20)
+    pair.break_session()
+    pulls = [pair.pull.copy([block], [block]) for block in range(1, 20)]
+    assert all(pull.wait(20) for pull in pulls)
+    pair.break_session()
+    pushes = [pair.push.copy([block], [block]) for block in range(20)]
+    assert all(push.wait(20) for push in pushes)
+    assert pair.client.sessions == 3
+    assert pair.requests.checksums(range(20)) == make_store(SPEC, pair.batch.store_id).checksums(range(20))
+
+
+def test_a_session_that_breaks_in_a_copy_costs_a_second_try(pair: Pair) -> None:
+    """The copier's routes are what makes a copy again; nothing is lost, and nothing arrives that was not sent."""
+    copier = Copier(verify=True, timeout_s=20.0)
+    expected = make_store(SPEC, pair.batch.store_id).checksums(range(BLOCKS))
+    route = Route(pair.pull, list(range(BLOCKS)), expected)
+    copies = []
+    for number in range(60):
+        copies.append(copier.copy([route, route, route], list(range(BLOCKS)), f"r{number}"))
+        if number in (15, 40):
+            pair.break_session()
+    assert all(copy.wait(20) for copy in copies)
+    assert copier.mismatches == 0
+    assert pair.client.sessions >= 2
+    copier.close()
+
+
+def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_neither_takes_another_pair(
+    pair: Pair,
+) -> None:
+    with PeerProcess(SPEC) as peer:
+        mortal = Pair(peer)
+        assert mortal.pull.copy([0], [0]).wait(20)
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(TransferError, match="peer"):
+            mortal.pull.copy(range(BLOCKS), range(BLOCKS)).wait(20)
+        assert SPEC.silent_s * 0.9 < time.monotonic() - begun < SPEC.silent_s + 2.0
+        os.kill(peer.process.pid, signal.SIGCONT)
+        assert mortal.pull.copy([0], [0]).wait(20)
+
+        doomed = [mortal.pull.copy(range(BLOCKS), range(BLOCKS)) for _ in range(200)]
+        went_on = [pair.pull.copy(range(BLOCKS), range(BLOCKS)) for _ in range(50)]
+        begun = time.monotonic()
+        peer.process.kill()
+        with pytest.raises(TransferError):
+            doomed[-1].wait(20)  # after all that were under way or waited for another session
+        assert time.monotonic() - begun < AWAY_S + 2.0
+        assert all(copy.wait(20) for copy in went_on)
+        assert pair.client.sessions == 1
+        mortal.close()
+
+
+def test_stores_that_are_both_here_are_no_pair(pair: Pair) -> None:
+    with pytest.raises(TransferError, match="not in two processes"):
+        PairedChannel(pair.cache, pair.cache, pair.client)
+    with pytest.raises(TransferError, match="in another process"):
+        pair.batch.read_block(0)

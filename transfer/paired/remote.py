@@ -1,0 +1,52 @@
+"""A store in the other process of a pair, as this one knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from alignedserve.errors import TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.transfer.block_store import BlockStore
+from alignedserve.transfer.handles import StoreHandle
+
+
+class RemoteBlockStore(BlockStore):
+    """Has no memory here: a `PairedChannel` copies from and to it. Its checksums are the other process's work."""
+
+    def __init__(self, handle: StoreHandle, ask_checksums: Callable[[str, Sequence[int]], list[int]]) -> None:
+        """`ask_checksums(store_id, block_ids)` blocks, and raises TransferError where there is no answer."""
+        self._handle = handle
+        self._ask_checksums = ask_checksums
+
+    @property
+    def store_id(self) -> str:
+        return self._handle.store_id
+
+    @property
+    def geometry(self) -> KvGeometry:
+        return self._handle.geometry
+
+    @property
+    def slice(self) -> StoreSlice:
+        return self._handle.slice
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self._handle.capacity_blocks
+
+    @property
+    def device(self) -> str:
+        return self._handle.device
+
+    def handle(self) -> StoreHandle:
+        return self._handle
+
+    def read_block(self, block: int) -> memoryview:
+        """Raises TransferError: its bytes are in another process."""
+        raise TransferError(f"store {self.store_id} is in another process: its blocks can only be copied")
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        return self._ask_checksums(self.store_id, block_ids)
+
+    def close(self) -> None:
+        """Nothing is held here."""

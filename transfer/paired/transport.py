@@ -1,0 +1,84 @@
+"""How bytes get from one process of a pair to the other: the contract, and which kinds there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from alignedserve.errors import TransferError
+from alignedserve.geometry import StoreSlice
+from alignedserve.transfer.paired.blocks import PackedBlocks
+from alignedserve.transfer.paired.rendezvous import Rendezvous
+from alignedserve.transfer.runs import IdArray
+from alignedserve.transfer.topology import GLOO, NCCL
+
+PREFILL_RANK, DECODE_RANK = 0, 1
+PIECE_BYTES = {GLOO: 8 << 20, NCCL: 32 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """One end's share of a copy: `part` of the blocks `ids` of a store. `ready`: what they wait for, if anything."""
+
+    blocks: PackedBlocks
+    part: StoreSlice
+    ids: IdArray
+    ready: Any = None
+
+    def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
+        """`(begin, end)` in `ids`, of at most `piece_bytes` or one block: the same at both ends."""
+        step = max(1, piece_bytes // self.blocks.width_bytes(self.part))
+        for begin in range(0, self.ids.size, step):
+            yield begin, min(begin + step, self.ids.size)
+
+    def staging_bytes(self, piece_bytes: int) -> int:
+        """What the largest piece may need."""
+        return max(piece_bytes, self.blocks.width_bytes(self.part))
+
+
+class Transport(ABC):
+    """One direction of a pair, in a connection of its own: one end sends, the other receives, the same copies in order.
+
+    `send` and `receive` are called by one thread at a time, and return when nothing of the portion is used any more;
+    they raise TransferError, after which the transport is of no more use. `abort` may be called by any thread: what is
+    under way ends with an error, at once or within the time that a silent peer is given; idempotent.
+    """
+
+    @abstractmethod
+    def send(self, portion: Portion) -> None: ...
+
+    @abstractmethod
+    def receive(self, portion: Portion) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What a transport is made with. `silent_s`: how long a peer may be silent; `host`: the address that Gloo binds."""
+
+    channel: str
+    rank: int
+    host: str
+    device: str
+    piece_bytes: int
+    silent_s: float
+
+
+def open_transport(wiring: Wiring, name: str, rendezvous: Rendezvous) -> Transport:
+    """Connect with the other end, which calls this at the same time with the same `name`. Blocks.
+
+    Raises TransferError where it does not come about.
+    """
+    if wiring.channel == GLOO:
+        from alignedserve.transfer.paired.gloo import GlooTransport
+
+        return GlooTransport(wiring, name, rendezvous)
+    if wiring.channel == NCCL:
+        from alignedserve.transfer.paired.nccl import NcclTransport
+
+        return NcclTransport(wiring, name, rendezvous)
+    raise TransferError(f"no paired channel is called {wiring.channel!r}; there are {GLOO!r} and {NCCL!r}")
