@@ -10,7 +10,7 @@ import torch
 from alignedserve.engine import attention
 from alignedserve.engine.attention import ActiveForward
 from alignedserve.engine.backends.registry import BACKENDS
-from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
+from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.loader import LoadedModel
 from alignedserve.engine.threads import PassThreads
 from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
@@ -90,16 +90,36 @@ class ModelRunner:
         self._backend.begin(batch)
         kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
         threads = contextlib.nullcontext() if self._threads is None else self._threads.held(batch)
-        with threads, attention.active(ActiveForward(self._backend)) as forward:
-            output = loaded.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs)
+        with threads:
+            logits = self._logits(batch.input_ids, batch.position_ids, **kwargs)
+        if not loaded.keeps_logits:
+            logits = logits[batch.logit_rows]
+        return logits.float()
+
+    @property
+    def captures(self) -> bool:
+        """Whether `forward_table` can be captured in a CUDA graph, as far as the backend is concerned."""
+        return self._backend.captures
+
+    @torch.inference_mode()
+    def forward_table(self, input_ids: torch.Tensor, position_ids: torch.Tensor, table: DecodeTable) -> torch.Tensor:
+        """A pass of one new token a row, whose inputs (both int64 `[1, rows]`) stay where they are, for a graph.
+
+        Returns logits in the model's dtype, `[rows, vocab_size]`.
+        """
+        self._backend.begin_table(table)
+        return self._logits(input_ids, position_ids)
+
+    def _logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        loaded = self.loaded
+        with attention.active(ActiveForward(self._backend)) as forward:
+            output = loaded.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
         if len(forward.layers) != loaded.info.layers:
             raise UnsupportedModelError(
                 f"{loaded.info.name} called attention {len(forward.layers)} times for {loaded.info.layers} layers"
             )
         logits: torch.Tensor = output.logits[0]
-        if not loaded.keeps_logits:
-            logits = logits[batch.logit_rows]
-        return logits.float()
+        return logits
 
     def threads(self, items: Sequence[ForwardItem]) -> int:
         """How many threads of the CPU the pass of `items` is computed by; 0 on a GPU."""

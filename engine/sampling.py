@@ -27,7 +27,7 @@ from alignedserve.request import SamplingParams, TokenLogprobs
 _CANDIDATES = 512  # for top_p alone, at first
 _TIES = 8  # beyond top_k
 _CACHED_ELEMENTS = 1 << 16
-_LOWEST_TEMPERATURE = 1e-5
+LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[i
     """One drawn token for each row, `[rows]`."""
     device = logits.device
     sampling = [row.sampling for row in rows]
-    temperature = upload([max(s.temperature, _LOWEST_TEMPERATURE) for s in sampling], device, torch.float32)
+    temperature = upload([max(s.temperature, LOWEST_TEMPERATURE) for s in sampling], device, torch.float32)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
     keys = upload([row_keys(s.seed, place) for s, place in zip(sampling, positions, strict=True)], device, torch.int32)
     lowest_likely = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in sampling]

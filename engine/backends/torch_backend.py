@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from alignedserve.engine.backends.base import AttentionBackend, AttentionOptions
 from alignedserve.engine.backends.torch_decode import DecodeAttention
-from alignedserve.engine.batch import PackedBatch, Span
+from alignedserve.engine.backends.torch_table import TableAttention
+from alignedserve.engine.batch import DecodeTable, PackedBatch, Span
 from alignedserve.errors import AlignedServeError
 
 
@@ -27,6 +28,7 @@ class TorchBackend(AttentionBackend):
         self._head_rows = cache.view(-1, block_size * head_dim)  # one row for each (block, layer, head, k|v)
         self._decode = DecodeAttention(cache)
         self._batch: PackedBatch | None = None
+        self._table: TableAttention | None = None
         self._key_slots = torch.empty(0, dtype=torch.int64)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
@@ -36,11 +38,16 @@ class TorchBackend(AttentionBackend):
         self._key_slots = (first + heads * (2 * self._block_size)).flatten()
         self._masks.clear()
         self._decode.begin(None if batch.decode is None else batch.decode.table)
-        self._batch = batch
+        self._batch, self._table = batch, None
+
+    def begin_table(self, table: DecodeTable) -> None:
+        self._table = TableAttention(self.cache, table)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
+        if self._table is not None:
+            return self._table.attend(layer, query, key, value, options)
         batch = self._batch
         if batch is None:
             raise AlignedServeError("the attention backend was used before begin()")

@@ -1,0 +1,190 @@
+"""The memory that captured passes read and write, and how a batch gets into it: one copy an iteration.
+
+On the device there is one int32 tensor of inputs: columns of `capacity` rows (tokens, lengths, how each row draws), and
+behind them what changed in the block table since the last iteration, as places and values. A row's blocks are sent
+whole when the row goes to another request, and as the few new ones while it stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from alignedserve.engine.batch import DecodeTable
+from alignedserve.engine.decoding import DecodeItem
+from alignedserve.engine.graphs.device import GraphDevice, Mark
+from alignedserve.engine.graphs.drawing import DrawColumns
+from alignedserve.engine.noise import row_keys
+from alignedserve.engine.sampling import LOWEST_TEMPERATURE, SampleRow
+from alignedserve.errors import AccountingError
+
+
+class Column(IntEnum):
+    """Rows of the inputs' first part; TOP_P has two, as it is fp64."""
+
+    TOKEN = 0
+    PREVIOUS = 1  # the row of the iteration before whose token this is; negative: TOKEN
+    LENGTH = 2
+    FIRST_KEY = 3
+    SECOND_KEY = 4
+    TOP_K = 5
+    TEMPERATURE = 6
+    MIN_P = 7
+    TOP_P = 8
+
+
+COLUMNS = 10
+
+
+@dataclass(slots=True)
+class Staging:
+    """Page-locked memory of one iteration of two in turn."""
+
+    inputs: torch.Tensor  # int32, as the device's
+    reported: torch.Tensor  # int64 [capacity]
+    sent: Mark | None = None  # the device has read `inputs`
+
+
+class StepBuffers:
+    """Of one store and model, for at most `capacity` rows of at most `width` blocks."""
+
+    def __init__(
+        self, device: GraphDevice, where: torch.device, capacity: int, width: int, vocab_size: int, blocks: int
+    ) -> None:
+        """`blocks`: of the store. `capacity` is rounded up to an even number."""
+        self.capacity = capacity = capacity + capacity % 2
+        self.width, self._blocks = width, blocks
+        size = COLUMNS * capacity + 2 * capacity * width
+        self._inputs = torch.zeros(size, dtype=torch.int32, device=where)
+        self._table = torch.zeros(capacity, width, dtype=torch.int32, device=where)
+        self.logits = torch.zeros(capacity, vocab_size, dtype=torch.float32, device=where)
+        self.chosen = torch.zeros(capacity, dtype=torch.int64, device=where)
+        self.reported = torch.zeros(capacity, dtype=torch.int64, device=where)
+        self.staging = tuple(
+            Staging(device.host_buffer(size, torch.int32), device.host_buffer(capacity, torch.int64)) for _ in range(2)
+        )
+        self._columns = np.zeros((COLUMNS, capacity), dtype=np.int32)
+        self._owners: list[SampleRow] = []  # of each row, in the iteration before
+        self._held: list[list[int]] = []  # each row's blocks as the device has them: how many, the first and the last
+        self._top_p = self._columns[Column.TOP_P : Column.TOP_P + 2].reshape(-1).view(np.float64)
+        self._device = device
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        held = (self._inputs, self._table, self.logits, self.chosen, self.reported)
+        return sum(tensor.nbytes for tensor in held)
+
+    # ---- what graphs read
+
+    def column(self, column: Column, rows: int) -> torch.Tensor:
+        """int32 `[rows]`, or fp32 where the column holds that."""
+        begin = column * self.capacity
+        found = self._inputs[begin : begin + rows]
+        return found.view(torch.float32) if column in (Column.TEMPERATURE, Column.MIN_P) else found
+
+    def table(self, rows: int) -> DecodeTable:
+        return DecodeTable(self.column(Column.LENGTH, rows), self._table[:rows])
+
+    def draw_columns(self, rows: int) -> DrawColumns:
+        begin = Column.TOP_P * self.capacity
+        return DrawColumns(
+            temperature=self.column(Column.TEMPERATURE, rows),
+            min_p=self.column(Column.MIN_P, rows),
+            top_p=self._inputs[begin : begin + 2 * rows].view(torch.float64),
+            top_k=self.column(Column.TOP_K, rows),
+            first_key=self.column(Column.FIRST_KEY, rows),
+            second_key=self.column(Column.SECOND_KEY, rows),
+        )
+
+    # ---- what an iteration writes
+
+    def forget(self) -> None:
+        """The next iteration sends everything: what the device has is not what was last written down."""
+        self._owners, self._held = [], []
+
+    def fill_for_capture(self) -> None:
+        """Every row decodes a second token after one in block 0."""
+        self.forget()
+        self._inputs.zero_()
+        self._table.zero_()
+        self.column(Column.LENGTH, self.capacity).fill_(1)
+        self.column(Column.PREVIOUS, self.capacity).fill_(-1)
+
+    def send(self, items: Sequence[DecodeItem], block_size: int, staging: Staging) -> None:
+        """Fill the device's inputs with `items`, a row each; rows behind them become padding.
+
+        Raises AccountingError where an item's blocks do not cover its tokens, or do not exist.
+        """
+        places, values = self._update(items, block_size)
+        if staging.sent is not None:
+            staging.sent.wait()
+        head, count = COLUMNS * self.capacity, len(places)
+        buffer = staging.inputs.numpy()
+        buffer[:head] = self._columns.reshape(-1)
+        buffer[head : head + count] = places
+        buffer[head + count : head + 2 * count] = values
+        self._inputs[: head + 2 * count].copy_(staging.inputs[: head + 2 * count], non_blocking=True)
+        staging.sent = self._device.mark()
+        if count:
+            where = self._inputs[head : head + count].to(torch.int64)
+            self._table.view(-1).index_copy_(0, where, self._inputs[head + count : head + 2 * count])
+
+    def _update(self, items: Sequence[DecodeItem], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Write the columns; returns places in the flat block table and their new block ids, int32 `[changes]` both."""
+        count = len(items)
+        columns = self._columns
+        columns[: Column.TOP_P, count:] = 0
+        columns[Column.PREVIOUS, count:] = -1
+        columns[Column.TOKEN, :count] = [item.token_id or 0 for item in items]
+        columns[Column.PREVIOUS, :count] = [item.previous if item.token_id is None else -1 for item in items]
+        columns[Column.LENGTH, :count] = [item.kv_tokens + 1 for item in items]
+        del self._owners[count:], self._held[count:]
+        places: list[int] = []
+        values: list[int] = []
+        for row, item in enumerate(items):
+            needed = item.kv_tokens // block_size + 1
+            if len(item.block_ids) < needed or needed > self.width:
+                raise AccountingError(
+                    f"{len(item.block_ids)} blocks of {block_size} (at most {self.width}) do not cover "
+                    f"{item.kv_tokens + 1} tokens"
+                )
+            begin = self._begin_row(row, item, needed)
+            places += range(row * self.width + begin, row * self.width + needed)
+            values += item.block_ids[begin:needed]
+            if not item.row.sampling.greedy:
+                columns[Column.FIRST_KEY : Column.SECOND_KEY + 1, row] = row_keys(item.row.sampling.seed, item.position)
+        changed = np.array(values, dtype=np.int64)
+        if len(changed) and (changed.min() < 0 or changed.max() >= self._blocks):
+            raise AccountingError(f"a block id lies outside this store of {self._blocks} blocks")
+        return np.array(places, dtype=np.int32), changed.astype(np.int32)
+
+    def _begin_row(self, row: int, item: DecodeItem, needed: int) -> int:
+        """How many of the item's blocks the device has already in this row, which is the item's from now on."""
+        if row == len(self._owners):
+            self._owners.append(item.row)
+            self._held.append([0, 0, 0])
+        held = self._held[row]
+        count, first, last = held
+        ids = item.block_ids
+        stays = self._owners[row] is item.row and 0 < count <= needed and ids[0] == first and ids[count - 1] == last
+        held[:] = needed, ids[0], ids[needed - 1]
+        if stays:
+            return count
+        self._owners[row] = item.row
+        self._describe(row, item.row)
+        return 0
+
+    def _describe(self, row: int, owner: SampleRow) -> None:
+        """How the row draws, whatever the position."""
+        sampling, columns = owner.sampling, self._columns
+        columns[Column.TOP_K, row] = min(sampling.top_k, (1 << 31) - 1)
+        floats = columns[Column.TEMPERATURE : Column.MIN_P + 1].view(np.float32)
+        floats[0, row] = 0.0 if sampling.greedy else max(sampling.temperature, LOWEST_TEMPERATURE)
+        floats[1, row] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+        self._top_p[row] = sampling.top_p

@@ -1,0 +1,100 @@
+"""The graphs of one model and store: for each batch size a forward pass, and two ways to choose tokens after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from alignedserve.engine.graphs.buffers import Column, StepBuffers
+from alignedserve.engine.graphs.device import GraphDevice, Replay
+from alignedserve.engine.graphs.drawing import draw
+from alignedserve.engine.graphs.sizes import size_for
+from alignedserve.engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 2.0
+
+Progress = Callable[[int, int], None]
+
+
+class CapturedPasses:
+    """Forward passes are one graph a size; choosing, two small ones: a batch of greedy rows draws nothing."""
+
+    def __init__(self, runner: ModelRunner, buffers: StepBuffers, device: GraphDevice, sizes: Sequence[int]) -> None:
+        """`sizes`: ascending."""
+        self.sizes = tuple(sizes)
+        self.memory_bytes = 0
+        self._runner, self._buffers, self._device = runner, buffers, device
+        self._forward: dict[int, Replay] = {}
+        self._choose: dict[tuple[int, bool], Replay] = {}
+
+    def capture(self, progress: Progress) -> None:
+        """All sizes, the largest first: the others' intermediate tensors then fit into its memory.
+
+        `progress(done, all)` is called after each size. Overwrites block 0. Raises whatever keeps the model from being
+        captured; what had been captured by then is given up.
+        """
+        device = self._device
+        device.prepare()
+        before = device.memory_bytes()
+        self._buffers.fill_for_capture()
+        try:
+            for done, size in enumerate(reversed(self.sizes), start=1):
+                self._forward[size] = device.capture(lambda size=size: self._run_forward(size))  # type: ignore[misc]
+                for drawn in (False, True):
+                    self._choose[size, drawn] = device.capture(
+                        lambda size=size, drawn=drawn: self._run_choose(size, drawn)  # type: ignore[misc]
+                    )
+                progress(done, len(self.sizes))
+        except BaseException:
+            self._forward.clear()
+            self._choose.clear()
+            raise
+        finally:
+            self._buffers.forget()
+        self.memory_bytes = max(0, device.memory_bytes() - before)
+
+    def replay(self, rows: int, drawn: bool) -> int:
+        """Compute what the buffers hold, of so many rows; returns how many rows were computed."""
+        size = size_for(self.sizes, rows)
+        assert size is not None, "a batch of more rows than were captured"
+        self._forward[size]()
+        self._choose[size, drawn]()
+        return size
+
+    def _run_forward(self, size: int) -> None:
+        buffers = self._buffers
+        previous = buffers.column(Column.PREVIOUS, size)
+        chosen_before = buffers.chosen.index_select(0, previous.clamp(min=0).to(torch.int64))
+        token_ids = torch.where(previous >= 0, chosen_before, buffers.column(Column.TOKEN, size).to(torch.int64))
+        table = buffers.table(size)
+        positions = (table.lengths - 1).clamp(min=0).to(torch.int64)
+        logits = self._runner.forward_table(token_ids.unsqueeze(0), positions.unsqueeze(0), table)
+        buffers.logits[:size].copy_(logits)
+
+    def _run_choose(self, size: int, drawn: bool) -> None:
+        """Tokens, and -1 for the host where a row's logits are not finite (a NaN is its row's maximum)."""
+        buffers = self._buffers
+        logits, chosen = buffers.logits[:size], buffers.chosen[:size]
+        top, best = logits.max(dim=-1)
+        chosen.copy_(best)
+        if drawn:
+            draw(logits, top, buffers.draw_columns(size), chosen)
+        buffers.reported[:size].copy_(torch.where(torch.isfinite(top), chosen, -1))
+
+
+def logged_progress(what: str) -> Progress:
+    """Into the log, now and then."""
+    said_s = time.monotonic()
+
+    def progress(done: int, count: int) -> None:
+        nonlocal said_s
+        if done == count or time.monotonic() - said_s >= SAY_EVERY_S:
+            said_s = time.monotonic()
+            logger.info("%s: captured %d of %d batch sizes", what, done, count)
+
+    return progress

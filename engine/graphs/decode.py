@@ -1,0 +1,273 @@
+"""Decode iterations from CUDA graphs: each is one copy in, the replay of two graphs, and one copy out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.graphs.buffers import StepBuffers
+from alignedserve.engine.graphs.captured import CapturedPasses, Progress, logged_progress
+from alignedserve.engine.graphs.device import GraphDevice, Mark
+from alignedserve.engine.runner import ModelRunner
+from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow
+from alignedserve.errors import AccountingError, NumericsError
+
+logger = logging.getLogger(__name__)
+
+Results = list[SampledToken | Exception]
+
+
+@dataclass(slots=True)
+class GraphCounters:
+    replays: int = 0
+    padded_rows: int = 0  # computed beside those of the batches
+    eager: int = 0  # iterations computed without a graph
+    sampled_outside: int = 0  # rows whose tokens the Sampler chose from a graph's logits
+
+
+class GraphDecode(DecodeEngine):
+    """Replays what `warm_up` captured. Batches of more rows than that, and models that cannot be captured, go to
+    `eager`, which computes the same tokens.
+
+    Tokens that need no more than a row's own settings are chosen on the device; for the others the Sampler looks at
+    the graph's logits once the device is done with them.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        eager: DecodeEngine,
+        device: GraphDevice,
+        sizes: Sequence[int],
+        progress: Progress | None = None,
+    ) -> None:
+        """`sizes`: ascending. A request has room for as many tokens as the model has positions and the store blocks."""
+        info, blocks = runner.loaded.info, runner.cache.shape[0]
+        width = min(blocks, -(-info.max_positions // runner.block_size))
+        with torch.inference_mode(), device.scope():
+            self._buffers = StepBuffers(device, runner.loaded.device, sizes[-1], width, info.vocab_size, blocks)
+        self._passes = CapturedPasses(runner, self._buffers, device, sizes)
+        self._runner, self._eager, self._device = runner, eager, device
+        self._progress = progress or logged_progress(info.name)
+        self._sampler = Sampler()
+        self._captured = False
+        self._last: _Step | None = None
+        self._in_flight: list[_GraphStep | None] = [None] * len(self._buffers.staging)
+        self._turn = 0
+        self.counters = GraphCounters()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes that are captured."""
+        return self._passes.sizes if self._captured else ()
+
+    @property
+    def graph_memory_bytes(self) -> int:
+        """What graphs and their buffers take on the device; of the graphs, as measured while they were captured."""
+        return self._buffers.nbytes + self._passes.memory_bytes
+
+    @property
+    def overlaps(self) -> bool:
+        return self._captured or self._eager.overlaps
+
+    def ahead(self, rows: Sequence[SampleRow]) -> bool:
+        if not self._captured:
+            return self._eager.ahead(rows)
+        return len(rows) <= self._passes.sizes[-1] and not any(_chosen_outside(row) for row in rows)
+
+    def warm_up(self) -> None:
+        with torch.inference_mode(), self._device.scope():
+            self._eager.warm_up()
+            try:
+                self._passes.capture(self._progress)
+                self._captured = True
+            except Exception as error:  # foreign model code: whatever it does that cannot be captured
+                logger.warning(
+                    "%s decodes without CUDA graphs, more slowly: a pass of %d rows could not be captured (%s: %s)",
+                    self._runner.loaded.info.name,
+                    self._passes.sizes[-1],
+                    type(error).__name__,
+                    " ".join(str(error).split())[:300],
+                )
+
+    def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
+        if not self._captured:
+            return self._eager.launch(items)
+        with torch.inference_mode(), self._device.scope():
+            try:
+                self._last = self._launch(items)
+            except Exception as error:
+                self._buffers.forget()
+                self._last = _FailedStep(error)
+        return self._last
+
+    def _launch(self, items: Sequence[DecodeItem]) -> _Step:
+        last, fits = self._last, len(items) <= self._passes.sizes[-1]
+        if isinstance(last, _GraphStep) and last.outside:
+            last.settle()  # the Sampler needs the logits, which are about to be overwritten
+        if all(item.token_id is not None for item in items) or (fits and isinstance(last, _GraphStep) and last.chains):
+            return self._compute(items, fits)
+        known, lost = _resolved(items, last)
+        step = self._compute(known, fits) if known else None
+        return _PartStep(step, lost, len(items)) if lost or step is None else step
+
+    def _compute(self, items: Sequence[DecodeItem], fits: bool) -> _Step:
+        if fits:
+            return self._replay(items)
+        self.counters.eager += 1
+        return _EagerStep(self._eager.launch(items))
+
+    def _replay(self, items: Sequence[DecodeItem]) -> _GraphStep:
+        buffers, rows = self._buffers, len(items)
+        turn = self._turn = (self._turn + 1) % len(buffers.staging)
+        before, self._in_flight[turn] = self._in_flight[turn], None
+        if before is not None:
+            before.finish()
+        staging = buffers.staging[turn]
+        buffers.send(items, self._runner.block_size, staging)
+        outside = [index for index, item in enumerate(items) if _chosen_outside(item.row)]
+        drawn = any(not item.row.sampling.greedy for item in items)
+        size = self._passes.replay(rows, drawn)
+        staging.reported[:rows].copy_(buffers.reported[:rows], non_blocking=True)
+        self.counters.replays += 1
+        self.counters.padded_rows += size - rows
+        self.counters.sampled_outside += len(outside)
+        step = _GraphStep(items, outside, staging.reported, self._device.mark(), self._choose)
+        self._in_flight[turn] = step
+        return step
+
+    def _choose(self, indices: Sequence[int], items: Sequence[DecodeItem]) -> Results:
+        """The Sampler's tokens for these rows of the replay that was last."""
+        with torch.inference_mode(), self._device.scope():
+            where = torch.tensor(indices, dtype=torch.int64).to(self._buffers.logits.device, non_blocking=True)
+            logits = self._buffers.logits.index_select(0, where)
+            try:
+                return list(self._sampler.sample(logits, [item.row for item in items], [i.position for i in items]))
+            except Exception:  # find out whose fault it is: one that cannot be chosen for fails alone
+                return [self._choose_alone(logits[index : index + 1], item) for index, item in enumerate(items)]
+
+    def _choose_alone(self, logits: torch.Tensor, item: DecodeItem) -> SampledToken | Exception:
+        try:
+            return self._sampler.sample(logits, [item.row], [item.position])[0]
+        except Exception as error:
+            return error
+
+
+def _chosen_outside(row: SampleRow) -> bool:
+    return row.adjusts or row.sampling.logprobs is not None
+
+
+def _resolved(items: Sequence[DecodeItem], last: _Step | None) -> tuple[list[DecodeItem], dict[int, Exception]]:
+    """`items` with the tokens that the host knows by now, and why those that are left out, by index, have none."""
+    if last is None:
+        raise AccountingError("an item's token is that of a step before this one, and there was none")
+    results = last.settle()
+    known: list[DecodeItem] = []
+    lost: dict[int, Exception] = {}
+    for index, item in enumerate(items):
+        found = results[item.previous] if item.token_id is None else SampledToken(item.token_id)
+        if isinstance(found, Exception):
+            lost[index] = found
+        else:
+            known.append(replace(item, token_id=found.token_id))
+    return known, lost
+
+
+class _Step(DecodeStep):
+    """Asked for its tokens by the engine too, where the next iteration needs them on the host."""
+
+    def __init__(self) -> None:
+        self._results: Results | None = None
+        self._fault: Exception | None = None
+
+    def tokens(self) -> Results:
+        return self.settle()
+
+    def settle(self) -> Results:
+        """The tokens, found once. Raises as `tokens`."""
+        if self._results is None and self._fault is None:
+            try:
+                self._results = self._find()
+            except Exception as error:
+                self._fault = error
+        if self._fault is not None:
+            raise self._fault
+        assert self._results is not None
+        return self._results
+
+    @abstractmethod
+    def _find(self) -> Results: ...
+
+
+class _GraphStep(_Step):
+    def __init__(
+        self,
+        items: Sequence[DecodeItem],
+        outside: list[int],
+        reported: torch.Tensor,
+        done: Mark,
+        choose: Callable[[Sequence[int], Sequence[DecodeItem]], Results],
+    ) -> None:
+        super().__init__()
+        self.outside = outside
+        self._items, self._reported, self._done, self._choose = items, reported, done, choose
+
+    @property
+    def chains(self) -> bool:
+        """Whether the device has all of its tokens."""
+        return not self.outside
+
+    def finish(self) -> None:
+        """Have what it needs of memory that is about to be used again; what it failed by is told by `tokens`."""
+        with contextlib.suppress(Exception):
+            self.settle()
+
+    def _find(self) -> Results:
+        self._done.wait()
+        results: Results = [
+            SampledToken(token)
+            if token >= 0
+            else NumericsError("the model computed NaN or infinite logits for a row", rows=[row])
+            for row, token in enumerate(self._reported[: len(self._items)].tolist())
+        ]
+        if self.outside:
+            chosen = self._choose(self.outside, [self._items[index] for index in self.outside])
+            for index, result in zip(self.outside, chosen, strict=True):
+                results[index] = result
+        return results
+
+
+class _EagerStep(_Step):
+    def __init__(self, step: DecodeStep) -> None:
+        super().__init__()
+        self._step = step
+
+    def _find(self) -> Results:
+        return self._step.tokens()
+
+
+class _PartStep(_Step):
+    """Some of its items, by index in `lost`, were not computed."""
+
+    def __init__(self, step: _Step | None, lost: dict[int, Exception], count: int) -> None:
+        super().__init__()
+        self._step, self._lost, self._count = step, lost, count
+
+    def _find(self) -> Results:
+        found = iter(self._step.settle() if self._step is not None else ())
+        return [self._lost[index] if index in self._lost else next(found) for index in range(self._count)]
+
+
+class _FailedStep(_Step):
+    def __init__(self, fault: Exception) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def _find(self) -> Results:
+        return []

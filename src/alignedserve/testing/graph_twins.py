@@ -1,0 +1,110 @@
+"""CUDA graphs without a GPU: one device repeats the recorded operations of torch, one calls Python again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from alignedserve.engine.graphs.device import GraphDevice, Mark, Replay
+
+aten = torch.ops.aten
+# What a GPU cannot do without telling the host: as operations, and as methods, which on a CPU take a shorter way.
+WAITS = {aten.nonzero, aten.masked_select, aten.unique_consecutive, aten._unique2, aten.unique_dim, aten.bincount}
+ASKS = {"item", "tolist", "numpy", "cpu", "__contains__", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class WaitsError(RuntimeError):
+    """A captured pass asked for the contents of a tensor."""
+
+
+class _NoQuestions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ASKS:
+            raise WaitsError(f"{func.__name__} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masked = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
+            tensor.dtype == torch.bool for tensor in _tensors(args[1])
+        )
+        if masked or func.overloadpacket in WAITS:
+            raise WaitsError(f"{func} waits for the device")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def repeat(self) -> None:
+        """Every operation again, on the tensors that it had then, into those that it gave then."""
+        for func, args, kwargs, result in self.calls:
+            given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+            again = func(*args, **kwargs)
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                if old.untyped_storage().data_ptr() not in given:  # else written in place, or a view
+                    old.copy_(new)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not leaf.is_mkldnn]
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[_Recorder]:
+    """torch says that a graph is being captured, as it would: transformers then leaves out what asks for contents."""
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        _NoQuestions(),
+        _Recorder() as recorder,
+    ):
+        yield recorder
+
+
+class _DoneMark(Mark):
+    def wait(self) -> None:
+        pass
+
+
+class TwinDevice(GraphDevice):
+    """`records`: replays repeat torch's operations with the values of then, as a GPU does, and what asks for a
+    tensor's contents fails. Otherwise they call Python again: for Triton's interpreter, which no recording sees.
+    """
+
+    def __init__(self, *, records: bool = True) -> None:
+        self._records = records
+        self.captured = 0
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def prepare(self) -> None:
+        pass
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        self.captured += 1
+        run()
+        if not self._records:
+            return run
+        with _recording() as recorder:
+            run()
+        return recorder.repeat
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def mark(self) -> Mark:
+        return _DoneMark()
+
+    def memory_bytes(self) -> int:
+        return 1000 * self.captured

@@ -1,0 +1,307 @@
+"""Decode from graphs gives what the eager engine gives: on a CPU by a twin that repeats what it recorded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.eager import EagerDecode
+from alignedserve.engine.graphs.decode import GraphDecode
+from alignedserve.engine.graphs.device import CudaGraphs
+from alignedserve.engine.inspect import inspect_model
+from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
+from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow
+from alignedserve.errors import AccountingError, NumericsError
+from alignedserve.request import SamplingParams
+from alignedserve.testing.graph_twins import TwinDevice
+from alignedserve.testing.models import make_model
+
+VOCAB_SIZE = 96  # Triton's interpreter takes its time
+BLOCK_SIZE = 4
+BLOCKS = 120
+SIZES = (2, 4)
+TOKENS = 8  # of each answer
+GREEDY = {"temperature": 0.0}
+
+
+@dataclass
+class Served:
+    """A request whose prompt is in the store; `tokens` grow as they are taken."""
+
+    row: SampleRow
+    blocks: list[int]
+    results: list[SampledToken] = field(default_factory=list)
+    chosen: int = 0  # iterations launched for it
+
+    def item(self, under_way: dict[int, int] | None) -> DecodeItem:
+        """`under_way`: the rows of the iteration whose tokens are not known, by id."""
+        prompt, output = len(self.row.prompt_token_ids), self.row.output_token_ids
+        chained = under_way is not None and id(self) in under_way
+        position = len(output) + chained
+        return DecodeItem(
+            self.row,
+            None if chained else output[-1],
+            under_way[id(self)] if under_way is not None and chained else 0,
+            prompt + position - 1,
+            self.blocks,
+            position,
+        )
+
+
+def load(kind: str, folder: Path, device: str = "cpu", dtype: str = "float32", **overrides: Any) -> LoadedModel:
+    overrides.setdefault("vocab_size", VOCAB_SIZE)
+    made = make_model(kind, folder, seed=4, **overrides)
+    return load_model(inspect_model("test", made, dtype, device), device)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=64)
+
+
+def runner_of(loaded: LoadedModel, backend: str = "torch") -> ModelRunner:
+    cache = allocate_cache(loaded.info.geometry(BLOCK_SIZE), BLOCKS, loaded.device)
+    cache.fill_(float("nan"))  # what was never written must never be read into a result
+    return ModelRunner(loaded, cache, backend)
+
+
+def graphs_of(runner: ModelRunner, sizes: tuple[int, ...] = SIZES) -> GraphDecode:
+    cuda = runner.loaded.device.type == "cuda"
+    engine = GraphDecode(runner, EagerDecode(runner), CudaGraphs(runner.loaded.device) if cuda else TwinDevice(), sizes)
+    engine.warm_up()
+    return engine
+
+
+def prefill(runner: ModelRunner, prompt: list[int], blocks: list[int], sampling: SamplingParams) -> Served:
+    output: list[int] = []
+    row = SampleRow(sampling, prompt, output)
+    output.append(Sampler().sample(runner.forward([ForwardItem(prompt, 0, blocks)]), [row])[0].token_id)
+    return Served(row, blocks)
+
+
+def open_requests(runner: ModelRunner, samplings: list[dict[str, Any]], seed: int = 0) -> list[Served]:
+    draw = random.Random(seed)
+    free = list(range(1, BLOCKS))
+    draw.shuffle(free)
+    served = []
+    for number, sampling in enumerate(samplings):
+        prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 14))]
+        blocks = [free.pop() for _ in range(-(-(len(prompt) + TOKENS) // BLOCK_SIZE))]
+        served.append(prefill(runner, prompt, blocks, SamplingParams(max_tokens=99, seed=number + 7, **sampling)))
+    return served
+
+
+def take(batch: list[Served], step: DecodeStep) -> None:
+    for request, result in zip(batch, step.tokens(), strict=True):
+        assert isinstance(result, SampledToken), result
+        request.results.append(result)
+        request.row.output_token_ids.append(result.token_id)  # type: ignore[attr-defined]
+
+
+def decode(engine: DecodeEngine, requests: list[Served], draw: random.Random, most: int = SIZES[-1]) -> None:
+    """All answers to their end, in batches drawn anew each time, in any order, launched ahead where that is allowed."""
+    before: tuple[list[Served], DecodeStep] | None = None
+    while True:
+        open_ones = [request for request in requests if request.chosen < TOKENS]
+        if before is not None and not (open_ones and engine.ahead([request.row for request in before[0]])):
+            take(*before)
+            before = None
+        if not open_ones:
+            return
+        batch = draw.sample(open_ones, draw.randint(1, min(most, len(open_ones))))
+        under_way = {id(request): row for row, request in enumerate(before[0])} if before is not None else None
+        step = engine.launch([request.item(under_way) for request in batch])
+        for request in batch:
+            request.chosen += 1
+        if before is not None:
+            take(*before)
+        before = batch, step
+
+
+def reference(loaded: LoadedModel, samplings: list[dict[str, Any]], backend: str = "torch") -> list[list[SampledToken]]:
+    """Each request alone, eagerly."""
+    runner = runner_of(loaded, backend)
+    requests = open_requests(runner, samplings)
+    for request in requests:
+        decode(EagerDecode(runner), [request], random.Random(0))
+    return [request.results for request in requests]
+
+
+@pytest.fixture(scope="module")
+def greedy(llama: LoadedModel) -> list[list[SampledToken]]:
+    """Greedy answers to the prompts of `open_requests`, which are the same however many are asked for."""
+    return reference(llama, [GREEDY] * 6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_greedy_tokens_are_the_eager_ones(kind: str, tmp_path: Path) -> None:
+    loaded = load(kind, tmp_path, max_position_embeddings=64)
+    runner = runner_of(loaded)
+    engine = graphs_of(runner)
+    assert engine.overlaps
+    requests = open_requests(runner, [GREEDY] * 5)
+    decode(engine, requests, random.Random(3))
+    assert [request.results for request in requests] == reference(loaded, [GREEDY] * 5)
+    assert engine.counters.eager == 0
+    assert engine.counters.padded_rows > 0
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_p": 0.6},
+    GREEDY,
+    {"top_k": 5, "min_p": 0.01},
+    {"top_k": 40, "top_p": 0.95},
+]
+
+
+def test_drawn_tokens_are_the_eager_ones_whatever_the_batch(llama: LoadedModel) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, SAMPLED)
+    decode(engine, requests, random.Random(5))
+    assert [request.results for request in requests] == reference(llama, SAMPLED)
+    assert engine.counters.sampled_outside == 0
+
+
+OUTSIDE: list[dict[str, Any]] = [
+    {**GREEDY, "logprobs": 2},
+    {"temperature": 0.9, "repetition_penalty": 1.5},
+    {**GREEDY, "logit_bias": ((5, 4.0), (6, 4.0))},
+    {**GREEDY, "min_tokens": 4, "eos_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+    GREEDY,
+]
+
+
+def test_what_needs_the_host_is_chosen_there_from_the_same_logits(llama: LoadedModel) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, OUTSIDE)
+    assert [engine.ahead([request.row]) for request in requests] == [False, False, False, False, True]
+    decode(engine, requests, random.Random(6))
+    expected = reference(llama, OUTSIDE)
+    for request, answer in zip(requests, expected, strict=True):
+        assert [result.token_id for result in request.results] == [result.token_id for result in answer]
+    ours, theirs = requests[0].results[3].logprobs, expected[0][3].logprobs
+    assert ours is not None
+    assert theirs is not None
+    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert engine.counters.sampled_outside == 3 * TOKENS + 3
+    assert engine.ahead([requests[3].row])
+
+
+def test_a_row_of_broken_numbers_fails_alone_and_so_does_what_follows_it(
+    llama: LoadedModel, greedy: list[list[SampledToken]]
+) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, [GREEDY, {"temperature": 0.9}, GREEDY])
+    runner.cache[requests[1].blocks[0]] = float("nan")
+    first = engine.launch([request.item(None) for request in requests])
+    rows = {id(request): row for row, request in enumerate(requests)}
+    second = engine.launch([request.item(rows) for request in requests])
+    steps = [first.tokens(), second.tokens()]
+    for results in steps:
+        assert [type(result) for result in results] == [SampledToken, NumericsError, SampledToken]
+    assert [[results[row] for results in steps] for row in (0, 2)] == [greedy[row][:2] for row in (0, 2)]
+
+
+def test_larger_batches_than_were_captured_are_computed_eagerly_between_graphs(
+    llama: LoadedModel, greedy: list[list[SampledToken]]
+) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, [GREEDY] * 6)
+    assert not engine.ahead([request.row for request in requests])
+    decode(engine, requests, random.Random(2), most=6)
+    assert [request.results for request in requests] == greedy[:6]
+    assert engine.counters.eager > 0
+    assert engine.counters.replays > 2
+
+
+def test_a_larger_batch_may_follow_one_whose_tokens_nobody_asked_for_yet(
+    llama: LoadedModel, greedy: list[list[SampledToken]]
+) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, [GREEDY] * 5)
+    small = engine.launch([request.item(None) for request in requests[:3]])
+    rows = {id(request): row for row, request in enumerate(requests[:3])}
+    large = engine.launch([request.item(rows) for request in requests])
+    assert small.tokens() == [answer[0] for answer in greedy[:3]]
+    assert large.tokens() == [answer[1] for answer in greedy[:3]] + [answer[0] for answer in greedy[3:5]]
+
+
+def test_a_model_that_waits_for_the_device_decodes_without_graphs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load("llama", tmp_path, max_position_embeddings=64)
+    forward: Callable[..., Any] = loaded.model.forward
+
+    def waiting(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        assert int(input_ids.max()) < VOCAB_SIZE
+        return forward(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(loaded.model, "forward", waiting)
+    runner = runner_of(loaded)
+    engine = graphs_of(runner)
+    warnings = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "waits for the device" in warnings[0]
+    assert engine.sizes == ()
+    requests = open_requests(runner, [GREEDY] * 3)
+    decode(engine, requests, random.Random(1))
+    assert [request.results for request in requests] == reference(loaded, [GREEDY] * 3)
+
+
+def test_blocks_that_do_not_add_up_fail_the_iteration_and_no_other(
+    llama: LoadedModel, greedy: list[list[SampledToken]]
+) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, [GREEDY] * 3)
+    good = [request.item(None) for request in requests]
+    for blocks, message in (([], "do not cover"), ([BLOCKS] * 9, "outside this store")):
+        bad = [*good[:2], DecodeItem(good[2].row, 1, 0, 20, blocks, 1)]
+        with pytest.raises(AccountingError, match=message):
+            engine.launch(bad).tokens()
+    follows = [DecodeItem(item.row, None, 0, item.kv_tokens + 1, item.block_ids, 2) for item in good]
+    with pytest.raises(AccountingError):
+        engine.launch(follows).tokens()
+    decode(engine, requests, random.Random(1))
+    assert [request.results for request in requests] == greedy[:3]
+
+
+def test_a_request_that_comes_back_in_other_blocks_is_read_there(
+    llama: LoadedModel, greedy: list[list[SampledToken]]
+) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    one, other = open_requests(runner, [GREEDY] * 2)
+    for batch in ([one, other], [other], [one, other]):
+        if len(batch) == 1:
+            moved = [block for block in range(1, BLOCKS) if block not in one.blocks + other.blocks][: len(one.blocks)]
+            runner.cache[moved] = runner.cache[one.blocks]
+            runner.cache[one.blocks] = float("nan")
+            one.blocks = moved
+        take(batch, engine.launch([request.item(None) for request in batch]))
+    assert (one.results, other.results) == (greedy[0][:2], greedy[1][:3])
+
+
+def test_memory_and_sizes_are_told(llama: LoadedModel) -> None:
+    told: list[tuple[int, int]] = []
+    runner = runner_of(llama)
+    engine = GraphDecode(runner, EagerDecode(runner), TwinDevice(), (1, 2, 4), lambda *at: told.append(at))
+    assert engine.sizes == ()
+    engine.warm_up()
+    assert engine.sizes == (1, 2, 4)
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert engine.graph_memory_bytes > 4 * VOCAB_SIZE * 4 + 9 * 1000
