@@ -13,7 +13,7 @@ Both refuse keyword arguments that they do not know: one that is ignored gives w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +49,14 @@ _HARMLESS_VALUES: dict[str, Any] = {"output_attentions": False, "is_causal": Tru
 
 @dataclass(slots=True)
 class ActiveForward:
-    """The forward pass that this thread is in: its backend, and the layers that attended so far."""
+    """The forward pass that this thread is in: its backend, and the layers that attended so far.
+
+    `on_layer` is called with each layer once the work that writes its keys and values has been given to the device.
+    """
 
     backend: AttentionBackend
     layers: list[int] = field(default_factory=list)
+    on_layer: Callable[[int], None] | None = None
 
 
 class _Current(threading.local):
@@ -125,7 +129,10 @@ def paged_attention(
     )
     forward.layers.append(layer)
     packed = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return forward.backend.attend(layer, *packed, options).unsqueeze(0), None
+    attended = forward.backend.attend(layer, *packed, options).unsqueeze(0)
+    if forward.on_layer is not None:
+        forward.on_layer(layer)
+    return attended, None
 
 
 def probing_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -72,26 +72,27 @@ class ModelRunner:
         self._threads = PassThreads(parameters, info.layers, info.kv_heads * info.head_dim) if on_cpu else None
 
     @torch.inference_mode()
-    def forward(self, items: Sequence[ForwardItem]) -> torch.Tensor:
+    def forward(self, items: Sequence[ForwardItem], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute `items` in one packed pass, writing their keys and values to the store.
 
         Returns fp32 logits `[rows, vocab_size]` on the model's device, rows in item order (an item with logits
         `all` gives one row for each new token, `none` gives none). Items of one call must not write the same block.
+        `on_layer` is called with the number of each layer whose keys and values the device has been told to write.
         """
         if not items:
             return torch.empty(0, self.loaded.info.vocab_size, device=self.loaded.device)
         batch = build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device)
-        return self.forward_batch(batch)
+        return self.forward_batch(batch, on_layer)
 
     @torch.inference_mode()
-    def forward_batch(self, batch: PackedBatch) -> torch.Tensor:
+    def forward_batch(self, batch: PackedBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """`forward` for a batch that is built already."""
         loaded = self.loaded
         self._backend.begin(batch)
         kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
         threads = contextlib.nullcontext() if self._threads is None else self._threads.held(batch)
         with threads:
-            logits = self._logits(batch.input_ids, batch.position_ids, **kwargs)
+            logits = self._logits(batch.input_ids, batch.position_ids, on_layer, **kwargs)
         if not loaded.keeps_logits:
             logits = logits[batch.logit_rows]
         return logits.float()
@@ -110,9 +111,15 @@ class ModelRunner:
         self._backend.begin_table(table)
         return self._logits(input_ids, position_ids)
 
-    def _logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    def _logits(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        on_layer: Callable[[int], None] | None = None,
+        **kwargs: torch.Tensor,
+    ) -> torch.Tensor:
         loaded = self.loaded
-        with attention.active(ActiveForward(self._backend)) as forward:
+        with attention.active(ActiveForward(self._backend, on_layer=on_layer)) as forward:
             output = loaded.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
         if len(forward.layers) != loaded.info.layers:
             raise UnsupportedModelError(

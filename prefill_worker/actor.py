@@ -106,6 +106,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             "prefill_repeated_tokens_total": instance.compute.repeated_tokens,
             "prefill_reused_tokens_total": instance.compute.reused_tokens,
         }
+        if instance.offloader is not None:
+            counters["prefill_offload_exposed_seconds_total"] = instance.offloader.exposed_s
+            counters["prefill_offload_blocks_total"] = instance.offloader.blocks
+            counters["prefill_offload_ahead_blocks_total"] = instance.offloader.blocks_ahead
+        if instance.layerwise is not None:
+            counters["prefill_offload_ahead_layers_total"] = instance.layerwise.layers_ahead
         counters |= instance.copier.counters()
         lines = store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters)
         beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))

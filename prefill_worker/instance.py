@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from alignedserve.config import Config
@@ -10,12 +11,14 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.engine import host
 from alignedserve.engine.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.prefill_worker.buffers import CandidateBuffer
+from alignedserve.prefill_worker.layerwise import Ahead, Layerwise
+from alignedserve.prefill_worker.layerwise_choice import measure
 from alignedserve.prefill_worker.loop import Base, Computed, PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.prefill_worker.prefetch import Prefetcher
@@ -33,6 +36,8 @@ from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
+
+logger = logging.getLogger(__name__)
 
 BUFFER_NAMES = {BufferKind.BATCH: "batch", BufferKind.REQUESTS: "requests"}
 
@@ -64,6 +69,7 @@ class PrefillInstance:
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
         self.compute: PrefillLoop | None = None
         self.offloader: Offloader | None = None
+        self.layerwise: Layerwise | None = None
         self.prefetcher: Prefetcher | None = None
 
     async def on_view(self, view: sv.ClusterView) -> None:
@@ -109,7 +115,10 @@ class PrefillInstance:
             return self.copier.copy([route, route], block_ids, key.request_id)
 
         cost = configured_cost(config.scheduler)
-        compute = PrefillLoop(settings.id, runner, self.cache, config.prefill, tokenizer, bring, self._post, cost)
+        self.layerwise = await self._layerwise(runner, cache_store, self.offloader)
+        compute = PrefillLoop(
+            settings.id, runner, self.cache, config.prefill, tokenizer, bring, self._post, cost, self.layerwise
+        )
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
         self.compute.start()
@@ -118,6 +127,39 @@ class PrefillInstance:
     def vocab_size(self) -> int:
         """0 while the model is not known."""
         return self.model.vocab_size if self.model is not None else 0
+
+    async def _layerwise(self, runner: ModelRunner, cache: BlockStore, offloader: Offloader) -> Layerwise | None:
+        """For prompts of `prefill.layerwise_tokens`, or of the length that measuring finds; None: for none."""
+        config, geometry = self._config.prefill, cache.geometry
+        tokens = config.layerwise_tokens
+        if tokens < 0:
+            tokens = 0
+            if self._settings.device != "cpu":
+                tokens = await asyncio.to_thread(self._measured_length, runner, cache)
+        if not tokens:
+            return None
+        loop = asyncio.get_running_loop()
+
+        def prepare(ahead: Ahead) -> None:
+            loop.call_soon_threadsafe(offloader.prepare, ahead)
+
+        def abandon(ahead: Ahead) -> None:
+            loop.call_soon_threadsafe(offloader.abandon, ahead)
+
+        return Layerwise(tokens, geometry, prepare, offloader.begin_part, abandon)
+
+    def _measured_length(self, runner: ModelRunner, cache: BlockStore) -> int:
+        """0: layer by layer is never faster."""
+        geometry, budget = cache.geometry, self._config.prefill.token_budget
+        try:
+            costs = measure(runner, cache, self._connect, budget)
+        except TransferError as error:
+            logger.warning("prompts go to the pool in whole blocks: what copies take could not be measured: %s", error)
+            return 0
+        token_bytes = geometry.block_bytes // geometry.block_size
+        tokens = costs.threshold_tokens(token_bytes, geometry.layers, budget, geometry.block_size)
+        logger.info("layer-wise offload from %d tokens on (0: never), by %s", tokens, costs)
+        return tokens
 
     def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)

@@ -22,6 +22,7 @@ from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, CancelledError, TransferError
+from alignedserve.prefill_worker.layerwise import Ahead, Layerwise, PassCopies
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
 from alignedserve.scheduler.block_allocator import BlockAllocator
@@ -55,6 +56,7 @@ class PromptJob:
     tokens: list[int]
     base: Base | None = None
     started: bool = False
+    ahead: Ahead | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
@@ -88,6 +90,7 @@ class PrefilledJob:
     kv_tokens: int
     block_ids: list[int]
     base: Base | None = None
+    ahead: Ahead | None = None
 
 
 class PrefillLoop:
@@ -103,9 +106,14 @@ class PrefillLoop:
         fetch: Fetch,
         post: Callable[[Computed], None],
         cost: StepCost | None = None,
+        layerwise: Layerwise | None = None,
     ) -> None:
-        """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache."""
+        """`fetch` starts a copy of blocks of the pool into blocks of the instance's cache.
+
+        `layerwise`: the KV of long prompts goes to the pool while they are computed.
+        """
         self._cost = cost
+        self._layerwise = layerwise
         self._prefill_id = prefill_id
         self._runner = runner
         self._sampler = Sampler()
@@ -268,8 +276,15 @@ class PrefillLoop:
 
     def _drop(self, job: PromptJob) -> None:
         self._jobs.pop(job.lead, None)
+        self._let_go(job)
         if not self._chunks.cancel(job.lead):
             self._chunks.release(job.lead)
+
+    def _let_go(self, job: PromptJob) -> None:
+        """What was copied ahead is of no use; it may still be read from the cache, and goes nowhere else."""
+        if job.ahead is not None and self._layerwise is not None:
+            self._layerwise.abandon(job.ahead)
+            job.ahead = None
 
     def _end(self, outcome: Computed, spec: RequestSpec, error: AlignedServeError) -> None:
         """A request ends here with an error; a cancelled one's gateway expects no event."""
@@ -289,15 +304,21 @@ class PrefillLoop:
                 job.started = True
                 for member in job.members:
                     member.spec.stopwatch.enter(Stage.PREFILL, now_ns)
+                if self._layerwise is not None:
+                    job.ahead = self._layerwise.open(job.lead, len(job.tokens), chunk.start)
         items = [self._item(chunk) for chunk in plan]
+        copies = self._copies(plan)
         try:
-            logits = self._runner.forward(items)
+            logits = self._runner.forward(items, copies.on_layer if copies is not None else None)
         except Exception as error:  # a pass that failed ends its own requests and no other's
             logger.exception("a prefill pass of %d prompts failed", len(plan))
             for chunk in plan:
                 self._fail(self._jobs[chunk.key], outcome, error)
                 self._chunks.done(chunk)
         else:
+            if copies is not None and self._layerwise is not None:
+                copies.end()
+                self._layerwise.layers_ahead += copies.layers
             self._take(plan, items, logits, outcome)
             tokens, cached = sum(chunk.count for chunk in plan), sum(chunk.start for chunk in plan)
             seconds = time.perf_counter() - begun_s
@@ -331,6 +352,18 @@ class PrefillLoop:
             except Exception as error:
                 logger.exception("prompt %s failed", chunk.key.request_id)
                 self._fail(job, outcome, error)
+
+    def _copies(self, plan: Sequence[Chunk]) -> PassCopies | None:
+        """What is copied ahead during the pass of `plan`."""
+        if self._layerwise is None:
+            return None
+        fillings = []
+        for chunk in plan:
+            ahead = self._jobs[chunk.key].ahead
+            if ahead is not None:
+                blocks, end = self._chunks.blocks_of(chunk.key), chunk.start + chunk.count
+                fillings.append(self._layerwise.filling(ahead, blocks, chunk.start, end, last=chunk.last))
+        return self._layerwise.watch(fillings) if fillings else None
 
     def _item(self, chunk: Chunk) -> ForwardItem:
         job = self._jobs[chunk.key]
@@ -369,10 +402,11 @@ class PrefillLoop:
                 event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
             outcome.events.append((spec.gateway_address, event))
         if not going_on:
+            self._let_go(job)
             self._chunks.release(job.lead)
             return
         blocks = self._chunks.blocks_of(job.lead)
-        outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base))
+        outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base, job.ahead))
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
         """A token for each member that may still generate (`max_tokens` 0: the prompt alone was asked for)."""

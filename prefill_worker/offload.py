@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
 
 from alignedserve.control.convert import spec_to_proto
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.prefill_worker.layerwise import Ahead
 from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec
 from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
 
 
@@ -28,10 +33,44 @@ class Offloader:
         self._block_size = block_size
         self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # and what it waits for
         self._cancelled: set[RequestKey] = set()
+        self._letting_go: set[asyncio.Task[None]] = set()
+        self.exposed_s = 0.0  # that copies of prompts took after the prompt was computed
+        self.blocks = 0  # copied, of prompts
+        self.blocks_ahead = 0  # of those: by copies that were begun before the prompt was computed
 
     @property
     def idle(self) -> bool:
-        return not self._under_way
+        return not self._under_way and not self._letting_go
+
+    def prepare(self, ahead: Ahead) -> None:
+        """Have blocks of the pool leased for a prompt that is being computed."""
+
+        def taken(task: asyncio.Task[list[int]]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                ahead.fresh = task.result()
+
+        ahead.taking = asyncio.get_running_loop().create_task(self._pool.take(ahead.count))
+        ahead.taking.add_done_callback(taken)
+
+    def begin_part(
+        self, lead: RequestKey, source_ids: Sequence[int], fresh: Sequence[int], layers: tuple[int, int] | None
+    ) -> Completion:
+        """Begin a copy of a prompt that is being computed, from its thread."""
+        return self._copier.begin_part(self._to_pool, source_ids, fresh, layers, lead.request_id)
+
+    def abandon(self, ahead: Ahead) -> None:
+        """The prompt is not offloaded: give its blocks of the pool back, as soon as nothing writes to them."""
+        task = asyncio.get_running_loop().create_task(self._let_go(ahead))
+        self._letting_go.add(task)
+        task.add_done_callback(self._letting_go.discard)
+
+    async def _let_go(self, ahead: Ahead) -> None:
+        assert ahead.taking is not None
+        ahead.taking.cancel()
+        await asyncio.wait([ahead.taking])
+        await _settled(ahead.parts)
+        if not ahead.taking.cancelled() and ahead.taking.exception() is None:
+            self._pool.give(ahead.taking.result())
 
     def cancel(self, key: RequestKey) -> bool:
         """True where the request is being offloaded: `offload` will leave it out."""
@@ -52,7 +91,11 @@ class Offloader:
         keys = [spec.key for spec in job.members]
         # What an earlier epoch left there stays, but for a last block that was not full.
         kept = [] if job.base is None else job.base.block_ids[: job.base.tokens // self._block_size]
-        taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids) - len(kept)))
+        ahead = job.ahead
+        if ahead is not None and ahead.taking is not None:
+            taking = ahead.taking
+        else:
+            taking = asyncio.get_running_loop().create_task(self._pool.take(len(job.block_ids) - len(kept)))
         self._under_way.update(dict.fromkeys(keys, taking))
         try:
             await asyncio.wait([taking])
@@ -62,9 +105,7 @@ class Offloader:
             self._under_way.update(dict.fromkeys(keys))
             blocks = [*kept, *fresh]
             try:
-                checksums = await self._checksums(job, len(kept))
-                route = Route(self._to_pool, job.block_ids[len(kept) :], checksums[len(kept) :])
-                await self._copier.copy([route, route], fresh, job.lead.request_id)
+                checksums = await self._copy(job, fresh, len(kept))
                 await self._commit(keys, job.kv_tokens, blocks, checksums, len(kept))
             except AlignedServeError:
                 if len(keys) > 1:  # some may have been committed; one alone holds what it held before
@@ -80,6 +121,29 @@ class Offloader:
             for key in keys:
                 del self._under_way[key]
             self._cancelled.difference_update(keys)
+
+    async def _copy(self, job: PrefilledJob, fresh: list[int], kept: int) -> list[int]:
+        """Copy what is not on its way, and wait for all. Returns the checksums of all of the job's blocks."""
+        begun_s = time.perf_counter()
+        parts = [] if job.ahead is None else job.ahead.parts
+        ahead = job.ahead.copied - kept if job.ahead is not None and parts else 0
+        if parts and ahead < len(fresh):
+            parts.append(self.begin_part(job.lead, job.block_ids[kept + ahead :], fresh[ahead:], None))
+        try:
+            checksums = await self._checksums(job, kept)
+        except BaseException:
+            await _settled(parts)
+            raise
+        route = Route(self._to_pool, job.block_ids[kept:], checksums[kept:])
+        routes, label = [route, route], job.lead.request_id
+        if parts:
+            await self._copier.join(parts, routes, fresh, label)
+        else:
+            await self._copier.copy(routes, fresh, label)
+        self.exposed_s += time.perf_counter() - begun_s
+        self.blocks += len(fresh)
+        self.blocks_ahead += ahead
+        return checksums
 
     async def _checksums(self, job: PrefilledJob, kept: int) -> list[int]:
         """Of all its blocks: as they were committed, for those that the pool keeps, else of what is in the cache."""
@@ -108,3 +172,10 @@ class Offloader:
             checksums=checksums,
             pool_checksums=checksums,
         )
+
+
+async def _settled(parts: Sequence[Completion]) -> None:
+    """Return once none of these copies moves anything any more, however each ended."""
+    for part in parts:
+        with contextlib.suppress(TransferError):
+            await part

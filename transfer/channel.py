@@ -25,11 +25,12 @@ MAX_PENDING_COPIES = 4096
 
 @dataclass(frozen=True, slots=True)
 class PageLocked:
-    """How much of a store's memory is page-locked in this process."""
+    """How much of a store's memory is page-locked in this process. `ended`: it stays at that."""
 
     store_id: str
     locked_bytes: int
     total_bytes: int
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

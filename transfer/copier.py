@@ -77,6 +77,52 @@ class Copier:
         self._begin(job, 0)
         return job.completion
 
+    def begin_part(
+        self,
+        channel: Channel,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        layers: tuple[int, int] | None,
+        label: str,
+    ) -> Completion:
+        """Begin one of several copies that fill the same blocks, for `join`. Never blocks, never raises TransferError.
+
+        It is watched as any other, but neither checked nor made again: that is of the whole.
+        """
+        completion = Completion(label)
+        try:
+            copy = channel.copy(source_ids, destination_ids, layers=layers)
+        except TransferError as error:
+            completion.finish(error)
+            return completion
+        self._enter_lane(channel, copy)
+
+        def ended(copy: Completion) -> None:
+            self._leave_lane(channel, copy)
+            completion.finish(copy.error)
+
+        copy.add_callback(ended)
+        return completion
+
+    def join(
+        self, parts: Sequence[Completion], routes: Sequence[Route], destination_ids: Sequence[int], label: str
+    ) -> Completion:
+        """`copy`, whose first attempt is `parts`: begun already, over the first of `routes`."""
+        job = _Job(routes, list(destination_ids), Completion(label))
+        left = len(parts)
+
+        def ended(_: Completion) -> None:
+            nonlocal left
+            with self._lock:
+                left -= 1
+                waiting = left
+            if not waiting:
+                self._judge(job, 0, next((part.error for part in parts if part.error is not None), None))
+
+        for part in parts:
+            part.add_callback(ended)
+        return job.completion
+
     def stuck(self) -> TransferError | None:
         """Why this worker cannot go on: a copy has been under way for longer than `timeout_s`, and others wait for it.
 
@@ -117,18 +163,17 @@ class Copier:
         except TransferError as error:
             self._failed(job, attempt, error)
             return
-        with self._lock:
-            lane = self._lanes.setdefault(route.channel, _Lane())
-            if not lane.under_way:
-                lane.since_s = self._clock()
-            lane.under_way[copy] = None
+        self._enter_lane(route.channel, copy)
         copy.add_callback(lambda ended: self._ended(job, attempt, ended))
 
     def _ended(self, job: _Job, attempt: int, copy: Completion) -> None:
         """In the channel's thread, mostly."""
         self._leave_lane(job.routes[attempt].channel, copy)
-        if copy.error is not None:
-            self._failed(job, attempt, copy.error)
+        self._judge(job, attempt, copy.error)
+
+    def _judge(self, job: _Job, attempt: int, error: TransferError | None) -> None:
+        if error is not None:
+            self._failed(job, attempt, error)
         elif not self.verify:
             job.completion.finish()
         else:
@@ -136,6 +181,13 @@ class Copier:
                 self._hasher.submit(self._check, job, attempt)
             except RuntimeError:  # shut down: the worker is ending
                 self._failed(job, len(job.routes) - 1, TransferError(f"{job.completion.label}: not checked any more"))
+
+    def _enter_lane(self, channel: Channel, copy: Completion) -> None:
+        with self._lock:
+            lane = self._lanes.setdefault(channel, _Lane())
+            if not lane.under_way:
+                lane.since_s = self._clock()
+            lane.under_way[copy] = None
 
     def _leave_lane(self, channel: Channel, copy: Completion) -> None:
         with self._lock:

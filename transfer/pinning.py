@@ -49,6 +49,7 @@ class PinnedStore:
         self._locked_bytes = 0
         self._error: TransferError | None = None
         self._stopping = False
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"pin-{store.store_id}", daemon=True)
 
     @property
@@ -58,7 +59,7 @@ class PinnedStore:
 
     @property
     def progress(self) -> PageLocked:
-        return PageLocked(self.store_id, self._locked_bytes, self._total_bytes)
+        return PageLocked(self.store_id, self._locked_bytes, self._total_bytes, self._ended)
 
     @property
     def error(self) -> TransferError | None:
@@ -93,6 +94,8 @@ class PinnedStore:
             self._error = error if isinstance(error, TransferError) else TransferError(f"{self.store_id}: {error!r}")
             logger.error("page-locking stopped: %s", self._error, exc_info=not known)
             return
+        finally:
+            self._ended = True
         took_s = time.monotonic() - begun_s
         logger.info("%s: %s of host memory page-locked in %.1f s", self.store_id, self._words(), took_s)
 

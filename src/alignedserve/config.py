@@ -64,6 +64,11 @@ class PrefillConfig:
     requests_buffer_blocks: int = _key(
         0, "blocks of the candidate requests buffer; 0: the largest request and more", low=0
     )
+    layerwise_tokens: int = _key(
+        -1,
+        "prompts of so many tokens go to the pool layer by layer; 0: none, -1: as measured on a GPU, none on a CPU",
+        low=-1,
+    )
     queue_tokens: int = _key(8192, "prompt tokens handed to an instance ahead of its computing", low=1)
 
 

@@ -23,10 +23,10 @@ def _install(role: str) -> None:
 
     order, forward = Path(os.environ[FOLDER]) / f"hang-{role}", ModelRunner.forward
 
-    def faulty(self: ModelRunner, items: Any) -> Any:
+    def faulty(self: ModelRunner, items: Any, on_layer: Any = None) -> Any:
         if order.exists():
             threading.Event().wait()
-        return forward(self, items)
+        return forward(self, items, on_layer)
 
     ModelRunner.forward = faulty  # type: ignore[method-assign]
 
