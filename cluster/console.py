@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+PASSING_EVERY_S = 5.0
+
 
 class Console:
     """Takes over this process's stdout and stderr, of native code too, and writes the command's own lines to them."""
@@ -18,6 +20,8 @@ class Console:
         self._lock = threading.Lock()
         self._out: IO[str] = sys.stdout
         self._err: IO[str] = sys.stderr
+        self._passing = False  # whether a line stands there that the next one replaces
+        self._passed_at_s = -PASSING_EVERY_S
 
     @property
     def elapsed_s(self) -> float:
@@ -41,13 +45,22 @@ class Console:
         """A line of the progress display, with the seconds since the start."""
         self._write(self._out, f"[{self.elapsed_s:5.1f} s] {text}")
 
+    def passing(self, text: str) -> None:
+        """A state on its way: one line that changes on a terminal, now and then a line elsewhere."""
+        if self._out.isatty():
+            self._write(self._out, f"[{self.elapsed_s:5.1f} s] {text}", passing=True)
+        elif self.elapsed_s - self._passed_at_s >= PASSING_EVERY_S:
+            self._passed_at_s = self.elapsed_s
+            self.step(text)
+
     def error(self, text: str) -> None:
         self._write(self._err, f"alignedserve: error: {' '.join(text.split())}")
 
-    def _write(self, stream: IO[str], text: str) -> None:
+    def _write(self, stream: IO[str], text: str, *, passing: bool = False) -> None:
         with self._lock:
+            replaced, self._passing = self._passing, passing
             try:
-                stream.write(text + "\n")
+                stream.write(("\r\x1b[2K" if replaced else "") + text + ("" if passing else "\n"))
                 stream.flush()
             except OSError:  # whoever read it is gone; that ends nothing
                 return

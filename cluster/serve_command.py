@@ -180,6 +180,8 @@ class _ServeCommand:
                 if self._shown.get(role["id"]) != label:
                     self._shown[role["id"]] = label
                     self._console.step(f"{label}  pid {role['pid']}  {role['holds']}".rstrip())
+                elif loads and role["holds"]:
+                    self._console.passing(f"{label}  {role['holds']}")
         if progress["failure"] is not None:
             self._failure = AlignedServeError(progress["failure"]["message"])
         return progress["state"] in ("ready", "degraded")

@@ -68,7 +68,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         instance = self._instance
         model_info = instance.model.to_json() if instance.model else ""
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
-        if instance.compute is None:
+        if instance.compute is None or instance.engine is None:
+            beat.holds = instance.capturing.text
             return beat
         status, cache = instance.compute.status, instance.cache
         meter = instance.compute.meter
@@ -85,6 +86,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             "decode_shortest_tokens": status.shortest_tokens,
             "decode_longest_tokens": status.longest_tokens,
             **instance.copier.counters(),
+            **instance.engine.counters(),
         }
         lines = store_lines(self.settings.id, [self._count()]) + counter_lines(self.settings.id, values)
         lines += instance.compute.iterations.lines(self.settings.id) + channel_lines(

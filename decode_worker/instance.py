@@ -10,12 +10,14 @@ from alignedserve.control.checks import check_candidates
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_link import BufferLink
+from alignedserve.decode_worker.capture_progress import CaptureProgress
 from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.engine import host
-from alignedserve.engine.eager import EagerDecode
+from alignedserve.engine.decode_engine import decode_engine
+from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
@@ -65,7 +67,9 @@ class DecodeInstance:
         self.reaches: list[str] = []
         self.memory = InstanceMemory("decode", settings.id, settings.device, config)
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
+        self.engine: DecodeEngine | None = None
         self.compute: DecodeLoop | None = None
+        self.capturing = CaptureProgress(settings.id)
         self.writer: PoolWriter | None = None
         self.handover: Handover | None = None
         self.draining = False
@@ -109,7 +113,7 @@ class DecodeInstance:
         scheduler = IterationScheduler.configured(config, self.cache, plan.block_size)
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]
-        engine = EagerDecode(runner)
+        self.engine = engine = decode_engine(runner, config, self.capturing)
         compute = DecodeLoop(settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap)
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute

@@ -6,7 +6,7 @@ Between the two the caller may launch the next, in which a request's last token 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from alignedserve.engine.sampling import SampledToken, SampleRow
@@ -65,3 +65,7 @@ class DecodeEngine(ABC):
     @abstractmethod
     def warm_up(self) -> None:
         """Compute what is slow the first time, over block 0, whose content is lost."""
+
+    def counters(self) -> Mapping[str, float]:
+        """What this kind of engine counts, for metrics, by name. Any thread may ask."""
+        return {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,12 +9,8 @@ import torch
 from alignedserve.engine.graphs.buffers import Column, StepBuffers
 from alignedserve.engine.graphs.device import GraphDevice, Replay
 from alignedserve.engine.graphs.drawing import draw
-from alignedserve.engine.graphs.sizes import size_for
 from alignedserve.engine.runner import ModelRunner
-
-logger = logging.getLogger(__name__)
-
-SAY_EVERY_S = 2.0
+from alignedserve.graph_sizes import size_for
 
 Progress = Callable[[int, int], None]
 
@@ -85,16 +79,3 @@ class CapturedPasses:
         if drawn:
             draw(logits, top, buffers.draw_columns(size), chosen)
         buffers.reported[:size].copy_(torch.where(torch.isfinite(top), chosen, -1))
-
-
-def logged_progress(what: str) -> Progress:
-    """Into the log, now and then."""
-    said_s = time.monotonic()
-
-    def progress(done: int, count: int) -> None:
-        nonlocal said_s
-        if done == count or time.monotonic() - said_s >= SAY_EVERY_S:
-            said_s = time.monotonic()
-            logger.info("%s: captured %d of %d batch sizes", what, done, count)
-
-    return progress

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.graphs.buffers import StepBuffers
-from alignedserve.engine.graphs.captured import CapturedPasses, Progress, logged_progress
+from alignedserve.engine.graphs.captured import CapturedPasses, Progress
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow
@@ -24,7 +24,7 @@ Results = list[SampledToken | Exception]
 
 
 @dataclass(slots=True)
-class GraphCounters:
+class GraphCounts:
     replays: int = 0
     padded_rows: int = 0  # computed beside those of the batches
     eager: int = 0  # iterations computed without a graph
@@ -45,22 +45,22 @@ class GraphDecode(DecodeEngine):
         eager: DecodeEngine,
         device: GraphDevice,
         sizes: Sequence[int],
-        progress: Progress | None = None,
+        progress: Progress,
     ) -> None:
-        """`sizes`: ascending. A request has room for as many tokens as the model has positions and the store blocks."""
+        """`sizes`: ascending; `progress(done, all)` is told of each. A request has room for as many tokens as the model has positions and the store blocks."""
         info, blocks = runner.loaded.info, runner.cache.shape[0]
         width = min(blocks, -(-info.max_positions // runner.block_size))
         with torch.inference_mode(), device.scope():
             self._buffers = StepBuffers(device, runner.loaded.device, sizes[-1], width, info.vocab_size, blocks)
         self._passes = CapturedPasses(runner, self._buffers, device, sizes)
         self._runner, self._eager, self._device = runner, eager, device
-        self._progress = progress or logged_progress(info.name)
+        self._progress = progress
         self._sampler = Sampler()
         self._captured = False
         self._last: _Step | None = None
         self._in_flight: list[_GraphStep | None] = [None] * len(self._buffers.staging)
         self._turn = 0
-        self.counters = GraphCounters()
+        self.counts = GraphCounts()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -80,6 +80,17 @@ class GraphDecode(DecodeEngine):
         if not self._captured:
             return self._eager.ahead(rows)
         return len(rows) <= self._passes.sizes[-1] and not any(_chosen_outside(row) for row in rows)
+
+    def counters(self) -> Mapping[str, float]:
+        counts = self.counts
+        return {
+            "decode_graph_replays_total": counts.replays,
+            "decode_graph_padded_rows_total": counts.padded_rows,
+            "decode_eager_iterations_total": counts.eager,
+            "decode_sampled_outside_total": counts.sampled_outside,
+            "decode_graph_sizes": len(self.sizes),
+            "decode_graph_bytes": self.graph_memory_bytes,
+        }
 
     def warm_up(self) -> None:
         with torch.inference_mode(), self._device.scope():
@@ -120,7 +131,7 @@ class GraphDecode(DecodeEngine):
     def _compute(self, items: Sequence[DecodeItem], fits: bool) -> _Step:
         if fits:
             return self._replay(items)
-        self.counters.eager += 1
+        self.counts.eager += 1
         return _EagerStep(self._eager.launch(items))
 
     def _replay(self, items: Sequence[DecodeItem]) -> _GraphStep:
@@ -135,9 +146,9 @@ class GraphDecode(DecodeEngine):
         drawn = any(not item.row.sampling.greedy for item in items)
         size = self._passes.replay(rows, drawn)
         staging.reported[:rows].copy_(buffers.reported[:rows], non_blocking=True)
-        self.counters.replays += 1
-        self.counters.padded_rows += size - rows
-        self.counters.sampled_outside += len(outside)
+        self.counts.replays += 1
+        self.counts.padded_rows += size - rows
+        self.counts.sampled_outside += len(outside)
         step = _GraphStep(items, outside, staging.reported, self._device.mark(), self._choose)
         self._in_flight[turn] = step
         return step

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError
+from alignedserve.graph_sizes import graph_sizes
 
 
 def _key(
@@ -82,6 +83,10 @@ class DecodeConfig:
         "launch an iteration before the tokens of the last are known; auto: where the engine computes meanwhile",
         choices=("auto", "on", "off"),
     )
+    graphs: str = _key(
+        "auto", "decode from CUDA graphs; auto: where attention can be captured", choices=("auto", "off")
+    )
+    graph_sizes: str = _key("", "batch sizes that are captured, such as 1,8,64; empty: up to decode.max_running")
     join_iterations: int = _key(8, "a join wants room for so many iterations of the batch (hysteresis)", low=1)
 
 
@@ -185,6 +190,7 @@ class Config:
             value = getattr(self, section.name)
             for key in fields(value):
                 check_value(f"{section.name}.{key.name}", getattr(value, key.name), key.metadata)
+        graph_sizes(self.decode.graph_sizes, self.decode.max_running)
         limits = self.supervisor
         if limits.fence_after_s < 2 * limits.heartbeat_s:
             raise ConfigError(

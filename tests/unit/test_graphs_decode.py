@@ -75,7 +75,8 @@ def runner_of(loaded: LoadedModel, backend: str = "torch") -> ModelRunner:
 
 def graphs_of(runner: ModelRunner, sizes: tuple[int, ...] = SIZES) -> GraphDecode:
     cuda = runner.loaded.device.type == "cuda"
-    engine = GraphDecode(runner, EagerDecode(runner), CudaGraphs(runner.loaded.device) if cuda else TwinDevice(), sizes)
+    device = CudaGraphs(runner.loaded.device) if cuda else TwinDevice()
+    engine = GraphDecode(runner, EagerDecode(runner), device, sizes, lambda done, count: None)
     engine.warm_up()
     return engine
 
@@ -150,8 +151,8 @@ def test_greedy_tokens_are_the_eager_ones(kind: str, tmp_path: Path) -> None:
     requests = open_requests(runner, [GREEDY] * 5)
     decode(engine, requests, random.Random(3))
     assert [request.results for request in requests] == reference(loaded, [GREEDY] * 5)
-    assert engine.counters.eager == 0
-    assert engine.counters.padded_rows > 0
+    assert engine.counts.eager == 0
+    assert engine.counts.padded_rows > 0
 
 
 SAMPLED: list[dict[str, Any]] = [
@@ -169,7 +170,7 @@ def test_drawn_tokens_are_the_eager_ones_whatever_the_batch(llama: LoadedModel) 
     requests = open_requests(runner, SAMPLED)
     decode(engine, requests, random.Random(5))
     assert [request.results for request in requests] == reference(llama, SAMPLED)
-    assert engine.counters.sampled_outside == 0
+    assert engine.counts.sampled_outside == 0
 
 
 OUTSIDE: list[dict[str, Any]] = [
@@ -194,7 +195,7 @@ def test_what_needs_the_host_is_chosen_there_from_the_same_logits(llama: LoadedM
     assert ours is not None
     assert theirs is not None
     assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    assert engine.counters.sampled_outside == 3 * TOKENS + 3
+    assert engine.counts.sampled_outside == 3 * TOKENS + 3
     assert engine.ahead([requests[3].row])
 
 
@@ -223,8 +224,8 @@ def test_larger_batches_than_were_captured_are_computed_eagerly_between_graphs(
     assert not engine.ahead([request.row for request in requests])
     decode(engine, requests, random.Random(2), most=6)
     assert [request.results for request in requests] == greedy[:6]
-    assert engine.counters.eager > 0
-    assert engine.counters.replays > 2
+    assert engine.counts.eager > 0
+    assert engine.counts.replays > 2
 
 
 def test_a_larger_batch_may_follow_one_whose_tokens_nobody_asked_for_yet(
@@ -305,3 +306,4 @@ def test_memory_and_sizes_are_told(llama: LoadedModel) -> None:
     assert engine.sizes == (1, 2, 4)
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert engine.graph_memory_bytes > 4 * VOCAB_SIZE * 4 + 9 * 1000
+    assert engine.counters()["decode_graph_bytes"] == engine.graph_memory_bytes

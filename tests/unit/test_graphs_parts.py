@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.config import DecodeConfig
+from alignedserve.cluster.console import Console
+from alignedserve.config import Config, DecodeConfig
+from alignedserve.decode_worker.capture_progress import CaptureProgress
 from alignedserve.engine.decoding import DecodeItem
 from alignedserve.engine.graphs.buffers import Column, StepBuffers
 from alignedserve.engine.graphs.drawing import DrawColumns, draw
-from alignedserve.engine.graphs.sizes import graph_sizes, size_for
 from alignedserve.engine.noise import row_keys
 from alignedserve.engine.sampling import Sampler, SampleRow
 from alignedserve.errors import ConfigError
+from alignedserve.graph_sizes import graph_sizes, size_for
 from alignedserve.request import SamplingParams
 from alignedserve.testing.graph_twins import TwinDevice
 
@@ -172,3 +176,40 @@ def test_every_way_to_draw_reaches_its_row_and_padding_draws_nothing() -> None:
         assert drawn.min_p[where] == pytest.approx(math.log(0.25))
         assert (int(drawn.first_key[where]), int(drawn.second_key[where])) == row_keys(9, 6)
     assert batches.buffers.column(Column.PREVIOUS, 4).tolist() == [2, 2, -1, -1]
+
+
+def test_progress_is_a_bar_until_all_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    progress = CaptureProgress("decode-0", lambda: now_s)
+    texts = []
+    with caplog.at_level("INFO"):
+        for done in range(1, 9):
+            now_s += 0.5
+            progress(done, 8)
+            texts.append(progress.text)
+    assert texts[1] == "CUDA graphs [######------------------] 2 of 8 batch sizes"
+    assert texts[-1] == ""
+    assert [record.getMessage().split()[-5] for record in caplog.records] == ["4", "8"]
+
+
+def test_states_on_their_way_share_a_line_on_a_terminal_and_are_rare_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replaced = "\r\x1b[2K"
+    for terminal, expected in (
+        (True, f"[time] one{replaced}[time] two{replaced}end\n"),
+        (False, "[time] one\nend\n"),
+    ):
+        written = io.StringIO()
+        monkeypatch.setattr(written, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(sys, "stdout", written)
+        console = Console()
+        console.passing("one")
+        console.passing("two")
+        console.line("end")
+        assert re.sub(r"\[ *[0-9.]+ s\]", "[time]", written.getvalue()) == expected
+
+
+def test_sizes_that_are_none_are_found_in_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.graph_sizes"):
+        Config(decode=DecodeConfig(graph_sizes="many"))

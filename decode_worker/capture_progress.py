@@ -1,0 +1,29 @@
+"""How far the capture of graphs has come, for people: in each heartbeat, and now and then in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 2.0
+WIDTH = 24
+
+
+class CaptureProgress:
+    """`text` is the state by the last call; empty before the first and after the last."""
+
+    def __init__(self, instance: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.text = ""
+        self._instance, self._clock = instance, clock
+        self._said_s = clock()
+
+    def __call__(self, done: int, count: int) -> None:
+        bar = "#" * (WIDTH * done // count)
+        text = f"CUDA graphs [{bar:-<{WIDTH}}] {done} of {count} batch sizes"
+        if done == count or self._clock() - self._said_s >= SAY_EVERY_S:
+            self._said_s = self._clock()
+            logger.info("%s: %s", self._instance, text)
+        self.text = "" if done == count else text
