@@ -47,7 +47,10 @@ class GraphDecode(DecodeEngine):
         sizes: Sequence[int],
         progress: Progress,
     ) -> None:
-        """`sizes`: ascending; `progress(done, all)` is told of each. A request has room for as many tokens as the model has positions and the store blocks."""
+        """`sizes`: ascending; `progress(done, all)` is told of each.
+
+        A request has room for as many tokens as the model has positions and the store blocks.
+        """
         info, blocks = runner.loaded.info, runner.cache.shape[0]
         width = min(blocks, -(-info.max_positions // runner.block_size))
         with torch.inference_mode(), device.scope():
