@@ -36,6 +36,10 @@ class Flight:
         row = self.rows.get(live.key) if live is not None else None
         return row if row is not None and self.lives[row] is live else None
 
+    def ends(self, live: LiveRequest) -> bool:
+        """Whether the request's length is reached with this iteration: the scheduler has it no more."""
+        return self.row_of(live) in self.last
+
 
 class Flights:
     """Launches iterations of what `held` holds, and takes their tokens. On the decode thread."""
@@ -87,9 +91,10 @@ class Flights:
         """Whether the next iteration can be launched before this one's tokens are taken."""
         return self._engine.ahead([live.row for row, live in enumerate(flight.lives) if row not in flight.last])
 
-    def take(self, flight: Flight, outcome: Outcome) -> None:
+    def take(self, flight: Flight, following: Flight | None, outcome: Outcome) -> None:
         """Wait for its tokens, and give each request its own. What a row fails by ends that request alone.
 
+        `following`: the iteration that was launched after it, if one was.
         A request that is held no more (cancelled, or ended with the iteration before) has run a row for nothing.
         """
         present = [row for row, live in enumerate(flight.lives) if self._holds(live)]
@@ -100,7 +105,7 @@ class Flights:
             self._meter.end()
             self._meter.pause()
             for row in present:
-                self._settle(flight, row, error, outcome)
+                self._settle(flight.lives[row], error, (flight, following), outcome)
             return
         self._meter.end()
         bubble_s = self._meter.bubble_s(flight.lengths)
@@ -110,16 +115,21 @@ class Flights:
                 live.spec.stopwatch.waste(bubble_s)
             if isinstance(token, Exception):
                 logger.error("no token could be chosen: %r", token, extra={"request_id": live.key.request_id})
-            self._settle(flight, row, token, outcome)
+            self._settle(live, token, (flight, following), outcome)
 
     def _holds(self, live: LiveRequest) -> bool:
         held = self._held.get(live.key)
         return held is not None and held.live is live
 
-    def _settle(self, flight: Flight, row: int, token: SampledToken | Exception, outcome: Outcome) -> None:
-        """The row's token, or what it fails by; where that ends the request, the scheduler hears of it."""
-        live = flight.lives[row]
-        if self._give(live, token, outcome) and row not in flight.last:
+    def _settle(
+        self,
+        live: LiveRequest,
+        token: SampledToken | Exception,
+        launched: tuple[Flight, Flight | None],
+        outcome: Outcome,
+    ) -> None:
+        """A request's token, or what it fails by; where that ends it unforeseen, the scheduler hears of it."""
+        if self._give(live, token, outcome) and not any(flight and flight.ends(live) for flight in launched):
             self._scheduler.ended(live.key)
 
     def _give(self, live: LiveRequest, token: SampledToken | Exception, outcome: Outcome) -> bool:

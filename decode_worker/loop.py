@@ -67,7 +67,7 @@ class DecodeLoop:
         self._pull = pull
         self._post = post
         self._held: dict[RequestKey, Held] = {}
-        self._draining = False
+        self._draining = self._stopped = False
         self._leaving: set[str] = set()  # stores from which candidates are given back
         self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
         self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
@@ -162,33 +162,35 @@ class DecodeLoop:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            while not self._stopped:
+                if not self.turn() and not self._stopped:
+                    self._wait()
         except BaseException as error:  # the books may be wrong now: the process must be replaced
             logger.exception("the decode loop failed")
             self._post(Outcome(fatal=error))
 
-    def _turn(self) -> bool:
-        """One iteration boundary and the iteration after it, or a wait; False: the loop is to end."""
+    def turn(self) -> bool:
+        """What has come in, one iteration boundary and its iteration; whether anything ran. On the loop's thread."""
         outcome = Outcome()
         if self._passes_since_s is None:
             self._passes_since_s = time.perf_counter()
-        if not self._drain(outcome):
+        self._drain(outcome)
+        if self._stopped:
             return False
         plan = self._scheduler.plan(time.monotonic())
         self._start_copies(plan, outcome)
-        if not plan.run and self._under_way is None:
-            self._publish(outcome)
+        runs = bool(plan.run) or self._under_way is not None
+        if runs:
+            if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
+                self._post(outcome)
+                outcome = Outcome()
+            with self.meter.step(len(plan.run)):
+                self._iterate(plan, outcome)
+        else:
             self.iterations.pause()
             self._passes_since_s = None
-            return self._wait()
-        if outcome.holds_anything:  # evictions and give-backs start beside the iteration, not after it
-            self._post(outcome)
-            outcome = Outcome()
-        with self.meter.step(len(plan.run)):
-            self._iterate(plan, outcome)
         self._publish(outcome)
-        return True
+        return runs
 
     def _iterate(self, plan: IterationPlan, outcome: Outcome) -> None:
         """Launch what was planned, then take the tokens of the iteration before, where that is under way.
@@ -199,36 +201,40 @@ class DecodeLoop:
         if plan.run:
             launched = self._flights.launch(plan.run, before)
         if before is not None:
-            self._take(before, outcome)
+            self._take(before, launched, outcome)
             for evict in plan.evictions:  # those that ended with it are gone, and their evictions undone
                 held = self._held.get(evict.key)
                 if held is not None and before.row_of(held.live) is not None:
                     self._evict(evict, outcome)
         if launched is not None and not (self._overlap and self._flights.may_follow(launched)):
-            self._take(launched, outcome)
+            self._take(launched, None, outcome)
             launched = None
         self._under_way = launched
 
-    def _take(self, flight: Flight, outcome: Outcome) -> None:
-        self._flights.take(flight, outcome)
+    def _take(self, flight: Flight, following: Flight | None, outcome: Outcome) -> None:
+        self._flights.take(flight, following, outcome)
         now_s = time.perf_counter()
         if self._passes_since_s is not None:
             self.pass_meter.add(len(flight.lives), sum(flight.lengths), now_s - self._passes_since_s)
         self._passes_since_s = now_s
 
-    def _drain(self, outcome: Outcome) -> bool:
-        """Handle what has come in; False: the loop is to end."""
-        while True:
+    def _drain(self, outcome: Outcome) -> None:
+        """Handle what has come in."""
+        while not self._stopped:
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
-                return True
-            if message is None:
-                return False
-            message(outcome)
+                return
+            self._handle(message, outcome)
             self.meter.count += 1
 
-    def _wait(self) -> bool:
+    def _handle(self, message: Callable[[Outcome], None] | None, outcome: Outcome) -> None:
+        if message is None:
+            self._stopped = True
+        else:
+            message(outcome)
+
+    def _wait(self) -> None:
         """Sleep until something comes in (or a waiting candidate may have become overdue)."""
         status = self._status
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
@@ -236,13 +242,10 @@ class DecodeLoop:
             with self.meter.idle():
                 message = self._inbox.get(timeout=STARVATION_POLL_S if waiting else None)
         except queue.Empty:
-            return True
-        if message is None:
-            return False
+            return
         outcome = Outcome()
-        message(outcome)
+        self._handle(message, outcome)
         self._publish(outcome)
-        return True
 
     def _publish(self, outcome: Outcome) -> None:
         status = self._scheduler.status()
