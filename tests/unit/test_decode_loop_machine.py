@@ -1,4 +1,4 @@
-"""The decode loop in any order of events, launching ahead or not: every request gets the answer that was written for it."""
+"""The decode loop in any order of events, launching ahead or not: every request gets the answer written for it."""
 
 from __future__ import annotations
 
@@ -92,6 +92,10 @@ class LoopMachine(RuleBasedStateMachine):
     @rule(store=st.sampled_from((BUFFER, BUFFER, POOL)))
     def lose_source(self, store: str) -> None:
         self.cell.loop.source_lost([store])
+
+    @rule()
+    def leave_source(self) -> None:
+        self.cell.loop.leave_source([BUFFER])
 
     @rule(fails=st.sampled_from((False, False, True)), turns=st.integers(1, 4))
     def turn(self, turns: int, *, fails: bool) -> None:

@@ -1,4 +1,4 @@
-"""A decode loop without its thread, over a scripted engine: copies end when a test says so, and everything is checked."""
+"""A decode loop without its thread over a scripted engine: copies end when a test says so; everything is checked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ScriptedCell:
 
     blocks: int
     block_size: int
-    overlap: bool
+    overlap: bool | None
     config: DecodeConfig = field(default_factory=DecodeConfig)
     engine_overlaps: bool = True
 

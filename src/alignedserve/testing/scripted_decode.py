@@ -62,8 +62,10 @@ class Script:
             logprobs=0 if self.needs_host else None,
         )
         output = list(tokens) or [self.token(0)]
-        group = {"group_id": self.group, "group_size": 2} if self.group else {}
-        return RequestSpec(self.key, self.prompt, sampling, output, gateway_address="gateway", **group)
+        size = 2 if self.group else 1
+        return RequestSpec(
+            self.key, self.prompt, sampling, output, gateway_address="gateway", group_id=self.group, group_size=size
+        )
 
 
 @dataclass
