@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from alignedserve.config import Config
 from alignedserve.control.checks import check_candidates
@@ -97,7 +98,8 @@ class DecodeInstance:
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
         plan = await self._pool.plan
-        await asyncio.to_thread(self.memory.check, loaded, plan, lambda store: ModelRunner(loaded, store))
+        make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
+        await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
         geometry = self.model.geometry(plan.block_size)
         self._cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
@@ -109,7 +111,7 @@ class DecodeInstance:
         from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
         self.handover = Handover(self.copier, from_pool, to_pool, writer, plan.block_size)
-        runner = ModelRunner(loaded, tensor)
+        runner = await asyncio.to_thread(make_runner, tensor)
         scheduler = IterationScheduler.configured(config, self.cache, plan.block_size)
         meter = IterationMeter(configured_cost(config.scheduler))
         pull, overlap = self.handover.pull, OVERLAP[config.decode.overlap]

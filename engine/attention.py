@@ -52,11 +52,14 @@ class ActiveForward:
     """The forward pass that this thread is in: its backend, and the layers that attended so far.
 
     `on_layer` is called with each layer once the work that writes its keys and values has been given to the device.
+    While probing `heads` and `options` say how many query heads each has, and what it was given.
     """
 
     backend: AttentionBackend
     layers: list[int] = field(default_factory=list)
     on_layer: Callable[[int], None] | None = None
+    heads: set[int] = field(default_factory=set)
+    options: set[str] = field(default_factory=set)
 
 
 class _Current(threading.local):
@@ -163,6 +166,10 @@ def probing_attention(
         )
     if query.shape[1] % key.shape[1]:
         raise UnsupportedModelError(f"{name} has {query.shape[1]} query heads on {key.shape[1]} key heads")
+    forward = _current.forward
+    if forward is not None:
+        forward.heads.add(query.shape[1])
+        forward.options |= {key for key in ("sliding_window", "softcap", "s_aux") if kwargs.get(key) is not None}
     return paged_attention(module, query, key, value, None, **kwargs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect as python_inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alignedserve.engine import attention
+from alignedserve.engine.backends.base import AttentionNeeds
 from alignedserve.engine.cpu_linear import pack_linears
 from alignedserve.engine.probe import probe
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
@@ -30,6 +31,8 @@ class LoadedModel:
     device: torch.device
     keeps_logits: bool
     """Whether its forward takes `logits_to_keep` as a tensor of positions."""
+    needs: AttentionNeeds
+    """What its attention asks of a backend, as the probe found it in blocks of its own size."""
 
 
 def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: bool = False) -> LoadedModel:
@@ -49,8 +52,11 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
             f"{info.name} ({info.weight_bytes / 2**30:.1f} GiB of weights) has no room on {target}"
         ) from error
     parameters = python_inspect.signature(model.forward).parameters
-    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters)
-    probe(loaded)
+    needs = AttentionNeeds(
+        target.type, info.dtype, 0, info.kv_heads, info.head_dim, 0
+    )  # what is known before the probe
+    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters, needs)
+    loaded = replace(loaded, needs=probe(loaded))
     if target.type == "cpu":
         pack_linears(model)
     return loaded

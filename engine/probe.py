@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from alignedserve.engine import attention
 from alignedserve.engine.attention import ActiveForward
+from alignedserve.engine.backends.base import AttentionNeeds
 from alignedserve.engine.backends.registry import BACKENDS
 from alignedserve.engine.batch import ForwardItem, build_batch
 from alignedserve.errors import AlignedServeError, ModelError, UnsupportedModelError
@@ -31,8 +33,8 @@ _BLOCKS = 8
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.04}
 
 
-def probe(loaded: LoadedModel, backend: str = "torch") -> None:
-    """Raises UnsupportedModelError unless paged attention gives the model's own logits.
+def probe(loaded: LoadedModel, backend: str = "torch") -> AttentionNeeds:
+    """What the model asks of a backend. Raises UnsupportedModelError unless paged attention gives its own logits.
 
     Two requests of 11 and 6 tokens are served packed, in chunks, ending with a decode row each, in blocks out of
     order; the same prompts go through the model alone with its eager attention. The model is left as it was.
@@ -42,7 +44,7 @@ def probe(loaded: LoadedModel, backend: str = "torch") -> None:
     _refuse_selection(loaded)
     with torch.inference_mode():
         with _attention(loaded.model, attention.PROBING):
-            served = _serve(loaded, prompts, backend)
+            served, needs = _serve(loaded, prompts, backend)
         with _attention(loaded.model, "eager"):
             expected = [_alone(loaded, prompt) for prompt in prompts]
     found, wanted = torch.cat(served), torch.cat(expected)
@@ -54,6 +56,7 @@ def probe(loaded: LoadedModel, backend: str = "torch") -> None:
             f"model_type {name!r} is not supported: with paged attention its logits are off by {error:.1%} of their "
             "spread"
         )
+    return needs
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor, dtype: str) -> float:
@@ -79,8 +82,8 @@ def _prompts(vocab_size: int) -> list[list[int]]:
     return [[(3 + 7919 * i) % vocab_size for i in range(11)], [(5 + 104729 * i) % vocab_size for i in range(6)]]
 
 
-def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> list[torch.Tensor]:
-    """Logits of every position of both prompts, in three packed passes."""
+def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> tuple[list[torch.Tensor], AttentionNeeds]:
+    """Logits of every position of both prompts, in three packed passes, and what their attention asked for."""
     info = loaded.info
     shape = (_BLOCKS, *info.geometry(_BLOCK_SIZE).block_shape)
     cache = torch.zeros(shape, dtype=getattr(torch, info.dtype), device=loaded.device)
@@ -101,7 +104,17 @@ def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> list[
         for index, (begin, end) in enumerate(cuts):
             rows[index].append(logits[at : at + end - begin])
             at += end - begin
-    return [torch.cat(parts) for parts in rows]
+    if len(forward.heads) != 1:
+        raise UnsupportedModelError(f"model_type {info.model_type!r} is not supported: its layers differ in heads")
+    needs = replace(
+        loaded.needs,
+        heads=forward.heads.pop(),
+        block_size=_BLOCK_SIZE,
+        sliding_window="sliding_window" in forward.options,
+        softcap="softcap" in forward.options,
+        sinks="s_aux" in forward.options,
+    )
+    return [torch.cat(parts) for parts in rows], needs
 
 
 def _alone(loaded: LoadedModel, prompt: list[int]) -> torch.Tensor:

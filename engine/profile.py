@@ -101,11 +101,11 @@ class PassBench:
     hardly changes; any other by the wall clock. `clocks` counts the passes by clock.
     """
 
-    def __init__(self, loaded: LoadedModel, plan: Sequence[Measurement]) -> None:
+    def __init__(self, loaded: LoadedModel, plan: Sequence[Measurement], attention: str = "torch") -> None:
         geometry = loaded.info.geometry(BLOCK_SIZE)
         most = max(sum(map(geometry.blocks_for, _widths(measurement.shape))) for measurement in plan)
         self.blocks = max(LEAST_BLOCKS, most)
-        self.runner = ModelRunner(loaded, allocate_cache(geometry, self.blocks, loaded.device))
+        self.runner = ModelRunner(loaded, allocate_cache(geometry, self.blocks, loaded.device), attention)
         self.clocks: Counter[str] = Counter()
         self._geometry, self._sampler = geometry, Sampler()
         self._order = list(range(self.blocks))

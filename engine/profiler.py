@@ -47,7 +47,7 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
     info = inspect_model(config.served_model_name, path, config.model.dtype, device, trusted)
     loaded = load_model(info, device, trusted)
     plan = plan_measurements(info.max_positions)
-    bench = PassBench(loaded, plan)
+    bench = PassBench(loaded, plan, config.engine.attention)
     others = OtherWork()
     rounds = measure(bench.run, plan, limit_s, time.monotonic)
     host_s = {requests: host_overhead_s(bench.runner, bench.blocks, requests) for requests in HOST_REQUESTS}

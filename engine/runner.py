@@ -9,7 +9,7 @@ import torch
 
 from alignedserve.engine import attention
 from alignedserve.engine.attention import ActiveForward
-from alignedserve.engine.backends.registry import BACKENDS
+from alignedserve.engine.backends.choice import open_backend
 from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
 from alignedserve.engine.loader import LoadedModel
 from alignedserve.engine.threads import PassThreads
@@ -43,7 +43,11 @@ def allocate_cache(
 
 
 class ModelRunner:
-    """One model, one store, one attention backend. Not thread-safe: one thread calls `forward`."""
+    """One model, one store, one attention backend. Not thread-safe: one thread calls `forward`.
+
+    `backend` is the value of `engine.attention`; on a GPU it is tried, and for `auto` timed, in the store, whose
+    content is lost. Raises ConfigError and UnsupportedModelError where it cannot serve.
+    """
 
     def __init__(self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch") -> None:
         info = loaded.info
@@ -66,7 +70,7 @@ class ModelRunner:
         self.loaded = loaded
         self.cache = cache
         self.block_size = cache.shape[4]
-        self._backend = BACKENDS.get(backend)(cache)
+        self._backend = open_backend(backend, cache, loaded.needs)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         on_cpu = loaded.device.type == "cpu"
         self._threads = PassThreads(parameters, info.layers, info.kv_heads * info.head_dim) if on_cpu else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
@@ -91,7 +92,8 @@ class PrefillInstance:
         report()
         loaded, tokenizer = await host.load(config, self.model, settings.device)
         plan = await self._pool.plan
-        await asyncio.to_thread(self.memory.check, loaded, plan, lambda store: ModelRunner(loaded, store))
+        make_runner = partial(ModelRunner, loaded, backend=config.engine.attention)
+        await asyncio.to_thread(self.memory.check, loaded, plan, make_runner)
         geometry = self.model.geometry(plan.block_size)
         cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.prefill_cache, settings.device, settings.node_id
@@ -108,7 +110,7 @@ class PrefillInstance:
         pool_id, size = pool_store.store_id, plan.block_size
         self.offloader = Offloader(settings.id, writers[0], self.copier, offload, pool_id, size)
         self.prefetcher = Prefetcher(self.buffers, self.copier, from_pool, to_pool, writers[1], size)
-        runner = ModelRunner(loaded, tensor)
+        runner = await asyncio.to_thread(make_runner, tensor)
 
         def bring(key: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
             route = Route(fetch, base.block_ids, base.checksums)

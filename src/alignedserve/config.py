@@ -165,6 +165,15 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineConfig:
+    attention: str = _key(
+        "auto",
+        "the attention kernels; auto: on a GPU the fastest of those that serve the model, by measurement at start",
+        choices=("auto", "torch", "triton", "triton_no_split", "flash_attn", "varlen"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     format: str = _key("text", "one line a record", choices=("text", "json"))
     level: str = _key("info", "least severe record written", choices=("debug", "info", "warning", "error"))
@@ -183,6 +192,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,38 @@
+"""Two backends over one store: one for passes of decode rows alone, the other for passes with prompt chunks.
+
+On an instance of either kind nearly every pass is of one sort, so each pass is served by one of the two as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from alignedserve.engine.backends.base import AttentionBackend, AttentionOptions
+from alignedserve.engine.batch import DecodeTable, PackedBatch
+
+
+class CompositeBackend(AttentionBackend):
+    """See the module and AttentionBackend. Both were made over the same store."""
+
+    def __init__(self, decode: AttentionBackend, prefill: AttentionBackend) -> None:
+        super().__init__(decode.cache)
+        self._decode, self._prefill = decode, prefill
+        self._active = decode
+
+    @property
+    def captures(self) -> bool:  # type: ignore[override]  # of a pair it is the pair's
+        """Whether the one that decodes can be captured."""
+        return self._decode.captures
+
+    def begin(self, batch: PackedBatch) -> None:
+        self._active = self._prefill if batch.spans else self._decode
+        self._active.begin(batch)
+
+    def begin_table(self, table: DecodeTable) -> None:
+        self._active = self._decode
+        self._active.begin_table(table)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        return self._active.attend(layer, query, key, value, options)

@@ -1,0 +1,177 @@
+"""The choice of an attention backend: by name, by what each refuses, by trial, and by time."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from alignedserve.config import EngineConfig  # noqa: E402
+from alignedserve.engine.backends import choice  # noqa: E402
+from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
+from alignedserve.engine.backends.choice import AUTO, Candidate, choose, measure, open_backend, pick, refusals  # noqa: E402
+from alignedserve.engine.backends.composite import CompositeBackend  # noqa: E402
+from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
+from alignedserve.engine.backends.torch_backend import TorchBackend  # noqa: E402
+from alignedserve.engine.backends.trial import Trial  # noqa: E402
+from alignedserve.engine.inspect import inspect_model  # noqa: E402
+from alignedserve.engine.loader import load_model  # noqa: E402
+from alignedserve.errors import ConfigError, UnsupportedModelError  # noqa: E402
+from alignedserve.registry import Registry  # noqa: E402
+from alignedserve.testing.attention import paged_case  # noqa: E402
+from alignedserve.testing.models import make_model  # noqa: E402
+
+NEEDS = AttentionNeeds("cpu", "float32", heads=4, kv_heads=2, head_dim=16, block_size=16)
+HERE = "alignedserve.engine.backends"
+
+
+def store(blocks: int = 80) -> torch.Tensor:
+    return torch.zeros(blocks, 2, 2, 2, 16, 16)
+
+
+class Wrong(TorchBackend):
+    """Ignores the window and the sinks."""
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, options: AttentionOptions) -> torch.Tensor:
+        return super().attend(layer, query, key, value, replace(options, sliding_window=None, sinks=None))
+
+
+class Broken(TorchBackend):
+    def begin(self, batch: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+
+class Refusing(TorchBackend):
+    @classmethod
+    def refusal(cls, needs: AttentionNeeds) -> str | None:
+        return f"blocks have {needs.block_size} tokens"
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry[Any]:
+    entries = {
+        "torch": f"{HERE}.torch_backend:TorchBackend",
+        "absent": "alignedserve_no_such_package.backend:Backend",
+        **{cls.__name__.lower(): f"tests_attention_choice:{cls.__name__}" for cls in (Wrong, Broken, Refusing)},
+    }
+    registry: Registry[Any] = Registry("attention backend", entries)
+    own = {cls.__name__.lower(): cls for cls in (Wrong, Broken, Refusing)}
+    looked_up = registry.get
+    monkeypatch.setattr(registry, "get", lambda name: own.get(name) or looked_up(name))
+    monkeypatch.setattr(choice, "BACKENDS", registry)
+    monkeypatch.setattr(choice, "_chosen", {})
+    return registry
+
+
+def test_every_backend_can_be_named_in_the_configuration() -> None:
+    (key,) = fields(EngineConfig)
+    assert set(key.metadata["choices"]) == {AUTO, *BACKENDS.names()}
+
+
+def test_on_a_cpu_torch_serves_without_being_timed() -> None:
+    backend = open_backend(AUTO, store(2), NEEDS)
+    assert type(backend) is TorchBackend
+
+
+@pytest.mark.parametrize("name", sorted(set(BACKENDS.names()) - {"torch"}))
+def test_a_named_backend_that_needs_a_gpu_is_a_configuration_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.attention: {name} cannot serve this here: .+"):
+        open_backend(name, store(2), NEEDS)
+
+
+def test_a_refusal_knows_the_stores_own_block_size(registry: Registry[Any]) -> None:
+    with pytest.raises(ConfigError, match="blocks have 16 tokens"):
+        open_backend("refusing", store(2), replace(NEEDS, block_size=4))
+
+
+def test_a_backend_whose_package_is_absent_says_so(registry: Registry[Any]) -> None:
+    reasons = {candidate.name: candidate.refusal for candidate in refusals(NEEDS)}
+    assert reasons["absent"] == "the package alignedserve_no_such_package is not installed"
+    assert reasons["torch"] is None
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": True}, {"sinks": True}, {"softcap": True}], ids=str)
+def test_a_trial_finds_no_fault_in_the_reference(options: dict[str, bool]) -> None:
+    with Trial(store(), replace(NEEDS, **options)) as trial:
+        assert trial.fault(TorchBackend) is None
+
+
+@pytest.mark.parametrize("option", ["sliding_window", "sinks"])
+def test_a_backend_that_ignores_an_option_is_found_out(option: str, registry: Registry[Any]) -> None:
+    with Trial(store(), replace(NEEDS, **{option: True})) as trial:
+        assert "its result is off by" in str(measure("wrong", trial, time=False).refusal)
+    with Trial(store(), NEEDS) as trial:
+        assert measure("wrong", trial, time=False).refusal is None
+
+
+def test_a_backend_that_fails_is_left_out_with_its_reason(registry: Registry[Any]) -> None:
+    with Trial(store(), NEEDS) as trial:
+        assert measure("broken", trial).refusal == "it fails here: no kernel image is available"
+
+
+def test_a_trial_fits_a_small_store_and_leaves_it_empty() -> None:
+    cache = store(9)
+    with Trial(cache, NEEDS) as trial:
+        assert trial.fault(TorchBackend) is None
+        assert bool(cache.any())
+    assert not bool(cache.any())
+
+
+def test_the_fastest_of_each_kind_of_pass_is_taken() -> None:
+    taken = pick(
+        [
+            Candidate("a", None, decode_us=10.0, prefill_us=900.0),
+            Candidate("b", None, decode_us=20.0, prefill_us=500.0),
+            Candidate("c", "it copies the store"),
+        ]
+    )
+    assert (taken.decode, taken.prefill) == ("a", "b")
+    assert taken.describe().startswith("attention by a to decode, b to prefill (")
+    with pytest.raises(UnsupportedModelError, match="c: it copies the store"):
+        pick([Candidate("c", "it copies the store")])
+
+
+def test_of_two_backends_each_serves_the_passes_that_it_was_taken_for() -> None:
+    case = paged_case([(1, 20), (6, 3)], heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32)
+    alone = paged_case([(1, 20)], heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32)
+    options = AttentionOptions(0.25)
+    for one, decode, prefill in ((case, Broken, TorchBackend), (alone, TorchBackend, Broken)):
+        backend = CompositeBackend(decode(one.cache), prefill(one.cache))
+        backend.begin(one.batch)
+        found = backend.attend(1, one.query, one.key, one.value, options)
+        torch.testing.assert_close(found.double(), one.expected(options)[0], rtol=0.0, atol=1e-5)
+        assert backend.captures is decode.captures
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("llama", (False, False, False)),
+        ("mistral", (True, False, False)),
+        ("gemma2", (True, True, False)),
+        ("gpt_oss", (True, False, True)),
+    ],
+)
+def test_what_a_model_needs_is_found_while_it_is_probed(
+    kind: str, found: tuple[bool, bool, bool], tmp_path: Path
+) -> None:
+    needs = load_model(inspect_model("m", make_model(kind, tmp_path, seed=0), "auto", "cpu"), "cpu").needs
+    assert (needs.sliding_window, needs.softcap, needs.sinks) == found
+    assert (needs.heads, needs.kv_heads, needs.head_dim, needs.dtype, needs.device) == (4, 2, 16, "float32", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_backends_are_tried_and_timed() -> None:
+    needs = AttentionNeeds("cuda", "bfloat16", heads=32, kv_heads=8, head_dim=128, block_size=16)
+    cache = torch.zeros(6000, 2, 8, 2, 16, 128, dtype=torch.bfloat16, device="cuda")
+    chosen = choose(AUTO, cache, needs)
+    taken = {candidate.name: candidate for candidate in chosen.candidates}
+    assert taken["triton"].refusal is None
+    assert taken["torch"].refusal is None
+    assert taken[chosen.decode].decode_us == min(c.decode_us for c in chosen.candidates if c.decode_us)
+    assert not bool(cache.any())
