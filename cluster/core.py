@@ -129,7 +129,7 @@ class SupervisorCore:
         elif old is not None:
             old.vigil.heard(None, now)
         slot.enter(Phase.JOINED, now)
-        self.scaling.pair()
+        self._pair(now)
         self._touch()
         return None
 
@@ -142,7 +142,7 @@ class SupervisorCore:
         member.vigil.heard(beat, now)
         member.beat = beat
         if list(beat.reaches) != reached:
-            self.scaling.pair()
+            self._pair(now)
         if _news(member) != before:
             self._touch()
         slot = self.roster.slots.get(key.id)
@@ -324,6 +324,17 @@ class SupervisorCore:
         self.roster.lost_guests.pop(key.id, None)
         self._touch()
         return None
+
+    def _pair(self, now: float) -> None:
+        """Where instances are has become known: who is paired with whom, and whether they can have their channel."""
+        self.scaling.pair()
+        problem = self.scaling.channel_problem()
+        if problem is None:
+            return
+        if not self.was_ready:
+            self._fail(pb.Failure(code=problem.code), problem.message)
+        elif self.scaling.growing:
+            self.scaling.give_up(problem.message, now)
 
     def _note_state(self, slot: Slot, member: Member, now: float) -> list[Action]:
         if member.state in SERVING_STATES and not slot.was_ready:

@@ -21,7 +21,8 @@ from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.pairing import pair_up
 from alignedserve.sizing import StorePlan
-from alignedserve.transfer.topology import Place, link_rank
+from alignedserve.transfer.pair_choice import choose_pair_channel
+from alignedserve.transfer.topology import PeerAccess, Place, link_rank
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,11 @@ class Scaling:
         if self._roster.all_ready():
             self._before = self.shape
 
+    @property
+    def growing(self) -> bool:
+        """Whether a change is under way that added instances."""
+        return not set(self.shape.ids()) <= set(self._before.ids())
+
     def is_new(self, slot: Slot) -> bool:
         """Whether it was added by a change that has not come about yet."""
         return not slot.draining and (slot.planned.role, slot.planned.id) not in self._before.ids()
@@ -185,6 +191,21 @@ class Scaling:
         ours, theirs = self._roster.slots[decode_id], self._roster.slots[prefill_id]
         return _known_rank(ours.place, ours.reaches, theirs.place, theirs.reaches)
 
+    def channel_problem(self) -> ResourceError | None:
+        """Why a pair whose processes have both joined cannot have the channel that is configured."""
+        cluster, slots = self._config.cluster, self._roster.slots
+        for names in self.pairs:
+            ours, theirs = (slots[name] for name in names)
+            if not (ours.member and theirs.member):
+                continue
+            reach, places = _reach(ours.reaches, theirs.reaches), (ours.place, theirs.place)
+            first, second = zip(names, places, strict=True)
+            try:
+                choose_pair_channel(cluster.channel, first, second, reach, allow_slow=cluster.allow_slow_channel)
+            except ResourceError as error:
+                return error
+        return None
+
     def _new(self, shape: Shape) -> list[tuple[str, str]]:
         return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
 
@@ -199,12 +220,15 @@ class Scaling:
 @lru_cache(4096)
 def _known_rank(first: Place, reached: tuple[str, ...], second: Place, reached_back: tuple[str, ...]) -> int:
     """What is not known yet is taken for the best: one node, devices that reach each other."""
+    node_id = first.node_id if first.node_id and second.node_id else second.node_id
+    return link_rank(replace(first, node_id=node_id), second, _reach(reached, reached_back))
 
+
+def _reach(reached: tuple[str, ...], reached_back: tuple[str, ...]) -> PeerAccess:
     def reach(device: str, other: str) -> bool:
         return not (reached or reached_back) or other in reached or device in reached_back
 
-    node_id = first.node_id if first.node_id and second.node_id else second.node_id
-    return link_rank(replace(first, node_id=node_id), second, reach)
+    return reach
 
 
 def next_shape(shape: Shape, prefill: int, decode: int) -> Shape:

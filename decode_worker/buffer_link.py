@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterable
 from alignedserve.control.convert import keys_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.decode_worker.buffer_access import BufferAccess
 from alignedserve.decode_worker.loop import DecodeLoop
-from alignedserve.errors import GeometryMismatchError, TransferError, UnavailableError
+from alignedserve.errors import GeometryMismatchError, ResourceError, TransferError, UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.transfer.block_store import BlockStore, attach_store
+from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
-from alignedserve.transfer.device import attach_device_store
-from alignedserve.transfer.handles import CUDA, StoreHandle
-from alignedserve.transfer.segments import SegmentClient
+from alignedserve.transfer.handles import StoreHandle
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +39,23 @@ class BufferLink:
         process: pb.ProcessKey,
         cache: BlockStore,
         loop: DecodeLoop,
-        segments: SegmentClient,
         lease_blocks: int,
-        connect: Callable[[BlockStore, BlockStore], Channel],
+        reach: Callable[[StoreHandle, str, TokenChannel], BufferAccess],
         on_lease: Callable[[], None],
     ) -> None:
+        """`reach` chooses the way to the buffers: by one's handle, and why NCCL is none. Raises ResourceError."""
         self.prefill_id = prefill_id
+        self.trouble: ResourceError | None = None
         self.pulls: dict[str, Channel] = {}
         self.evict_channel: Channel | None = None
         self.requests_store_id = ""
         self._process = process
         self._cache = cache
         self._loop = loop
-        self._segments = segments
         self._lease_blocks = lease_blocks
         self._retired = False
-        self._connect = connect
+        self._reach = reach
+        self._access: BufferAccess | None = None
         self._on_lease = on_lease
         self.generation = 0  # grows with each break of the stream: leases of an older one are void
         self._leased: list[int] = []
@@ -169,6 +169,12 @@ class BufferLink:
                 return
             except GeometryMismatchError:
                 raise
+            except (
+                ResourceError
+            ) as error:  # trying again does not help: the worker must be replaced, or the cluster end
+                logger.error("the buffers of %s cannot be reached: %s", self.prefill_id, error)
+                self.trouble = error
+                return
             except (TransferError, UnavailableError) as error:
                 logger.warning("the buffers of %s cannot be attached yet: %s", self.prefill_id, error)
                 await asyncio.sleep(ATTACH_RETRY_S)
@@ -177,19 +183,17 @@ class BufferLink:
         if self._stores:
             return
         handles = [StoreHandle.from_proto(message) for message in (stores.batch, stores.requests)]
-        opened = [await asyncio.to_thread(self._open_store, handle) for handle in handles]
-        self.pulls = {store.store_id: self._connect(store, self._cache) for store in opened}
+        if self._access is None:
+            assert self._channel is not None
+            self._access = self._reach(handles[0], stores.no_nccl, self._channel)
+        opened = [await asyncio.to_thread(self._access.open, handle) for handle in handles]
+        self.pulls = {store.store_id: self._access.connect(store, self._cache) for store in opened}
         self.requests_store_id = stores.requests.store_id
-        self.evict_channel = self._connect(self._cache, opened[1])
+        self.evict_channel = self._access.connect(self._cache, opened[1])
         self._stores = opened
         if self._retired:
             self._loop.leave_source(list(self.pulls))
         self._on_lease()
-
-    def _open_store(self, handle: StoreHandle) -> BlockStore:
-        if handle.kind == CUDA:
-            return attach_device_store(handle, geometry=self._cache.geometry)
-        return attach_store(handle, self._segments, geometry=self._cache.geometry)
 
     def _on_down(self) -> None:
         self.generation += 1
@@ -201,6 +205,8 @@ class BufferLink:
     async def close(self) -> None:
         if self._link is not None:
             await self._link.close()
+        if self._access is not None:
+            await self._access.close()
         if self._channel is not None:
             await self._channel.close()
         for channel in self.channels:

@@ -10,6 +10,7 @@ from alignedserve.config import Config
 from alignedserve.control.checks import check_candidates
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.decode_worker.buffer_access import BufferReach
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.capture_progress import CaptureProgress
 from alignedserve.decode_worker.handover import Handover
@@ -60,6 +61,7 @@ class DecodeInstance:
         self._on_pool_wait = on_pool_wait
         self._linking = asyncio.Lock()
         self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
+        self._reach = BufferReach(settings, config, process, self._pool.segments, self._connect)
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self._pool_channels: list[Channel] = []
         self._cache_store: BlockStore | None = None
@@ -92,6 +94,7 @@ class DecodeInstance:
         settings, config = self._settings, self._config
         host.prepare_process(config)
         self.reaches = await asyncio.to_thread(reached_devices, settings.device)
+        await asyncio.to_thread(self._reach.check)
         await asyncio.to_thread(self.memory.look)
         self.model = await host.inspect(config, settings.device)
         self.memory.expect(self.model)
@@ -181,9 +184,8 @@ class DecodeInstance:
             self._process,
             self._cache_store,
             self.compute,
-            self._pool.segments,
             self._eviction_lease_blocks(prefill_id),
-            self._connect,
+            partial(self._reach.access, prefill_id, self._cache_store),
             self.refresh_lease,
         )
         link.open(address, self._settings.token)
@@ -202,7 +204,9 @@ class DecodeInstance:
     def trouble(self) -> AlignedServeError | None:
         """Why this process must be replaced."""
         slow = next((trouble for channel in self.channels if (trouble := channel.trouble()) is not None), None)
-        return self.copier.stuck() or self._pool.trouble() or slow
+        links = self.handover.links.values() if self.handover is not None else ()
+        unreached = next((link.trouble for link in links if link.trouble is not None), None)
+        return self.copier.stuck() or self._pool.trouble() or slow or unreached
 
     async def close(self) -> None:
         if self.compute is not None:

@@ -30,13 +30,16 @@ from alignedserve.control.worker import WorkerServer
 from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
 from alignedserve.prefill_worker.instance import PrefillInstance
 from alignedserve.prefill_worker.loop import Base, Computed, PrefilledJob
+from alignedserve.prefill_worker.paired_service import PairedCopiesService
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
+from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.metrics import channel_lines
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
         self._instance = PrefillInstance(settings, self.config, self.process, self._post, self._report_description)
+        self._pairs = PairedCopiesService(settings, self.config, self.process, self._stores)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
         self._unreported: deque[pw.PrefillReport] = deque(maxlen=4096)  # while there was no scheduler
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
@@ -64,12 +68,16 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     # ---- the role's hooks
 
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
-        return [(pw_grpc.add_PrefillWorkerServicer_to_server, self)]
+        return [
+            (pw_grpc.add_PrefillWorkerServicer_to_server, self),
+            (pc_grpc.add_PairedCopiesServicer_to_server, self._pairs),
+        ]
 
     async def load(self) -> None:
         await self._instance.load(self.report)
 
     async def unload(self) -> None:
+        await self._pairs.close()
         await self._instance.close()
 
     async def on_view(self, view: sv.ClusterView) -> None:
@@ -200,6 +208,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     # ---- from decode instances
 
+    def _stores(self) -> dict[str, BlockStore]:
+        return {buffer.store.store_id: buffer.store for buffer in self._instance.buffers.values()}
+
     async def Buffers(
         self, request_iterator: AsyncIterator[pw.BufferCommand], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pw.BufferEvent]:
@@ -211,7 +222,10 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._decoders[hello.id] = (outbox, owner)
         handles = {buffer.kind: buffer.store.handle().to_proto() for buffer in self._instance.buffers.values()}
         stores = pw.BufferStores(
-            process=self.process, batch=handles[BufferKind.BATCH], requests=handles[BufferKind.REQUESTS]
+            process=self.process,
+            batch=handles[BufferKind.BATCH],
+            requests=handles[BufferKind.REQUESTS],
+            no_nccl=self._instance.no_nccl,
         )
         outbox.put(pw.BufferEvent(stores=stores))
 

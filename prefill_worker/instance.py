@@ -36,6 +36,8 @@ from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
+from alignedserve.transfer.pair_choice import require_packages
+from alignedserve.transfer.paired.nccl import no_nccl_here
 from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class PrefillInstance:
         self.channels: list[Channel] = []
         self.model: ModelInfo | None = None
         self.reaches: list[str] = []
+        self.no_nccl = ""
         self.memory = InstanceMemory("prefill", settings.id, settings.device, config)
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
@@ -86,6 +89,8 @@ class PrefillInstance:
         settings, config = self._settings, self._config
         host.prepare_process(config)
         self.reaches = await asyncio.to_thread(reached_devices, settings.device)
+        self.no_nccl = await asyncio.to_thread(no_nccl_here, config.cluster.channel, settings.device)
+        require_packages(config.cluster.channel, self.no_nccl, allow_slow=config.cluster.allow_slow_channel)
         await asyncio.to_thread(self.memory.look)
         self.model = await host.inspect(config, settings.device)
         self.memory.expect(self.model)

@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 from alignedserve.errors import ConfigError, TransferError
@@ -15,21 +14,20 @@ from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.host_channel import HostChannel
-from alignedserve.transfer.topology import CUDA_IPC, CUDA_STAGED, SHARED_MEMORY, PeerAccess, Place, channel_between
+from alignedserve.transfer.topology import (
+    CUDA_IPC,
+    CUDA_STAGED,
+    SHARED_MEMORY,
+    ChannelChoice,
+    PeerAccess,
+    Place,
+    channel_between,
+)
 
 logger = logging.getLogger(__name__)
 
 WRAPPER_VARIABLE = "ALIGNEDSERVE_TEST_CHANNEL_WRAPPER"
 """For tests: `module:function` that takes each new channel and returns the one to use instead (injecting faults)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelChoice:
-    """`name` of the channel that serves a pair, and why: shown by `alignedserve doctor` and in the log."""
-
-    name: str
-    reason: str
-    slow: bool = False
 
 
 def choose_channel(
@@ -45,7 +43,7 @@ def choose_channel(
     pair = f"stores {source.store_id} and {destination.store_id}"
     if not {source.kind, destination.kind} <= {HOST, CUDA}:
         raise TransferError(f"{pair} are of kinds {source.kind!r} and {destination.kind!r}: no channel serves these")
-    places = _place(source), _place(destination)
+    places = place_of(source), place_of(destination)
     kind = channel_between(*places, peer_access or ask_driver)
     if kind is None:
         raise TransferError(
@@ -79,12 +77,16 @@ def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = F
     choice = choose_channel(source.handle(), destination.handle(), allow_slow=allow_slow)
     log = logger.warning if choice.slow else logger.info
     log("%s to %s: channel %s, %s", source.store_id, destination.store_id, choice.name, choice.reason)
-    wrap = _wrapper()
     if isinstance(source, HostBlockStore) and isinstance(destination, HostBlockStore):
-        return wrap(HostChannel(source, destination))
+        return wrapped(HostChannel(source, destination))
     from alignedserve.transfer.device import DeviceChannel  # imports torch
 
-    return wrap(DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow))
+    return wrapped(DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow))
+
+
+def wrapped(channel: Channel) -> Channel:
+    """A new channel, or what `WRAPPER_VARIABLE` makes of it."""
+    return _wrapper()(channel)
 
 
 @functools.cache
@@ -102,7 +104,8 @@ def _wrapper() -> Callable[[Channel], Channel]:
     return lambda channel: cast(Channel, wrapper(channel))
 
 
-def _place(store: StoreHandle) -> Place:
+def place_of(store: StoreHandle) -> Place:
+    """Where its memory is."""
     return Place(store.node_id, store.device) if store.kind == CUDA else Place(store.node_id)
 
 

@@ -15,8 +15,8 @@ GLOO = "gloo"
 PeerAccess = Callable[[str, str], bool]
 """Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
 
-# By the copies that cross the bus to the host: none, one, two; and no channel at all.
-_RANKS = {CUDA_IPC: 0, SHARED_MEMORY: 0, PCIE: 1, CUDA_STAGED: 2, None: 3}
+# By the copies that cross the bus to the host: none, one, two; between nodes, by what the two can use at best.
+_RANKS = {CUDA_IPC: 0, SHARED_MEMORY: 0, PCIE: 1, CUDA_STAGED: 2, NCCL: 3, GLOO: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,17 @@ class Place:
         return self.device != "cpu"
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelChoice:
+    """`name` of the channel that serves a pair, and why: shown by `alignedserve doctor` and in the log."""
+
+    name: str
+    reason: str
+    slow: bool = False
+
+
 def channel_between(first: Place, second: Place, peer_access: PeerAccess) -> str | None:
-    """The kind of channel between two places; None: this release has none between nodes."""
+    """The kind of one-sided channel between two places; None: there is none between nodes."""
     if first.node_id != second.node_id:
         return None
     if not (first.on_device and second.on_device):
@@ -43,5 +52,6 @@ def channel_between(first: Place, second: Place, peer_access: PeerAccess) -> str
 
 
 def link_rank(first: Place, second: Place, peer_access: PeerAccess) -> int:
-    """How good a link is, 0 the best: by its channel's kind."""
-    return _RANKS[channel_between(first, second, peer_access)]
+    """How good the link of a pair is, 0 the best: by the kind of channel that two such places can have."""
+    kind = channel_between(first, second, peer_access)
+    return _RANKS[kind or (NCCL if first.on_device and second.on_device else GLOO)]

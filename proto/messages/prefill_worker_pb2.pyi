@@ -117,14 +117,16 @@ class BufferEvent(_message.Message):
     def __init__(self, stores: _Optional[_Union[BufferStores, _Mapping]] = ..., announced: _Optional[_Union[Announcement, _Mapping]] = ..., leased: _Optional[_Union[BufferLease, _Mapping]] = ...) -> None: ...
 
 class BufferStores(_message.Message):
-    __slots__ = ("process", "batch", "requests")
+    __slots__ = ("process", "batch", "requests", "no_nccl")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NO_NCCL_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     batch: _common_pb2.StoreHandle
     requests: _common_pb2.StoreHandle
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., batch: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., requests: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ...) -> None: ...
+    no_nccl: str
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., batch: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., requests: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., no_nccl: _Optional[str] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("buffer", "batch_id", "requests")

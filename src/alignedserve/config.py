@@ -42,6 +42,11 @@ class ClusterConfig:
     share_gpu: bool = _key(False, "let several instances share one GPU")
     gpu_memory_share: float = _key(0.9, "share of a GPU's memory that its instances use", low=0.05, high=1.0)
     prefetch: bool = _key(True, "prefetch candidate batches through the buffers of prefill instances")
+    channel: str = _key(
+        "auto",
+        "what copies between paired instances; auto: the best there is",
+        choices=("auto", "shared-memory", "cuda-ipc", "nccl", "gloo"),
+    )
     allow_slow_channel: bool = _key(False, "start even where a faster channel was configured than there is")
     name: str = _key("default", "the application's name in Ray: two in one Ray cluster need different ones")
     threads: int = _key(0, "CPU threads of one model-holding worker; 0: all cores", low=0, high=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from alignedserve.cluster.core import SupervisorCore
 from alignedserve.cluster.plan import plan_roles
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
+from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.sizing import StorePlan
@@ -18,10 +19,9 @@ ISLANDS |= {"cuda:2": ISLANDS["cuda:1"], "cuda:3": ISLANDS["cuda:0"]}  # of two 
 class Cell:
     """Two prefill instances on cuda:0 and 1, two decode instances on cuda:2 and 3, unless a test says otherwise."""
 
-    def __init__(self) -> None:
-        config = Config(
-            cluster=ClusterConfig(device="cuda", prefill=2, decode=2), supervisor=SupervisorConfig(spares=0)
-        )
+    def __init__(self, channel: str = "auto", *, allow_slow: bool = True) -> None:
+        cluster = ClusterConfig(device="cuda", prefill=2, decode=2, channel=channel, allow_slow_channel=allow_slow)
+        config = Config(cluster=cluster, supervisor=SupervisorConfig(spares=0))
         self.core = SupervisorCore(config, plan_roles(config, GPUS), gpus=GPUS)
         self.core.begin(0.0)
         self.incarnations: dict[str, int] = {}
@@ -140,3 +140,37 @@ def test_an_instance_whose_only_pair_is_to_go_gets_another():
     cell.core.planner.adopt(MODEL.to_json(), StorePlan(16, 1, 1, 1, 1, 1).to_json())
     cell.core.scale(1, 2, 1 << 50, 0.0)
     assert cell.pairs() == BY_INDEX | {("decode-1", "prefill-0", 0)}
+
+
+def test_a_start_fails_as_soon_as_a_pair_is_known_to_have_no_such_channel():
+    cell = Cell("cuda-ipc", allow_slow=False)
+    for role_id in ("prefill-0", "decode-1", "decode-0"):
+        cell.join(role_id, "m" if role_id == "decode-0" else "n")
+        assert cell.core.failure is None  # the other prefill instance may come up beside decode-0
+    cell.join("prefill-1", "n")
+    assert cell.core.state() == "failed"
+    assert cell.core.failure.code == ResourceError.code
+    assert "decode-0 (cuda:2 of node m) and prefill-" in cell.core.failure.message
+    assert "they are on different nodes" in cell.core.failure.message
+
+
+def test_devices_that_do_not_reach_each_other_end_the_start_once_they_have_said_so():
+    cell = Cell(allow_slow=False)
+    for role_id in INSTANCES:
+        cell.join(role_id)
+    cell.say("decode-0", "loading", islands=True)
+    assert cell.core.failure is None  # they are paired within their islands
+    alone = Cell(allow_slow=False)
+    for role_id in INSTANCES:
+        alone.join(role_id)
+    for role_id in INSTANCES:
+        device = alone.core.roster.slots[role_id].planned.device
+        alone.core.heard(alone.key(role_id), sv.Heartbeat(state="loading", reaches=(device,)), 0.0)
+    assert "do not reach each other's memory" in alone.core.failure.message
+
+
+def test_where_it_is_allowed_the_cluster_starts_on_the_next_best():
+    cell = Cell("cuda-ipc")
+    for role_id in INSTANCES:
+        cell.join(role_id, "n" if role_id.startswith("prefill") else "m")
+    assert cell.core.failure is None

@@ -19,10 +19,11 @@ from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
 from alignedserve.proto import common_pb2 as pb  # noqa: E402
 from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
 from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
+from alignedserve.transfer.pair_choice import MULTI_RANK_VARIABLE  # noqa: E402
 from alignedserve.transfer.paired.blocks import packed_blocks  # noqa: E402
 from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
 from alignedserve.transfer.paired.client import PairClient  # noqa: E402
-from alignedserve.transfer.paired.nccl import MULTI_RANK_VARIABLE, NcclTransport, id_to_bytes, nccl_problem  # noqa: E402
+from alignedserve.transfer.paired.nccl import NcclTransport, id_to_bytes, nccl_problem  # noqa: E402
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
 from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
 from alignedserve.transfer.paired.rendezvous import Rendezvous  # noqa: E402

@@ -223,7 +223,7 @@ def test_the_channel_follows_from_where_the_stores_are() -> None:
     assert choose_channel(first, second, peer_access=lambda a, b: True).name == "cuda-ipc"
 
 
-def test_links_are_ranked_by_how_often_a_copy_crosses_the_bus_to_the_host() -> None:
+def test_links_are_ranked_by_how_often_a_copy_crosses_the_bus_and_between_nodes_by_what_can_copy() -> None:
     host, first, second = Place("n"), Place("n", "cuda:0"), Place("n", "cuda:1")
 
     def rank(ours: Place, theirs: Place, reach: bool = True) -> int:
@@ -232,7 +232,7 @@ def test_links_are_ranked_by_how_often_a_copy_crosses_the_bus_to_the_host() -> N
 
     assert rank(host, host) == rank(first, first, reach=False) == rank(first, second) == 0
     assert 0 < rank(host, first) < rank(first, second, reach=False) < rank(first, Place("m", "cuda:1"))
-    assert rank(host, Place("m")) == rank(first, Place("m", "cuda:0"))
+    assert rank(first, Place("m", "cuda:0")) < rank(host, Place("m")) == rank(first, Place("m"))
 
 
 def test_a_slow_channel_needs_permission() -> None:

@@ -1,13 +1,12 @@
 """NCCL through a communicator of two ranks: one peer's death takes no other pair. Not yet run on a GPU.
 
-Two ranks on one GPU need NCCL_MULTI_RANK_GPU_ENABLE=1 in both processes.
+Two ranks on one GPU need NCCL_MULTI_RANK_GPU_ENABLE=1 in both processes (`pair_choice` asks for it).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,12 @@ from typing import Any
 import torch
 
 from alignedserve.errors import TransferError
+from alignedserve.transfer.pair_choice import INSTALL_NCCL, cupy_missing
 from alignedserve.transfer.paired.blocks import DeviceBlocks
 from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.paired.transport import PREFILL_RANK, Portion, Transport, Wiring
+from alignedserve.transfer.topology import NCCL
 
-MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 ABORT_GRACE_S = 0.2
 POLL_S = 50e-6
 ASK_S = 0.05
@@ -29,19 +29,20 @@ _cuda: Any = torch.cuda  # most of it has no types
 
 def nccl_problem() -> str:
     """What this process lacks for NCCL, and what to do about it; "" where it has everything."""
-    install = "pip install 'alignedserve[gpu]', or 'alignedserve[gpu-cu13]' for CUDA 13"
     if not torch.cuda.is_available():
         return "there is no GPU"
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        return f"cupy is not installed, or without its NCCL ({error}): {install}"
-    return "" if nccl.available else f"this cupy has no NCCL: {install}"
+        return f"cupy is not installed, or without its NCCL ({error}): {INSTALL_NCCL}"
+    return "" if nccl.available else f"this cupy has no NCCL: {INSTALL_NCCL}"
 
 
-def multi_rank_allowed() -> bool:
-    """Whether NCCL lets two processes use one GPU."""
-    return os.environ.get(MULTI_RANK_VARIABLE) == "1"
+def no_nccl_here(wanted: str, device: str) -> str:
+    """Why an instance on `device` cannot use NCCL; CuPy is imported only where `wanted` is NCCL."""
+    if device == "cpu":
+        return "KV is in host memory"
+    return nccl_problem() if wanted == NCCL else cupy_missing()
 
 
 class NcclTransport(Transport):

@@ -1,0 +1,166 @@
+"""Ways to the buffers of a paired prefill instance: memory attached here, or copies that it takes part in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from alignedserve.config import Config
+from alignedserve.control.link import DuplexLink
+from alignedserve.control.rpc import TokenChannel
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import paired_copies_pb2 as pc
+from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
+from alignedserve.transfer.block_store import BlockStore, attach_store
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.device import attach_device_store
+from alignedserve.transfer.handles import CUDA, StoreHandle
+from alignedserve.transfer.links import ask_driver, place_of, wrapped
+from alignedserve.transfer.pair_choice import PAIRED, choose_pair_channel, require_packages
+from alignedserve.transfer.paired.channel import PairedChannel
+from alignedserve.transfer.paired.client import PairClient
+from alignedserve.transfer.paired.nccl import no_nccl_here
+from alignedserve.transfer.paired.remote import RemoteBlockStore
+from alignedserve.transfer.paired.transport import DECODE_RANK, Wiring
+from alignedserve.transfer.segments import SegmentClient
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+
+
+class BufferAccess(ABC):
+    """Opens the buffers' stores, and connects them with the cache."""
+
+    @abstractmethod
+    def open(self, handle: StoreHandle) -> BlockStore:
+        """Blocks. Raises GeometryMismatchError, naming both, and TransferError where it cannot be opened (yet)."""
+
+    @abstractmethod
+    def connect(self, source: BlockStore, destination: BlockStore) -> Channel: ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """What is under way ends; the channels and stores are closed by whoever has them. Idempotent."""
+
+
+class AttachedBuffers(BufferAccess):
+    """Shared memory, or device memory by CUDA IPC: this process copies alone."""
+
+    def __init__(
+        self, cache: BlockStore, segments: SegmentClient, connect: Callable[[BlockStore, BlockStore], Channel]
+    ) -> None:
+        self._cache, self._segments, self._connect = cache, segments, connect
+
+    def open(self, handle: StoreHandle) -> BlockStore:
+        if handle.kind == CUDA:
+            return attach_device_store(handle, geometry=self._cache.geometry)
+        return attach_store(handle, self._segments, geometry=self._cache.geometry)
+
+    def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
+        return self._connect(source, destination)
+
+    async def close(self) -> None:
+        """Nothing is open but the stores."""
+
+
+class PairedBuffers(BufferAccess):
+    """NCCL or Gloo: the prefill instance takes part in each copy, as it is asked over a stream of its own.
+
+    The stream is opened again whenever it breaks, or its connections do; copies wait for that.
+    """
+
+    def __init__(self, client: PairClient, cache: BlockStore, channel: TokenChannel) -> None:
+        """Begins to connect; to be made in the event loop."""
+        self._client, self._cache = client, cache
+        self._stub = pc_grpc.PairedCopiesStub(channel)
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    def open(self, handle: StoreHandle) -> BlockStore:
+        self._cache.geometry.require_same(handle.geometry)
+        return RemoteBlockStore(handle, self._client.checksums)
+
+    def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
+        return wrapped(PairedChannel(source, destination, self._client))
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.wait([self._running])
+        await asyncio.to_thread(self._client.close)
+
+    async def _run(self) -> None:
+        while True:
+            await self._one_session()
+            await asyncio.sleep(RETRY_S)
+
+    async def _one_session(self) -> None:
+        loop, client, useless = asyncio.get_running_loop(), self._client, asyncio.Event()
+        link: DuplexLink[pc.PairCommand, pc.PairEvent] = DuplexLink(
+            self._stub.Pair, client.on_event, lambda: [client.hello()], reconnect=False
+        )
+
+        def send(command: pc.PairCommand) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: this process is ending
+                loop.call_soon_threadsafe(link.send, command)
+
+        def break_off() -> None:
+            with contextlib.suppress(RuntimeError):  # as in send
+                loop.call_soon_threadsafe(useless.set)
+
+        client.begin(send, break_off)
+        stream, waiting = link.start(), loop.create_task(useless.wait())
+        try:
+            await asyncio.wait([stream, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if link.refusal:
+                logger.error("%s takes no part in copies: %s", client.peer, link.refusal)
+        finally:
+            waiting.cancel()
+            await link.close()
+            await asyncio.to_thread(client.broke, link.refusal or "the stream to it ended")
+
+
+class BufferReach:
+    """Which way leads to the buffers of each prefill instance: as `cluster.channel` says, or by where they are."""
+
+    def __init__(
+        self,
+        settings: RoleSettings,
+        config: Config,
+        process: pb.ProcessKey,
+        segments: SegmentClient,
+        connect: Callable[[BlockStore, BlockStore], Channel],
+    ) -> None:
+        self._settings, self._config, self._process = settings, config, process
+        self._segments, self._connect = segments, connect
+        self._no_nccl = ""
+
+    def check(self) -> None:
+        """Before anything is loaded. Raises ResourceError where the channel that is named needs what is not here."""
+        cluster = self._config.cluster
+        self._no_nccl = no_nccl_here(cluster.channel, self._settings.device)
+        require_packages(cluster.channel, self._no_nccl, allow_slow=cluster.allow_slow_channel)
+
+    def access(
+        self, prefill_id: str, cache: BlockStore, buffer: StoreHandle, no_nccl: str, channel: TokenChannel
+    ) -> BufferAccess:
+        """`no_nccl`: why the prefill instance cannot use NCCL. Raises ResourceError where there is no such way."""
+        settings, cluster, timeout_s = self._settings, self._config.cluster, self._config.kv_pool.copy_timeout_s
+        choice = choose_pair_channel(
+            cluster.channel,
+            (settings.id, place_of(cache.handle())),
+            (prefill_id, place_of(buffer)),
+            ask_driver,
+            no_nccl=self._no_nccl or no_nccl,
+            allow_slow=cluster.allow_slow_channel,
+        )
+        level = logging.WARNING if choice.slow else logging.INFO
+        logger.log(level, "buffers of %s: channel %s, %s", prefill_id, choice.name, choice.reason)
+        if choice.name not in PAIRED:
+            return AttachedBuffers(cache, self._segments, self._connect)
+        wiring = Wiring.between_workers(choice.name, DECODE_RANK, settings.host, settings.device, timeout_s)
+        client = PairClient(self._process, wiring, cache.geometry, prefill_id, away_s=timeout_s / 3)
+        return PairedBuffers(client, cache, channel)
