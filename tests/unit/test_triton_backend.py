@@ -25,9 +25,12 @@ MIXED = [(1, 30), (20, 17), (1, 99), (5, 0), (1, 0)]
 DECODES = [(1, 15), (1, 60), (1, 16)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("spans", [MIXED, DECODES, [(9, 8)]], ids=["mixed", "decodes", "chunk"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("triton", torch.bfloat16), ("triton", torch.float32), ("triton_no_split", torch.float32)],
+    ids=str,
+)
 def test_a_packed_batch_equals_fp64(name: str, spans: list[tuple[int, int]], dtype: torch.dtype) -> None:
     case = paged_case(spans, heads=6, kv_heads=2, head_dim=40, block_size=16, dtype=dtype)
     options = AttentionOptions(0.2, sliding_window=50, softcap=9.0, sinks=torch.linspace(-1, 1, 6))
