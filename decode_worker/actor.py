@@ -27,7 +27,7 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind
-from alignedserve.transfer.metrics import channel_lines
+from alignedserve.transfer.metrics import channel_lines, locking
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
-        beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}"
+        beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}{locking(instance.channels)}"
         values = {
             "decode_running": status.running,
             "decode_iterations_total": status.iterations,

@@ -40,7 +40,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.block_store import BlockStore
-from alignedserve.transfer.metrics import channel_lines
+from alignedserve.transfer.metrics import channel_lines, locking
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
-        beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}"
+        beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}{locking(instance.channels)}"
         counters = {
             "prefill_pending_tokens": instance.compute.pending_tokens,
             "prefill_passes_total": passes,

@@ -43,7 +43,8 @@ class BatchedCopies:
         if not self.supported or not pieces.sizes.size:
             return self.supported
         # The bindings have a runtime of their own: it must be told the device that torch uses in this thread.
-        self._check(self._runtime.cudaSetDevice(device))
+        if not self._went_well(self._runtime.cudaSetDevice(device)):
+            return False
         answer = self._runtime.cudaMemcpyBatchAsync(
             (pieces.destinations + destination).tolist(),
             (pieces.sources + source).tolist(),
@@ -54,18 +55,17 @@ class BatchedCopies:
             1,
             stream,
         )
+        return self._went_well(answer)
+
+    def _went_well(self, answer: Any) -> bool:
+        """`answer`: the error code first; CUDA 12 has the index of what failed behind it."""
         if int(answer[0]) in _UNSUPPORTED:
-            logger.warning("many copies in one call need a driver for CUDA 12.8: %s; they go one by one", answer[0])
+            logger.warning("many copies in one call need a newer driver: %s; they go one by one", answer[0])
             self.supported = False
             return False
-        self._check(answer)
-        return True
-
-    @staticmethod
-    def _check(answer: Any) -> None:
-        """`answer`: the error code first; CUDA 12 has the index of what failed behind it."""
         if int(answer[0]):
             raise TransferError(f"CUDA refused a copy: {answer}")
+        return True
 
 
 @functools.cache

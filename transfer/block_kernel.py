@@ -24,7 +24,7 @@ WARPS = 32
 CHUNK_BYTES = 64 << 10
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def copy_rows(  # type: ignore[no-untyped-def]
     source,
     destination,

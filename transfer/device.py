@@ -25,10 +25,10 @@ from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.pieces import Pieces, pieces_of
 from alignedserve.transfer.pinning import PinnedStore, Pinning
 from alignedserve.transfer.runs import Cut, common_part, paired_cuts
-from alignedserve.transfer.topology import CUDA_STAGED
 
 logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # most of it has no types
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
 class DeviceBlockStore(BlockStore):
@@ -135,6 +135,7 @@ class DeviceChannel(QueuedChannel):
         Returns at once: copies may be asked for while the host's side is still being locked.
         """
         self._name, self._allow_pageable = name, allow_pageable
+        self._stores = source, destination
         self._tensors = _tensor(source), _tensor(destination)
         self._flat = self._tensors[0].view(-1), self._tensors[1].view(-1)
         self._devices = [tensor.device for tensor in self._tensors if tensor.is_cuda]
@@ -142,9 +143,12 @@ class DeviceChannel(QueuedChannel):
         self._cuts: dict[StoreSlice, tuple[Cut, Cut]] = {}
         common_part(source, destination)  # refuses before anything is pinned
         self._pinned: list[PinnedStore | None] = [
-            _pinning().pin(store) if self._devices and isinstance(store, HostBlockStore) else None
+            _pinning(self._devices[0]).pin(store) if self._devices and isinstance(store, HostBlockStore) else None
             for store in (source, destination)
         ]
+        self._within_one = len(self._devices) == 2 and self._devices[0] == self._devices[1]
+        if self._within_one:
+            self._warm_up()
         super().__init__(source, destination, in_flight=2, max_pending=max_pending)
 
     @property
@@ -165,7 +169,23 @@ class DeviceChannel(QueuedChannel):
             pinned, self._pinned = self._pinned, [None, None]
             for store in pinned:
                 if store is not None:
-                    _pinning().unpin(store)
+                    _pinning(self._devices[0]).unpin(store)
+
+    def _warm_up(self) -> None:
+        """Have the kernel compiled for these stores' blocks before anybody waits for a copy."""
+        cuts = self._cuts_of(common_part(*self._stores))
+        if (kernel := self._kernel(cuts)) is None:
+            return
+        first = np.zeros(1, dtype=np.int64)
+        with torch.cuda.stream(self._stream):
+            kernel.copy_blocks(*(torch.empty_like(blocks[:1]) for blocks in self._tensors), (first, first), cuts)
+        self._stream.synchronize()
+
+    def _kernel(self, cuts: tuple[Cut, Cut]) -> Any:
+        """What moves blocks within one device; None where there is none, or it cannot."""
+        kernel = _block_kernel() if self._within_one else None
+        sizes = self._tensors[0].shape[1], self._tensors[1].shape[1]
+        return kernel if kernel is not None and kernel.serves(cuts, sizes) else None
 
     def _ready(self) -> list[torch.cuda.Event]:
         events = []
@@ -200,9 +220,7 @@ class DeviceChannel(QueuedChannel):
         cuts = self._cuts_of(copy.part)
         ids = copy.source_ids, copy.destination_ids
         sizes = self.source.block_bytes, self.destination.block_bytes
-        within_one = len(self._devices) == 2 and self._devices[0] == self._devices[1]
-        kernel = _block_kernel() if within_one else None
-        if kernel is not None and kernel.serves(cuts, sizes):
+        if (kernel := self._kernel(cuts)) is not None:
             kernel.copy_blocks(*self._tensors, ids, cuts)
             return
         limits = [None if pinned is None else pinned.piece_blocks for pinned in self._pinned]
@@ -221,7 +239,9 @@ class DeviceChannel(QueuedChannel):
         return begins + pieces.sizes > pinned.locked_bytes
 
     def _copy_pieces(self, copy: Copy, pieces: Pieces) -> None:
-        if self._stream is not None and self.name != CUDA_STAGED and (batched := batched_copies()) is not None:
+        # Between two devices torch knows whether they reach each other, and has the driver see to it.
+        one_device = len(set(self._devices)) == 1
+        if self._stream is not None and one_device and (batched := batched_copies()) is not None:
             addresses = [tensor.data_ptr() for tensor in self._tensors]
             stream = self._stream
             if batched.issue(pieces, addresses[0], addresses[1], stream.device_index, stream.cuda_stream):
@@ -233,7 +253,7 @@ class DeviceChannel(QueuedChannel):
 
     def _cuts_of(self, part: StoreSlice) -> tuple[Cut, Cut]:
         if part not in self._cuts:
-            self._cuts[part] = paired_cuts(self.source, self.destination, part)
+            self._cuts[part] = paired_cuts(*self._stores, part)
         return self._cuts[part]
 
 
@@ -277,14 +297,19 @@ def _require_wanted(copy: Copy) -> None:
 
 
 @functools.cache
-def _pinning() -> Pinning:
-    """Of this process; made when a GPU is first used."""
+def _pinning(device: torch.device) -> Pinning:
+    """Of this process, whose GPU is `device`; made when that is first used."""
     runtime: Any = _cuda.cudart()
-    return Pinning(
-        lambda address, count: int(runtime.cudaHostRegister(address, count, 0)),
-        lambda address: int(runtime.cudaHostUnregister(address)),
-        touch=FirstTouch(),
-    )
+
+    def register(address: int, count: int) -> int:
+        with torch.cuda.device(device):  # the thread's own default would make a context on another GPU
+            return int(runtime.cudaHostRegister(address, count, _PORTABLE))
+
+    def unregister(address: int) -> int:
+        with torch.cuda.device(device):
+            return int(runtime.cudaHostUnregister(address))
+
+    return Pinning(register, unregister, touch=FirstTouch())
 
 
 @functools.cache

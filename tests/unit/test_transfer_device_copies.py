@@ -100,7 +100,7 @@ from alignedserve.transfer.block_kernel import copy_rows as kernel
 names = kernel.arg_names
 pointers = {"source": "*i64", "destination": "*i64", "ids": "*i64"}
 aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-for ones in ({}, {"count": 1, "rows": 1}):  # arguments that are 1 are constants of their own
+for ones in ({}, {"rows": 1}):  # arguments that are 1 are constants of their own
     constants = {"CHUNK": 4096, **ones}
     signature = dict.fromkeys(names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)

@@ -11,7 +11,10 @@ import pytest
 
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.channel import PageLocked
 from alignedserve.transfer.first_touch import FirstTouch, gpu_memory_nodes, place
+from alignedserve.transfer.host_channel import HostChannel
+from alignedserve.transfer.metrics import channel_lines, locking
 from alignedserve.transfer.pinning import MAX_PIECE_BYTES, Pinning
 from alignedserve.transfer.segment import Segment, create_descriptor
 
@@ -114,6 +117,28 @@ def test_no_piece_is_over_64_gib() -> None:
     pinning = Pinning(lambda address, count: 0, lambda address: 0, piece_bytes=1 << 40)
     store = host_store(1)
     assert 0 <= MAX_PIECE_BYTES - pinning.piece_blocks(store) * store.block_bytes < store.block_bytes
+
+
+class Locking(HostChannel):
+    """One that says how far the locking of its destination has come."""
+
+    def __init__(self, locked: int) -> None:
+        self._locked = locked
+        super().__init__(host_store(2), host_store(2))
+
+    def page_locked(self) -> PageLocked:
+        return PageLocked("pool", self._locked, 4 << 30)
+
+
+def test_progress_is_in_metrics_once_a_store_and_in_words_until_it_ends() -> None:
+    channels = [Locking(1 << 30), Locking(1 << 30)]
+    lines = channel_lines("prefill-0", channels)
+    assert lines.count(f'alignedserve_page_locked_bytes{{store="pool",instance="prefill-0"}} {1 << 30}') == 1
+    assert lines.count(f'alignedserve_page_lockable_bytes{{store="pool",instance="prefill-0"}} {4 << 30}') == 1
+    assert locking(channels) == "; pool: 1.00 GiB of 4.00 GiB locked"
+    assert locking([Locking(4 << 30)]) == ""
+    for channel in channels:
+        channel.close()
 
 
 def test_touching_makes_every_page_resident_and_changes_no_byte() -> None:
