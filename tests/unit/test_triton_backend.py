@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from alignedserve.engine.backends import choice  # noqa: E402
 from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
 from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
 from alignedserve.engine.batch import DecodeTable, ForwardItem  # noqa: E402
@@ -73,7 +74,11 @@ def test_a_table_that_stays_serves_what_it_holds_at_each_pass(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_served_with_the_torch_backends_logits(name: str, tmp_path: Path) -> None:
+def test_a_model_is_served_with_the_torch_backends_logits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BACKENDS.get(name), "refusal", lambda needs: None)  # no CPU is served by an interpreter
+    monkeypatch.setattr(choice, "_chosen", {})
     folder = make_model("llama", tmp_path, seed=1, num_hidden_layers=2)
     loaded = load_model(inspect_model("test", folder, "float32", "cpu"), "cpu")
     logits = []
