@@ -1,0 +1,1 @@
+"""One module a group: `run(context)` measures its cases, each on its own."""

@@ -1,0 +1,114 @@
+"""A request of 2k tokens joins a running batch: how long that takes beyond the copy of its KV."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import statistics
+from typing import Any
+
+from alignedserve.request import SamplingParams, Stage
+from alignedserve.testing.driver import Answer
+from gpu_suite.record import Context
+from gpu_suite.serving import REPORTED_S, Cell, medium_model, running
+
+BATCH, TOKENS, JOINING, JOINS = 64, 1024, 2048, 12
+
+
+def run(context: Context) -> None:
+    with context.record.case("2k tokens into a running batch", row="handover"):
+        asyncio.run(_run(context))
+
+
+async def _run(context: Context) -> None:
+    batch, tokens, joining, joins = (2, 16, 48, 2) if context.small else (BATCH, TOKENS, JOINING, JOINS)
+    blocks = (batch + 4) * (tokens + 1600) // 16 + joining // 8
+    sections: dict[str, dict[str, Any]] = {
+        "kv_pool": {"size_gib": 0.25 if context.small else 20.0, "block_size": 16},
+        "prefill": {"cache_blocks": 600, "token_budget": 2048},
+        "decode": {"cache_blocks": blocks},
+        "scheduler": {"min_batch_requests": min(batch, 16), "join_window": 8.0},
+    }
+    async with running(context, str(medium_model(context)), "handover", **sections) as cell:
+        # Long enough that it runs until the last has joined.
+        held = [_submit(context, cell, tokens, 2500) for _ in range(batch)]
+        await _until_decoding(held)
+        await _join(context, cell, joining)  # what is slow the first time
+        await asyncio.sleep(REPORTED_S)
+        before = _copied((await cell.cluster.status()).metrics)
+        joined = [await _join(context, cell, joining) for _ in range(joins)]
+        running_still = sum(not answer.done.is_set() for answer in held)
+        await asyncio.sleep(REPORTED_S)
+        after = _copied((await cell.cluster.status()).metrics)
+        cell.driver.cancel(held)
+        await asyncio.sleep(REPORTED_S)
+    copies = after["copies"] - before["copies"]
+    if copies < joins:
+        raise ValueError(f"{copies:g} copies into the cache for {joins} requests that joined")
+    copy_s = (after["busy_s"] - before["busy_s"]) / copies
+    _report(context, joined, copy_s, (after["bytes"] - before["bytes"]) / copies, running_still, held)
+
+
+def _report(
+    context: Context, joined: list[Answer], copy_s: float, copy_bytes: float, running_still: int, held: list[Answer]
+) -> None:
+    handovers = [_stage(answer, Stage.HANDOVER) for answer in joined]
+    beyond = [seconds - copy_s for seconds in handovers]
+    gaps = [
+        later - sooner for answer in held for sooner, later in zip(answer.times_s, answer.times_s[1:], strict=False)
+    ]
+    context.record.figure(
+        f"{len(held[0].spec.prompt_token_ids)} x {len(held)} running, median of {len(joined)}",
+        statistics.median(beyond),
+        "s",
+        row="handover",
+        samples=beyond,
+        copy_s=copy_s,
+        copy_bytes=copy_bytes,
+        handover_s=statistics.median(handovers),
+        iteration_s=statistics.median(gaps) if gaps else None,
+        still_running=running_still,
+        prefetch_s=statistics.median([_stage(answer, Stage.PREFETCH) for answer in joined]),
+    )
+    if running_still < len(held):
+        raise ValueError(f"of the batch of {len(held)} only {running_still} still ran when the last had joined")
+
+
+def _submit(context: Context, cell: Cell, tokens: int, new_tokens: int) -> Answer:
+    prompt = [context.draw.randrange(2, 500) for _ in range(tokens)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    return cell.driver.submit(prompt, sampling)[0]
+
+
+async def _join(context: Context, cell: Cell, tokens: int) -> Answer:
+    answer = _submit(context, cell, tokens, 4)
+    await cell.driver.wait([answer], 20.0)
+    if answer.error is not None:
+        raise answer.error
+    return answer
+
+
+async def _until_decoding(answers: list[Answer]) -> None:
+    """Until each has some tokens of a decode iteration. Raises TimeoutError after 30 s, or what one failed by."""
+    async with asyncio.timeout(30.0):
+        while any(len(answer.tokens) < 4 for answer in answers):
+            for answer in answers:
+                if answer.error is not None:
+                    raise answer.error
+            await asyncio.sleep(0.05)
+
+
+def _stage(answer: Answer, stage: Stage) -> float:
+    assert answer.stopwatch is not None
+    return answer.stopwatch.spent_s.get(stage, 0.0)
+
+
+def _copied(metrics: str) -> dict[str, float]:
+    """Of all channels into the decode cache: copies, bytes, and the seconds in which they were copying."""
+    total = {"copies": 0.0, "bytes": 0.0, "busy_s": 0.0}
+    for line in metrics.splitlines():
+        found = re.match(r"alignedserve_transfer_(copies|bytes|busy_seconds)_total\{", line)
+        if found and 'destination="decode-0/cache"' in line:
+            name = "busy_s" if found[1] == "busy_seconds" else found[1]
+            total[name] += float(line.rsplit(" ", 1)[1])
+    return total

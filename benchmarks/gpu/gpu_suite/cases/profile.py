@@ -1,0 +1,57 @@
+"""`alignedserve profile` as a command, and its file read by the scheduler's cost model and by the simulator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+from gpu_suite.record import Context
+from gpu_suite.serving import medium_model
+
+FILE = "profile.json"
+
+
+def run(context: Context) -> None:
+    with context.record.case("alignedserve profile", row="profile"):
+        _profile(context)
+    with context.record.case("read by the simulator", row="profile"):
+        _simulate(context)
+
+
+def _profile(context: Context) -> None:
+    from alignedserve.scheduler.cost.load import load_step_cost
+
+    folder, out = medium_model(context), context.out / FILE
+    out.unlink(missing_ok=True)
+    limit_s = 25 if context.on_gpu and not context.quick else 2
+    device = "cuda" if context.on_gpu else "cpu"
+    command = ["profile", "--model", str(folder), "--device", device, "--seconds", str(limit_s), "--out", str(out)]
+    command += [] if context.on_gpu else ["--no-cluster"]
+    begun_s = time.monotonic()
+    ran = _alignedserve(command, 58.0)
+    seconds = time.monotonic() - begun_s
+    if ran.returncode:
+        raise RuntimeError(f"alignedserve profile ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-1500:]}")
+    content = json.loads(out.read_text(encoding="utf-8"))
+    cost = load_step_cost(out)
+    context.record.figure(
+        "alignedserve profile", seconds, "s", row="profile", cost=type(cost).__name__, content=content
+    )
+
+
+def _simulate(context: Context) -> None:
+    """Shows that the file is one: what the simulation says is no figure of the GPU."""
+    trace = context.work / "profile-trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,64,8\n0.1,300,8\n", encoding="utf-8")
+    command = ["simulate", "--trace", str(trace), "--cost-model", str(context.out / FILE)]
+    ran = _alignedserve(command, 30.0)
+    if ran.returncode:
+        raise RuntimeError(f"alignedserve simulate ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-1500:]}")
+    context.record.note("simulate", said=ran.stdout[-1500:])
+
+
+def _alignedserve(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "alignedserve.cluster.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)

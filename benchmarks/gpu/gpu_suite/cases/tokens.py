@@ -1,0 +1,163 @@
+"""Greedy tokens of ModelRunner and its decode engine against `transformers` on the same device."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import shutil
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alignedserve.engine.inspect import inspect_model
+from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.runner import allocate_cache
+from alignedserve.model import resolve_model
+from alignedserve.testing.models import KINDS, make_model
+from alignedserve.testing.reference import load_reference
+from alignedserve.text import Tokenizer
+from gpu_suite.models import GAIN, random_model
+from gpu_suite.offline import Job, Offline, decode_engine, new_runner
+from gpu_suite.rates import release
+from gpu_suite.record import Context
+from gpu_suite.reference import Agreement, agreement, greedy
+
+BLOCK_SIZE = 16
+# Heads of a size that the Triton kernels take; the shape is large enough to fill some blocks of every kernel.
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+}
+SMALL_KINDS = ("llama", "opt")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def run(context: Context) -> None:
+    total = {dtype: Agreement(wrong=[]) for dtype in DTYPES}
+    trained = {dtype: Agreement(wrong=[]) for dtype in DTYPES}
+    kinds = SMALL_KINDS if context.small else KINDS
+    for dtype in DTYPES:
+        for kind in kinds:
+            with context.record.case(f"{kind} {_name(dtype)}", row=_row(dtype)):
+                _compare_kind(context, kind, dtype, total[dtype])
+        with context.record.case(f"tiny {_name(dtype)}", row=_row(dtype)):
+            folder = resolve_model("tiny")
+            _compare_folder(context, str(folder), "tiny", dtype, trained[dtype], known_texts(folder))
+        with context.record.case(f"medium {_name(dtype)}", row=_row(dtype)):
+            _compare_medium(context, dtype, total[dtype])
+    for name, of in (("random models", total), ("tiny, trained", trained)):
+        for dtype, found in of.items():
+            if found.answers:
+                report(context, _row(dtype), name, found, dtype)
+
+
+def report(context: Context, row: str, name: str, found: Agreement, dtype: torch.dtype) -> None:
+    """The figures of a row: in fp32 the share of answers that are equal, in bf16 of tokens before rounding decides."""
+    detail = {"answers": found.answers, "tokens": found.tokens, "wrong": (found.wrong or [])[:20]}
+    equal = found.equal_answers / found.answers
+    if dtype == torch.float32:
+        context.record.figure(f"{name}, answers equal (fp32)", equal, "of answers", row=row, met=equal == 1.0, **detail)
+        return
+    same = found.same_before / found.before if found.before else 0.0
+    context.record.figure(
+        f"{name}, equal before rounding ({_name(dtype)})", same, "of those tokens", row=row, met=same == 1.0, **detail
+    )
+    context.record.figure(f"{name}, share of tokens before it ({_name(dtype)})", found.share, "of tokens", row=row)
+    context.record.figure(f"{name}, answers equal ({_name(dtype)})", equal, "of answers")
+
+
+def _row(dtype: torch.dtype) -> str:
+    return "tokens-fp32" if dtype == torch.float32 else "tokens-bf16"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def _compare_kind(context: Context, kind: str, dtype: torch.dtype, total: Agreement) -> None:
+    deviation = GAIN / SHAPE["hidden_size"] ** 0.5
+    folder = context.work / f"{kind}-{_name(dtype)}"
+    make_model(kind, folder, seed=context.seed, std=deviation, dtype=dtype, **SHAPE)
+    _compare_folder(context, str(folder), kind, dtype, total)
+
+
+def known_texts(folder: Path) -> list[list[int]]:
+    """Prompts whose end the tiny model has learnt: its best two logits are mostly far apart, as real models' are."""
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    known = (os.path.join, shutil.copytree, textwrap.dedent, subprocess.run, inspect.getdoc, os.walk)
+    texts = [f"{one.__module__}.{one.__name__}{inspect.signature(one)}\n\n{inspect.getdoc(one)}" for one in known]
+    return [tokenizer.encode(text[: len(text) * 2 // 3])[:400] for text in texts]
+
+
+def _compare_folder(
+    context: Context,
+    folder: str,
+    name: str,
+    dtype: torch.dtype,
+    total: Agreement,
+    prompts: list[list[int]] | None = None,
+) -> None:
+    device = context.device
+    info = inspect_model(name, folder, str(dtype).removeprefix("torch."), device)
+    loaded = load_model(info, device)
+    reference: Any = load_reference(info.path, dtype).to(device)  # type: ignore[arg-type]
+    _compare(context, name, loaded, reference, total, prompts)
+
+
+def _compare_medium(context: Context, dtype: torch.dtype, total: Agreement) -> None:
+    loaded = random_model("medium", context.device, small=context.small, dtype=dtype, seed=context.seed)
+    _compare(context, "medium", loaded, None, total)
+    del loaded
+    gc.collect()
+    release()
+
+
+def _compare(
+    context: Context,
+    name: str,
+    loaded: LoadedModel,
+    reference: Any,
+    total: Agreement,
+    prompts: list[list[int]] | None = None,
+) -> None:
+    """`reference` None: the model itself, with transformers' own attention. `prompts`: random ones by default."""
+    vocab_size, new_tokens = loaded.info.vocab_size, 8 if context.small else 32
+    if prompts is None:
+        lengths = [3, 21] if context.small else [1, 17, 64, 150, 333, 500]
+        prompts = [[context.draw.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
+    elif context.small:
+        prompts = prompts[:2]
+    blocks = sum(-(-(len(prompt) + new_tokens) // BLOCK_SIZE) for prompt in prompts) + 1
+    cache = allocate_cache(loaded.info.geometry(BLOCK_SIZE), blocks, context.device)
+    runner = new_runner(loaded, cache)
+    engine = decode_engine(runner, len(prompts))
+    cache.fill_(float("nan"))  # what is read before it is written shows
+    jobs = [Job(prompt, new_tokens) for prompt in prompts]
+    Offline(runner, engine, chunk_tokens=48, seed=context.seed).run(jobs)
+    if reference is None:
+        reference = loaded.model
+        reference.set_attn_implementation("sdpa")
+    theirs = [greedy(reference, prompt, new_tokens) for prompt in prompts]
+    found = agreement(reference, prompts, [job.tokens for job in jobs], theirs)
+    total.add(found)
+    context.record.note(
+        name,
+        answers=found.answers,
+        equal=found.equal_answers,
+        share_before_rounding=found.share,
+        wrong=found.wrong,
+        different_tokens=found.varied,
+    )
+    if found.varied < 3:
+        raise ValueError(f"{name}: only {found.varied} different tokens: nothing was shown")

@@ -1,0 +1,54 @@
+"""The groups, in the order in which they run, and the time that each may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_S = 540.0
+"""What all of them may take together; the call itself has ten minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`budget_s`: it is ended after so long. `timed`: it runs alone; others, which only compare, run side by side.
+
+    `extra`: only with `--only`.
+    """
+
+    name: str
+    budget_s: float
+    what: str
+    timed: bool = True
+    extra: bool = False
+
+    @property
+    def module(self) -> str:
+        return f"gpu_suite.cases.{self.name}"
+
+
+GROUPS = (
+    Group("kernels", 80.0, "tests marked gpu, and every kernel against fp64 attention at real shapes", timed=False),
+    Group("tokens", 80.0, "greedy tokens of ModelRunner against transformers, several architectures", timed=False),
+    Group("cluster", 80.0, "the same through a whole cluster of plain processes", timed=False),
+    Group("transfers", 80.0, "10,000 hand-overs through every channel, with checksums", timed=False),
+    Group("attention", 35.0, "decode attention against the copy rate, and the paper's mixes"),
+    Group("iteration", 65.0, "a whole decode iteration, 7B shapes, and how long the GPU idles between two"),
+    Group("prefill", 30.0, "8 x 2048 tokens against the matrix-product rate"),
+    Group("throughput", 75.0, "256 ShareGPT-like requests: our engine, and transformers' generate_batch"),
+    Group("pool", 20.0, "page-locked pool to HBM and back, in blocks, against one large copy"),
+    Group("device", 30.0, "HBM to HBM of another process by CUDA IPC and NCCL, against a device copy"),
+    Group("bandwidth", 15.0, "what one thread block reads alone, and 2, 4 ... all SMs together"),
+    Group("profile", 55.0, "alignedserve profile, its file loaded by the scheduler and the simulator"),
+    Group("handover", 40.0, "a 2k-token request joins a running batch: time beyond its copy"),
+    Group("policies", 95.0, "aligned over fcfs, with the split kernel and with no_split, by profile's cost model"),
+    Group("sweep", 240.0, "tuning settings of the decode kernel, the best of each shape", extra=True),
+)
+
+BY_NAME = {group.name: group for group in GROUPS}
+
+
+def planned_s(groups: tuple[Group, ...] = GROUPS) -> float:
+    """The longest that `groups` may take: those that only compare run side by side."""
+    wanted = [group for group in groups if not group.extra]
+    together = max((group.budget_s for group in wanted if not group.timed), default=0.0)
+    return together + sum(group.budget_s for group in wanted if group.timed)

@@ -1,0 +1,174 @@
+"""The engine alone, without a cluster: prompts in, tokens out, as many requests at once as the cache holds."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from alignedserve.config import Config, DecodeConfig
+from alignedserve.engine.decode_engine import decode_engine as worker_engine
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.runner import ForwardItem, ModelRunner
+from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.request import SamplingParams
+
+MOST_TOKENS = 1 << 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Job:
+    """One request: `tokens` are its answer, exactly `new_tokens` of them in the end."""
+
+    prompt: list[int]
+    new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    launched: int = 0
+    """How many of its tokens are chosen, or will be by what was launched."""
+    row: SampleRow = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.row = SampleRow(GREEDY, self.prompt, self.tokens)
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache once everything launched is over."""
+        return len(self.prompt) + self.launched - 1
+
+
+@dataclass(slots=True)
+class _Flight:
+    step: DecodeStep
+    jobs: list[Job]
+
+
+class Offline:
+    """First come, first served; a request's blocks are its own from the start. Prompts are computed whole."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        engine: DecodeEngine,
+        *,
+        max_running: int = 256,
+        token_budget: int = 8192,
+        chunk_tokens: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """`chunk_tokens`: prompts are computed in chunks of so many, each after those in the cache; 0: whole."""
+        self._runner, self._engine, self._sampler = runner, engine, Sampler()
+        self._max_running, self._budget, self._chunk = max_running, token_budget, chunk_tokens
+        self._free = list(range(1, runner.cache.shape[0]))  # block 0 is what warming up writes
+        random.Random(seed).shuffle(self._free)
+        self.iterations = 0
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Returns when all have all their tokens. Raises what an iteration failed by, or a token could not be found."""
+        waiting, running = deque(jobs), list[Job]()
+        flight: _Flight | None = None
+        while waiting or running or flight:
+            # What joins takes part in what is launched next; the flight before it is not disturbed.
+            joined = self._join(waiting, len(running))
+            running += [job for job in joined if job.launched < job.new_tokens]
+            after = self._launch(running, flight)
+            if flight is not None:
+                self._land(flight)
+            running = [job for job in running if job.launched < job.new_tokens]
+            if after is not None and not self._engine.overlaps:
+                self._land(after)
+                after = None
+            flight = after
+
+    def _join(self, waiting: deque[Job], running: int) -> list[Job]:
+        joined: list[Job] = []
+        tokens = 0
+        while waiting and running + len(joined) < self._max_running:
+            job = waiting[0]
+            needed = -(-(len(job.prompt) + job.new_tokens) // self._runner.block_size)
+            if needed > len(self._free):
+                if not running and not joined:
+                    raise ValueError(f"a request of {needed} blocks does not fit in a cache of {len(self._free)} free")
+                break
+            if joined and tokens + len(job.prompt) > self._budget:
+                break
+            job.blocks = [self._free.pop() for _ in range(needed)]
+            tokens += len(job.prompt)
+            joined.append(waiting.popleft())
+        if joined:
+            self._prefill(joined)
+        return joined
+
+    def _prefill(self, jobs: Sequence[Job]) -> None:
+        if self._chunk:
+            for job in jobs:
+                last = (len(job.prompt) - 1) // self._chunk * self._chunk
+                for begin in range(0, last, self._chunk):
+                    part = job.prompt[begin : begin + self._chunk]
+                    self._runner.forward([ForwardItem(part, begin, job.blocks, "none")])
+            items = [self._rest(job) for job in jobs]
+        else:
+            items = [ForwardItem(job.prompt, 0, job.blocks) for job in jobs]
+        logits = self._runner.forward(items)
+        for job, token in zip(jobs, self._sampler.sample(logits, [job.row for job in jobs]), strict=True):
+            job.tokens.append(token.token_id)
+            job.launched = 1
+            self._release(job)
+
+    def _rest(self, job: Job) -> ForwardItem:
+        begin = (len(job.prompt) - 1) // self._chunk * self._chunk
+        return ForwardItem(job.prompt[begin:], begin, job.blocks)
+
+    def _launch(self, running: Sequence[Job], before: _Flight | None) -> _Flight | None:
+        if not running:
+            return None
+        place = {id(job): index for index, job in enumerate(before.jobs)} if before is not None else {}
+        items = []
+        for job in running:
+            known = len(job.tokens) == job.launched
+            token = job.tokens[-1] if known else None
+            previous = -1 if known else place[id(job)]
+            items.append(DecodeItem(job.row, token, previous, job.cached, job.blocks, job.launched))
+        for job in running:
+            job.launched += 1
+        self.iterations += 1
+        return _Flight(self._engine.launch(items), list(running))
+
+    def _land(self, flight: _Flight) -> None:
+        for job, token in zip(flight.jobs, flight.step.tokens(), strict=True):
+            if isinstance(token, Exception):
+                raise token
+            job.tokens.append(token.token_id)
+            self._release(job)
+
+    def _release(self, job: Job) -> None:
+        if len(job.tokens) == job.new_tokens:
+            self._free += job.blocks
+
+
+def new_runner(loaded: LoadedModel, cache: torch.Tensor, backend: str = "auto") -> ModelRunner:
+    """As a worker makes it: by default with the fastest attention of those that serve the model here.
+
+    The content of `cache` is lost.
+    """
+    return ModelRunner(loaded, cache, backend)
+
+
+def decode_engine(runner: ModelRunner, most_rows: int) -> DecodeEngine:
+    """What a decode worker computes by on this device, for as many rows, warmed up; block 0's content is lost."""
+    config = Config(decode=DecodeConfig(max_running=most_rows))
+    engine = worker_engine(runner, config, lambda done, of: None)
+    engine.warm_up()
+    return engine
+
+
+def fill(cache: torch.Tensor, seed: int) -> None:
+    """Random keys and values, in place: never time on zeros."""
+    generator = torch.Generator(cache.device).manual_seed(seed)
+    for begin in range(0, cache.shape[0], 64):  # no temporary of the whole
+        cache[begin : begin + 64].normal_(0.0, 1.0, generator=generator)

@@ -1,0 +1,132 @@
+"""What a group found, written case by case: what was measured before a crash or the end of its time is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_suite.rows import BY_KEY
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Of raw samples, in their own unit."""
+    ordered = sorted(samples)
+    return {
+        "count": len(ordered),
+        "median": statistics.median(ordered),
+        "min": ordered[0],
+        "p10": ordered[len(ordered) // 10],
+        "p90": ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)],
+        "max": ordered[-1],
+    }
+
+
+class Recorder:
+    """Appends one JSON line a figure or failure to `file`. A figure of a row is met or not by that row's bound."""
+
+    def __init__(self, file: Path, group: str) -> None:
+        self.group = group
+        self._file = file
+        self._case = ""
+
+    @contextlib.contextmanager
+    def case(self, name: str, row: str = "") -> Iterator[None]:
+        """What fails within is recorded, with its traceback, and the next case goes on. `row`: what it is of."""
+        self._case = name
+        begun_s = time.monotonic()
+        print(f"[{self.group}] {name}", flush=True)
+        try:
+            yield
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            print(traceback.format_exc(), flush=True)
+            self._write({"row": row, "error": said[:2000], "traceback": traceback.format_exc()[-6000:]})
+        finally:
+            self._write({"seconds": round(time.monotonic() - begun_s, 3)})
+            self._case = ""
+
+    def figure(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        *,
+        row: str = "",
+        met: bool | None = None,
+        samples: Sequence[float] = (),
+        **detail: Any,
+    ) -> None:
+        """A figure. `met`: where the row's own limit does not say it. `detail`: whatever helps to read it."""
+        if row and met is None:
+            met = BY_KEY[row].met(value)
+        record: dict[str, Any] = {"figure": name, "value": _number(value), "unit": unit, "row": row, "met": met}
+        if row:
+            record["bound"] = BY_KEY[row].bound
+        if samples:
+            record["samples"] = summary(samples)
+        if detail:
+            record["detail"] = detail
+        self._write(record)
+        print(f"[{self.group}]   {name}: {value:.6g} {unit}{'' if met is None else ' (met)' if met else ' (NOT met)'}")
+
+    def note(self, name: str, **detail: Any) -> None:
+        """Something that is no figure."""
+        self._write({"note": name, "detail": detail})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json.dumps({"group": self.group, "case": self._case, **record}, default=str)
+        with self._file.open("a", encoding="utf-8") as lines:
+            lines.write(line + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """All whole lines; a process that was killed may have left half of one."""
+    if not file.is_file():
+        return []
+    records = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def _number(value: float) -> float | str:
+    """JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+@dataclass(slots=True)
+class Context:
+    """What a group's cases get. `seed` is fresh at each run, and recorded; only what lies in `out` is kept."""
+
+    device: str
+    quick: bool
+    work: Path
+    out: Path
+    record: Recorder
+    seed: int
+    draw: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def small(self) -> bool:
+        """Toy sizes: enough to prove the code."""
+        return self.quick or not self.on_gpu

@@ -1,0 +1,42 @@
+"""One group in a process of its own: `python -m gpu_suite.run_group GROUP --device cuda --work DIR --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import sys
+import time
+from pathlib import Path
+
+from gpu_suite.groups import BY_NAME
+from gpu_suite.record import Context, Recorder
+from gpu_suite.report import records_file
+
+
+def main() -> int:
+    """1 where a case failed outside its own guard; what a case fails by is in its record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("group", choices=sorted(BY_NAME))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--work", type=Path, required=True, help="for records, and what is not to be kept")
+    parser.add_argument("--out", type=Path, required=True, help="for files that are to be kept")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31), help="of the random inputs")
+    args = parser.parse_args()
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(BY_NAME[args.group].budget_s - 5.0, exit=False)  # where a group hangs
+    for folder in (args.work, args.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(records_file(args.work, args.group), args.group)
+    recorder.note("seed", seed=args.seed, device=args.device, quick=args.quick)
+    context = Context(args.device, args.quick, args.work, args.out, recorder, args.seed)
+    with recorder.case("all"):
+        importlib.import_module(BY_NAME[args.group].module).run(context)
+        recorder.note("finished")
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A whole cluster of plain processes on the device, and what its answers say of time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.config_sources import from_tree
+from alignedserve.testing.driver import Driver
+from gpu_suite.models import write_model
+from gpu_suite.record import Context
+
+REPORTED_S = 1.5  # a role reports its metrics with its heartbeats, one a second
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A running cluster of one prefill and one decode instance, both on the one device."""
+
+    cluster: LocalCluster
+    driver: Driver
+
+
+@contextlib.asynccontextmanager
+async def running(context: Context, folder: str, name: str, **sections: Mapping[str, Any]) -> AsyncIterator[Cell]:
+    """A cluster that is ready; each process's output is in the group's log. Its books are checked at the end."""
+    tree: dict[str, Any] = {
+        "model": {"path": folder},
+        "cluster": {"device": "cuda" if context.on_gpu else "cpu", "share_gpu": context.on_gpu},
+        "supervisor": {"start_timeout_s": 60.0},
+    }
+    if not context.on_gpu:
+        tree["cluster"]["threads"] = 1
+    for section, keys in sections.items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    output = context.work / f"{name}-processes"
+    try:
+        async with LocalCluster(from_tree(tree), output_dir=output) as cluster:
+            await cluster.wait_ready(90.0)
+            async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
+                yield Cell(cluster, driver)
+    except BaseException:
+        _print_output(output)
+        raise
+
+
+def medium_model(context: Context) -> Path:
+    """The medium model as a folder, written once for all groups of a run; bf16."""
+    import torch
+
+    folder = context.work / "medium"
+    if not (folder / "config.json").is_file():
+        beside = context.work / f"medium-{context.record.group}"
+        write_model("medium", beside, context.device, small=context.small, dtype=torch.bfloat16, seed=7)
+        with contextlib.suppress(OSError):  # another group was first
+            beside.rename(folder)
+    return folder
+
+
+def _print_output(folder: Path) -> None:
+    """The end of what each process said: the cluster's own error names the one to look at."""
+    for file in sorted(folder.glob("*.out")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        print(f"---- {file.name}\n{text[-6000:]}", flush=True)
