@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from alignedserve import __version__
 from alignedserve.cluster.gpus import count_gpus
-from alignedserve.cluster.plan import plan_roles
+from alignedserve.cluster.plan import plan_roles, resolve_device
 from alignedserve.cluster.preflight import check_api_keys, check_machine, check_model, check_ports
 from alignedserve.cluster.status_command import table
 from alignedserve.config import Config
@@ -70,6 +70,7 @@ class Report:
     packages: dict[str, str] = field(default_factory=dict)
     roles: list[dict[str, str]] = field(default_factory=list)
     channels: list[dict[str, str]] = field(default_factory=list)
+    attention: list[dict[str, str | float | None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -107,6 +108,8 @@ def examine(config: Config) -> Report:
         except AlignedServeError as error:
             problems.append(error.message)
     _examine_channels(report, config)
+    if not report.missing:
+        _examine_attention(report, config)
     return report
 
 
@@ -182,6 +185,21 @@ def _examine_channels(report: Report, config: Config) -> None:
             report.channels.append({**pair, "channel": choice.name, "reason": choice.reason})
 
 
+def _examine_attention(report: Report, config: Config) -> None:
+    """Each attention backend; on a GPU tried and timed with the configured model's heads."""
+    from alignedserve.engine.attention_report import attention_report
+
+    try:
+        found = attention_report(config, resolve_device(config, count_gpus()))
+    except AlignedServeError as error:
+        report.missing.append(error.message)
+        return
+    report.attention = [asdict(candidate) for candidate in found]
+    named = next((c for c in found if c.name == config.engine.attention), None)
+    if named is not None and named.refusal is not None:
+        report.missing.append(f"engine.attention: {named.name} cannot serve this here: {named.refusal}")
+
+
 def _lines(report: Report) -> list[str]:
     shm = f", /dev/shm {describe_bytes(report.dev_shm_bytes)}" if report.dev_shm_bytes else ", no /dev/shm"
     free = describe_bytes(report.memory_available_bytes)
@@ -200,9 +218,24 @@ def _lines(report: Report) -> list[str]:
             "channels:",
             *("  " + line for line in table(columns, [[c[k] for k in columns] for c in report.channels])),
         ]
+    if report.attention:
+        lines += ["attention:", *("  " + line for line in table(("backend", "here"), _attention_rows(report)))]
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"missing: {problem}" for problem in report.missing] or ["nothing is missing"]
     return lines
+
+
+def _attention_rows(report: Report) -> list[list[str]]:
+    return [
+        [str(found["name"]), str(found["refusal"] or "serves") + _times(found["decode_us"], found["prefill_us"])]
+        for found in report.attention
+    ]
+
+
+def _times(decode_us: str | float | None, prefill_us: str | float | None) -> str:
+    if decode_us is None or prefill_us is None:
+        return ""
+    return f"; a layer's decode passes {decode_us:.0f} µs, prefill passes {prefill_us:.0f} µs"
 
 
 def _version(package: str) -> str:

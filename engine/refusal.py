@@ -28,6 +28,13 @@ def refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, trust_r
             raise UnsupportedModelError(f"model_type {config.model_type!r} is not supported: {reason}")
 
 
+def has_sinks(config: PretrainedConfig, trust_remote_code: bool = False) -> bool:
+    """Whether its attention passes sinks on, as far as the code of its class shows without a model."""
+    model_class = _causal_lm_class(config, trust_remote_code)
+    source = None if model_class is None else _module_source(model_class)
+    return source is not None and "s_aux" in source
+
+
 def attribute(config: PretrainedConfig, key: str) -> Any:
     """`config.key`, or None. Raises UnsupportedModelError where layers have values of their own."""
     try:

@@ -235,3 +235,17 @@ def test_doctor_tells_the_channel_of_each_pair_of_stores_as_json() -> None:
     assert done.returncode == (1 if report["missing"] else 0)
     assert {channel["channel"] for channel in report["channels"]} == {"shared-memory"}
     assert report["cores"] >= 1
+
+
+def test_doctor_tells_which_attention_backends_serve_the_model_and_why_not() -> None:
+    report = json.loads(run("doctor", "--json", "--device", "cpu").stdout)
+    refusals = {found["name"]: found["refusal"] for found in report["attention"]}
+    assert refusals["torch"] is None
+    assert "GPU" in refusals["triton"]
+    assert set(refusals) >= {"torch", "triton", "triton_no_split", "flash_attn", "varlen"}
+
+
+def test_doctor_misses_what_a_named_attention_backend_lacks() -> None:
+    done = run("doctor", "--device", "cpu", ALIGNEDSERVE_ENGINE__ATTENTION="triton")
+    assert done.returncode == 1
+    assert "missing: engine.attention: triton cannot serve this here: " in done.stdout
