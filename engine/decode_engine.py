@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from alignedserve.config import Config
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.eager import EagerDecode
-from alignedserve.engine.runner import ModelRunner
+from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.graph_sizes import graph_sizes
+
+logger = logging.getLogger(__name__)
+
+TUNED_ROWS = 64  # what is compiled is timed for a batch of so many
 
 
 def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, int], None]) -> DecodeEngine:
@@ -21,4 +26,14 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
     from alignedserve.engine.graphs.device import CudaGraphs
 
     sizes = graph_sizes(config.decode.graph_sizes, config.decode.max_running)
-    return GraphDecode(runner, eager, CudaGraphs(device), sizes, progress)
+    graphs = CudaGraphs(device)
+
+    def tune() -> None:
+        from alignedserve.engine.fused import fuse
+
+        rows = min(TUNED_ROWS, sizes[-1])
+        item = ForwardItem([0], runner.block_size - 1, [0])  # in block 0, which is for nobody
+        kept = fuse(runner.loaded.model, lambda: runner.forward([item] * rows), graphs.seconds_of)
+        logger.info("compiled for %d rows: %s", rows, ", ".join(kept) or "nothing")
+
+    return GraphDecode(runner, eager, graphs, sizes, progress, tune if config.engine.compile == "auto" else None)

@@ -46,8 +46,9 @@ class GraphDecode(DecodeEngine):
         device: GraphDevice,
         sizes: Sequence[int],
         progress: Progress,
+        tune: Callable[[], None] | None = None,
     ) -> None:
-        """`sizes`: ascending; `progress(done, all)` is told of each.
+        """`sizes`: ascending; `progress(done, all)` is told of each. `tune` is called before anything is captured.
 
         A request has room for as many tokens as the model has positions and the store blocks.
         """
@@ -57,7 +58,7 @@ class GraphDecode(DecodeEngine):
             self._buffers = StepBuffers(device, runner.loaded.device, sizes[-1], width, info.vocab_size, blocks)
         self._passes = CapturedPasses(runner, self._buffers, device, sizes)
         self._runner, self._eager, self._device = runner, eager, device
-        self._progress = progress
+        self._progress, self._tune = progress, tune
         self._sampler = Sampler()
         self._captured = False
         self._last: _Step | None = None
@@ -98,6 +99,8 @@ class GraphDecode(DecodeEngine):
     def warm_up(self) -> None:
         with torch.inference_mode(), self._device.scope():
             self._eager.warm_up()
+            if self._tune is not None:
+                self._tune()
             try:
                 self._passes.capture(self._progress)
                 self._captured = True
@@ -109,6 +112,14 @@ class GraphDecode(DecodeEngine):
                     type(error).__name__,
                     " ".join(str(error).split())[:300],
                 )
+
+    def replay_seconds(self, rows: int, drawn: bool, count: int) -> float:
+        """What the device takes for the last iteration, which had so many rows, again: one of `count` in a row.
+
+        Their tokens are for nobody. Needs graphs that are captured, and a last iteration whose tokens were taken.
+        """
+        with torch.inference_mode():
+            return self._device.seconds(lambda: self._passes.replay(rows, drawn), count)
 
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
         if not self._captured:

@@ -15,6 +15,7 @@ import torch
 
 _cuda: Any = torch.cuda  # most of it has no types
 WARM_UPS = 2
+MEASURED_CALLS = 20
 
 Replay = Callable[[], None]
 
@@ -54,6 +55,14 @@ class GraphDevice(ABC):
         """After all work of the current stream so far."""
 
     @abstractmethod
+    def seconds(self, replay: Replay, count: int) -> float:
+        """What the device takes for one of `count` replays, one after another."""
+
+    @abstractmethod
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """What the device takes for `run` as a part of a graph."""
+
+    @abstractmethod
     def memory_bytes(self) -> int:
         """Of the device, in use by whomever."""
 
@@ -89,13 +98,16 @@ class CudaGraphs(GraphDevice):
         _cuda.empty_cache()
 
     def capture(self, run: Callable[[], None]) -> Replay:
+        return self._captured(run, self._pool)
+
+    def _captured(self, run: Callable[[], None], pool: Any) -> Replay:
         graph = _cuda.CUDAGraph()
         with self._beside():
             for _ in range(WARM_UPS):
                 run()
             self._stream.synchronize()
             # thread_local: other threads may allocate and page-lock memory meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 run()
             except BaseException:
@@ -122,6 +134,25 @@ class CudaGraphs(GraphDevice):
 
     def mark(self) -> Mark:
         return _EventMark()
+
+    def seconds(self, replay: Replay, count: int) -> float:
+        with self.scope():
+            begun, over = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            replay()
+            begun.record()
+            for _ in range(count):
+                replay()
+            over.record()
+            over.synchronize()
+            return float(begun.elapsed_time(over)) / 1000.0 / count
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        def several() -> None:
+            for _ in range(MEASURED_CALLS):
+                run()
+
+        # A pool of its own: one whose last graph is gone is not to be captured into again.
+        return self.seconds(self._captured(several, None), count=5) / MEASURED_CALLS
 
     def memory_bytes(self) -> int:
         free, total = _cuda.mem_get_info(self._device)

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from alignedserve.config import Config
+from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.graphs.decode import GraphDecode
 from alignedserve.engine.graphs.device import CudaGraphs
+from alignedserve.engine.graphs.fixed_run import run_fixed
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
@@ -307,3 +310,108 @@ def test_memory_and_sizes_are_told(llama: LoadedModel) -> None:
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert engine.graph_memory_bytes > 4 * VOCAB_SIZE * 4 + 9 * 1000
     assert engine.counters()["decode_graph_bytes"] == engine.graph_memory_bytes
+
+
+def test_a_fixed_batch_is_timed_with_the_host_and_without(llama: LoadedModel) -> None:
+    runner = runner_of(llama)
+    runner.cache.zero_()
+    engine = graphs_of(runner)
+    store = {"block_size": BLOCK_SIZE, "num_blocks": BLOCKS}
+    run = run_fixed(engine, [9, 17, 30], 5, SamplingParams(temperature=0.0), **store)
+    assert (run.iterations, engine.counts.replays, engine.counts.eager) == (5, 9, 0)
+    assert 0.0 < run.replay_s
+    assert run.iteration_s > 0.0
+    assert 0.0 <= run.idle_share < 1.0
+    with pytest.raises(AccountingError, match="are needed"):
+        run_fixed(engine, [BLOCKS * BLOCK_SIZE], 5, SamplingParams(temperature=0.0), **store)
+
+
+def test_tuning_comes_before_the_capture(llama: LoadedModel) -> None:
+    order: list[str] = []
+    runner = runner_of(llama)
+    engine = GraphDecode(
+        runner,
+        EagerDecode(runner),
+        TwinDevice(),
+        (1, 2),
+        lambda done, count: order.append(f"captured {done}"),
+        lambda: order.append("tuned"),
+    )
+    engine.warm_up()
+    assert order == ["tuned", "captured 1", "captured 2"]
+
+
+def test_a_cpu_decodes_eagerly(llama: LoadedModel) -> None:
+    assert isinstance(decode_engine(runner_of(llama), Config(), lambda done, count: None), EagerDecode)
+
+
+def test_tritons_attention_replays_from_its_table(tmp_path: Path) -> None:
+    loaded = load("mistral", tmp_path, num_hidden_layers=1, max_position_embeddings=32, sliding_window=8)
+    runner = runner_of(loaded, "triton")
+    engine = GraphDecode(runner, EagerDecode(runner), TwinDevice(records=False), (2,), lambda done, count: None)
+    engine.warm_up()
+    assert engine.sizes == (2,)
+    requests = open_requests(runner, [GREEDY] * 2)
+    for batch in (requests, requests[1:], requests[::-1]):
+        take(batch, engine.launch([request.item(None) for request in batch]))
+    expected = reference(loaded, [GREEDY] * 2)
+    assert [request.results for request in requests] == [expected[0][:2], expected[1][:3]]
+
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", ["llama", "opt", "gemma2", "qwen3_moe"])
+def test_a_gpus_graphs_give_the_eager_tokens(kind: str, tmp_path: Path) -> None:
+    loaded = load(kind, tmp_path, "cuda", max_position_embeddings=64)
+    samplings = [*SAMPLED, *OUTSIDE]
+    runner = runner_of(loaded, "triton")
+    engine = graphs_of(runner, (1, 2, 4, 8))
+    assert engine.sizes == (1, 2, 4, 8)
+    requests = open_requests(runner, samplings)
+    decode(engine, requests, random.Random(3), most=8)
+    found = [[result.token_id for result in request.results] for request in requests]
+    expected = reference(loaded, samplings, "triton")
+    assert found == [[result.token_id for result in answer] for answer in expected]
+    assert engine.counts.eager == 0
+    assert engine.graph_memory_bytes > 0
+
+
+@gpu
+@needs_gpu
+def test_a_model_that_waits_for_a_gpu_decodes_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load("llama", tmp_path, "cuda", max_position_embeddings=64)
+    forward: Callable[..., Any] = loaded.model.forward
+
+    def waiting(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        assert int(input_ids.max()) < VOCAB_SIZE
+        return forward(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(loaded.model, "forward", waiting)
+    runner = runner_of(loaded, "triton")
+    engine = graphs_of(runner)
+    assert engine.sizes == ()
+    requests = open_requests(runner, [GREEDY] * 3)
+    decode(engine, requests, random.Random(1))
+    assert [request.results for request in requests] == reference(loaded, [GREEDY] * 3, "triton")
+
+
+@gpu
+@needs_gpu
+def test_what_was_compiled_decodes_from_graphs_in_bf16(tmp_path: Path) -> None:
+    loaded = load("qwen3", tmp_path, "cuda", "bfloat16", max_position_embeddings=64)
+    engine = decode_engine(runner_of(loaded, "triton"), Config(), lambda done, count: None)
+    assert isinstance(engine, GraphDecode)
+    engine.warm_up()
+    assert engine.sizes[-1] == Config().decode.max_running
+    requests = open_requests(engine._runner, [GREEDY] * 9)
+    decode(engine, requests, random.Random(1), most=9)
+    assert engine.counts.eager == 0
+    run = run_fixed(
+        engine, [20] * 9, 20, SamplingParams(temperature=0.0), block_size=BLOCK_SIZE, num_blocks=BLOCKS
+    )
+    assert 0.0 < run.replay_s
+    assert run.idle_share < 1.0

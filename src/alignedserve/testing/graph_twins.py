@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -105,6 +106,15 @@ class TwinDevice(GraphDevice):
 
     def mark(self) -> Mark:
         return _DoneMark()
+
+    def seconds(self, replay: Replay, count: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
+            replay()
+        return (time.perf_counter() - begun) / count
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        return self.seconds(lambda: (run(), None)[1], 3)
 
     def memory_bytes(self) -> int:
         return 1000 * self.captured

@@ -1,0 +1,206 @@
+"""Norms, rotary embeddings and gated activations of a loaded model, compiled by torch where that is faster.
+
+Each is a handful of small kernels in transformers, and one when compiled. What they are given in a pass of the model is
+noted, the compiled one is held against the eager one on that, timed as it would be replayed from a graph, and kept only
+where it is faster. Intermediate values are rounded as the eager kernels round them. A model in fp32 is left alone: its
+greedy tokens are transformers' to the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor
+
+logger = logging.getLogger(__name__)
+
+_WORTH_IT = 0.95
+_ROTARY = "apply_rotary_pos_emb"
+_GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+Function = Callable[..., Any]
+Compile = Callable[[Function], Function]
+Seconds = Callable[[Callable[[], object]], float]
+
+
+@dataclass(slots=True)
+class Part:
+    """A function that a pass calls many times, always on tensors of the same shapes but for the number of rows."""
+
+    name: str
+    eager: Function
+    install: Callable[[Function], None]
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the first one
+
+    def note(self, *args: Any, **kwargs: Any) -> Any:
+        """The eager function, which remembers what it was given."""
+        if self.call is None:
+            self.call = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args), kwargs
+        return self.eager(*args, **kwargs)
+
+
+def compile_for_decode(function: Function) -> Function:
+    """By inductor, for any number of rows; every intermediate value is rounded to its own dtype."""
+    inductor.compile_threads = 1  # no pool of processes for a few functions
+    compiled: Function = torch.compile(function, options={"emulate_precision_casts": True})
+    return compiled
+
+
+def fuse(
+    model: torch.nn.Module, run_pass: Callable[[], object], seconds: Seconds, compiler: Compile = compile_for_decode
+) -> list[str]:
+    """Compile what is faster compiled; returns the names of what was replaced.
+
+    `run_pass` computes a pass of the model of the rows that count; `seconds` says what a call takes on the device.
+    """
+    if next(model.parameters()).dtype == torch.float32:
+        return []
+    parts = [*_norms(model), *_rotaries(model), *_gated(model)]
+    for part in parts:
+        part.install(part.note)
+    try:
+        run_pass()
+    finally:
+        for part in parts:
+            part.install(part.eager)
+    kept = []
+    for part in parts:
+        try:
+            replaced = part.call is not None and _replace(part, part.call, seconds, compiler)
+        except Exception as error:  # no compiler on this machine, a function that it cannot take: slower, not worse
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("%s stays as it is: it does not compile (%s: %s)", part.name, type(error).__name__, reason)
+            part.install(part.eager)
+            continue
+        if replaced:
+            kept.append(part.name)
+    return kept
+
+
+def _replace(part: Part, call: tuple[tuple[Any, ...], dict[str, Any]], seconds: Seconds, compiler: Compile) -> bool:
+    args, kwargs = call
+    compiled = compiler(_own_code(part.eager))
+    if not _alike(part.eager(*args, **kwargs), compiled(*args, **kwargs)):
+        logger.warning("%s stays as it is: compiled it gives other values", part.name)
+        return False
+    eager_s, compiled_s = (seconds(lambda run=run: run(*args, **kwargs)) for run in (part.eager, compiled))  # type: ignore[misc]
+    logger.info("%s takes %.2f us, compiled %.2f us", part.name, 1e6 * eager_s, 1e6 * compiled_s)
+    if compiled_s > _WORTH_IT * eager_s:
+        return False
+    part.install(compiled)
+    return True
+
+
+def _own_code(function: Function) -> Function:
+    """A copy with a code object of its own: torch keeps what it compiled by that, and parts differ in their shapes."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _alike(expected: Any, found: Any) -> bool:
+    """Within two units in the last place of each value, or of a hundredth of the largest where values are smaller."""
+    if isinstance(expected, torch.Tensor):
+        expected, found = (expected,), (found,)
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+        eps = 2 * torch.finfo(theirs.dtype).eps
+        atol = eps * 0.01 * float(theirs.abs().max())
+        if not torch.allclose(ours.float(), theirs.float(), rtol=eps, atol=atol):
+            return False
+    return True
+
+
+def _norms(model: torch.nn.Module) -> list[Part]:
+    """RMS norms, one part for each class and width; torch's own LayerNorm is one kernel already."""
+    groups: dict[tuple[type, torch.Size], list[torch.nn.Module]] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor):
+            groups.setdefault((type(module), weight.shape), []).append(module)
+    return [
+        Part(f"{kind.__name__} of {shape[-1]}", _unwrapped(kind.forward), _method_installer(modules))
+        for (kind, shape), modules in groups.items()
+    ]
+
+
+def _gated(model: torch.nn.Module) -> list[Part]:
+    """The product of an activated gate and what it gates, in MLPs that are no more than that and three matrices."""
+    modules = [module for module in model.modules() if all(hasattr(module, name) for name in _GATED)]
+    if not modules:
+        return []
+    act = modules[0].act_fn
+
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = act(gate) * up
+        return product
+
+    name = f"the gate of {type(modules[0]).__name__}"
+    return [Part(name, gated, _gate_installer([module for module in modules if _is_plain(module, gated)]))]
+
+
+def _is_plain(module: Any, gated: Function) -> bool:
+    """Whether the module's own forward gives, to the bit, what `_gate_installer` would put in its place."""
+    weight = module.gate_proj.weight
+    if weight.is_meta or type(module).__name__.endswith("Experts"):
+        return False
+    states = torch.linspace(-1.0, 1.0, 3 * weight.shape[1], device=weight.device).to(weight.dtype).view(1, 3, -1)
+    expected = module(states)
+    return isinstance(expected, torch.Tensor) and torch.equal(
+        module.down_proj(gated(module.gate_proj(states), module.up_proj(states))), expected
+    )
+
+
+def _rotaries(model: torch.nn.Module) -> list[Part]:
+    """The function of the model's own file that turns queries and keys."""
+    file = sys.modules[type(model).__module__]
+    eager = getattr(file, _ROTARY, None)
+    if not isinstance(eager, types.FunctionType):
+        return []
+
+    def install(function: Function) -> None:
+        setattr(file, _ROTARY, function)
+
+    return [Part(_ROTARY, eager, install)]
+
+
+def _unwrapped(method: Any) -> Function:
+    function: Function = method
+    return function
+
+
+def _method_installer(modules: Sequence[torch.nn.Module]) -> Callable[[Function], None]:
+    def install(function: Function) -> None:
+        for module in modules:
+            module.forward = types.MethodType(function, module)
+
+    return install
+
+
+def _gate_installer(modules: Sequence[Any]) -> Callable[[Function], None]:
+    def forward_of(module: Any, function: Function) -> Function:
+        def forward(states: torch.Tensor) -> Any:
+            return module.down_proj(function(module.gate_proj(states), module.up_proj(states)))
+
+        return forward
+
+    def install(function: Function) -> None:
+        for module in modules:
+            module.forward = forward_of(module, function)
+
+    return install
