@@ -128,20 +128,20 @@ def _alike(expected: Any, found: Any) -> bool:
 
 def _norms(model: torch.nn.Module) -> list[Part]:
     """RMS norms, one part for each class and width; torch's own LayerNorm is one kernel already."""
-    groups: dict[tuple[type, torch.Size], list[torch.nn.Module]] = {}
+    groups: dict[tuple[Any, torch.Size], list[torch.nn.Module]] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor):
             groups.setdefault((type(module), weight.shape), []).append(module)
     return [
-        Part(f"{kind.__name__} of {shape[-1]}", _unwrapped(kind.forward), _method_installer(modules))
+        Part(f"{kind.__name__} of {shape[-1]}", kind.forward, _method_installer(modules))
         for (kind, shape), modules in groups.items()
     ]
 
 
 def _gated(model: torch.nn.Module) -> list[Part]:
     """The product of an activated gate and what it gates, in MLPs that are no more than that and three matrices."""
-    modules = [module for module in model.modules() if all(hasattr(module, name) for name in _GATED)]
+    modules: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in _GATED)]
     if not modules:
         return []
     act = modules[0].act_fn
@@ -177,11 +177,6 @@ def _rotaries(model: torch.nn.Module) -> list[Part]:
         setattr(file, _ROTARY, function)
 
     return [Part(_ROTARY, eager, install)]
-
-
-def _unwrapped(method: Any) -> Function:
-    function: Function = method
-    return function
 
 
 def _method_installer(modules: Sequence[torch.nn.Module]) -> Callable[[Function], None]:

@@ -118,8 +118,12 @@ class GraphDecode(DecodeEngine):
 
         Their tokens are for nobody. Needs graphs that are captured, and a last iteration whose tokens were taken.
         """
+
+        def again() -> None:
+            self._passes.replay(rows, drawn)
+
         with torch.inference_mode():
-            return self._device.seconds(lambda: self._passes.replay(rows, drawn), count)
+            return self._device.seconds(again, count)
 
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
         if not self._captured:

@@ -176,6 +176,11 @@ class EngineConfig:
         "the attention kernels; auto: on a GPU the fastest of those that serve the model, by measurement at start",
         choices=("auto", "torch", "triton", "triton_no_split", "flash_attn", "varlen"),
     )
+    compile: str = _key(
+        "auto",
+        "norms, rotary embedding, activation by torch.compile; auto: in graphs, each that is faster, not in float32",
+        choices=("auto", "off"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from alignedserve.config import Config
+from alignedserve.engine.backends.triton_backend import TritonBackend
 from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.eager import EagerDecode
@@ -29,9 +30,9 @@ from alignedserve.testing.models import make_model
 
 VOCAB_SIZE = 96  # Triton's interpreter takes its time
 BLOCK_SIZE = 4
-BLOCKS = 120
+BLOCKS = 100
 SIZES = (2, 4)
-TOKENS = 8  # of each answer
+TOKENS = 6  # of each answer
 GREEDY = {"temperature": 0.0}
 
 
@@ -71,9 +72,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def runner_of(loaded: LoadedModel, backend: str = "torch") -> ModelRunner:
-    cache = allocate_cache(loaded.info.geometry(BLOCK_SIZE), BLOCKS, loaded.device)
+    block_size = 16 if backend == "triton" else BLOCK_SIZE
+    cache = allocate_cache(loaded.info.geometry(block_size), BLOCKS, loaded.device)
+    interpreted = backend == "triton" and loaded.device.type == "cpu"
+    runner = ModelRunner(loaded, cache, "torch" if interpreted else backend)
+    if interpreted:  # which nobody can ask for
+        runner._backend = TritonBackend(cache)
     cache.fill_(float("nan"))  # what was never written must never be read into a result
-    return ModelRunner(loaded, cache, backend)
+    return runner
 
 
 def graphs_of(runner: ModelRunner, sizes: tuple[int, ...] = SIZES) -> GraphDecode:
@@ -98,7 +104,7 @@ def open_requests(runner: ModelRunner, samplings: list[dict[str, Any]], seed: in
     served = []
     for number, sampling in enumerate(samplings):
         prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 14))]
-        blocks = [free.pop() for _ in range(-(-(len(prompt) + TOKENS) // BLOCK_SIZE))]
+        blocks = [free.pop() for _ in range(-(-(len(prompt) + TOKENS) // runner.block_size))]
         served.append(prefill(runner, prompt, blocks, SamplingParams(max_tokens=99, seed=number + 7, **sampling)))
     return served
 
@@ -145,15 +151,15 @@ def greedy(llama: LoadedModel) -> list[list[SampledToken]]:
     return reference(llama, [GREEDY] * 6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["opt", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_greedy_tokens_are_the_eager_ones(kind: str, tmp_path: Path) -> None:
     loaded = load(kind, tmp_path, max_position_embeddings=64)
     runner = runner_of(loaded)
     engine = graphs_of(runner)
     assert engine.overlaps
-    requests = open_requests(runner, [GREEDY] * 5)
+    requests = open_requests(runner, [GREEDY] * 4)
     decode(engine, requests, random.Random(3))
-    assert [request.results for request in requests] == reference(loaded, [GREEDY] * 5)
+    assert [request.results for request in requests] == reference(loaded, [GREEDY] * 4)
     assert engine.counts.eager == 0
     assert engine.counts.padded_rows > 0
 
@@ -236,7 +242,7 @@ def test_a_larger_batch_may_follow_one_whose_tokens_nobody_asked_for_yet(
 ) -> None:
     runner = runner_of(llama)
     engine = graphs_of(runner)
-    requests = open_requests(runner, [GREEDY] * 5)
+    requests = open_requests(runner, [GREEDY] * 4)
     small = engine.launch([request.item(None) for request in requests[:3]])
     rows = {id(request): row for row, request in enumerate(requests[:3])}
     large = engine.launch([request.item(rows) for request in requests])
@@ -319,7 +325,7 @@ def test_a_fixed_batch_is_timed_with_the_host_and_without(llama: LoadedModel) ->
     store = {"block_size": BLOCK_SIZE, "num_blocks": BLOCKS}
     run = run_fixed(engine, [9, 17, 30], 5, SamplingParams(temperature=0.0), **store)
     assert (run.iterations, engine.counts.replays, engine.counts.eager) == (5, 9, 0)
-    assert 0.0 < run.replay_s
+    assert run.replay_s > 0.0
     assert run.iteration_s > 0.0
     assert 0.0 <= run.idle_share < 1.0
     with pytest.raises(AccountingError, match="are needed"):
@@ -410,8 +416,6 @@ def test_what_was_compiled_decodes_from_graphs_in_bf16(tmp_path: Path) -> None:
     requests = open_requests(engine._runner, [GREEDY] * 9)
     decode(engine, requests, random.Random(1), most=9)
     assert engine.counts.eager == 0
-    run = run_fixed(
-        engine, [20] * 9, 20, SamplingParams(temperature=0.0), block_size=BLOCK_SIZE, num_blocks=BLOCKS
-    )
-    assert 0.0 < run.replay_s
+    run = run_fixed(engine, [20] * 9, 20, SamplingParams(temperature=0.0), block_size=BLOCK_SIZE, num_blocks=BLOCKS)
+    assert run.replay_s > 0.0
     assert run.idle_share < 1.0
