@@ -242,7 +242,7 @@ def test_a_larger_batch_may_follow_one_whose_tokens_nobody_asked_for_yet(
 ) -> None:
     runner = runner_of(llama)
     engine = graphs_of(runner)
-    requests = open_requests(runner, [GREEDY] * 4)
+    requests = open_requests(runner, [GREEDY] * 5)
     small = engine.launch([request.item(None) for request in requests[:3]])
     rows = {id(request): row for row, request in enumerate(requests[:3])}
     large = engine.launch([request.item(rows) for request in requests])
