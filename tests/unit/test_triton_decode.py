@@ -343,14 +343,19 @@ def test_it_compiles_for_an_h200_without_spills_and_reads_16_bytes_at_a_time(tmp
         assert "cp.async.ca" not in ptx
 
 
+ON_A_GPU = [
+    *((shape, "all", dtype, True) for shape in SHAPES for dtype in (BF16, FP16, FP32)),
+    *((shape, "all", BF16, False) for shape in SHAPES),
+    *((SHAPES[0], name, BF16, True) for name in OPTIONS if name != "all"),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("split", [True, False], ids=["split", "no_split"])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "name"),
-    [*((shape, "all") for shape in SHAPES), *((SHAPES[0], name) for name in OPTIONS)],
-    ids=lambda part: part if isinstance(part, str) else f"{part['head_dim']}x{part['block_size']}",
+    ("shape", "name", "dtype", "split"),
+    ON_A_GPU,
+    ids=lambda part: f"{part['head_dim']}x{part['block_size']}" if isinstance(part, dict) else str(part),
 )
 def test_on_a_gpu_it_equals_fp64(shape: dict[str, Any], name: str, dtype: torch.dtype, split: bool) -> None:
     check([1, 16, 17, 4000, *range(100, 140), 9000], dtype, shape, OPTIONS[name], device="cuda", split=split)
