@@ -6,7 +6,7 @@ A chunk's rows are cut into tiles, and a tile whose keys are many beside what on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -24,6 +24,8 @@ from alignedserve.errors import AlignedServeError
 
 LOG2_E = 1.4426950408889634
 SMALL_ROWS = 64  # a pass whose longest chunk has no more rows uses tiles of this height
+SMALLEST = 16  # rows and keys of a matrix product
+SHARED_BYTES = 227 << 10  # that a program may take, of compute capability 9.0
 FEWEST_KEYS = 512  # of a piece: shorter ones cost more to put together than they save
 HEAD_DIMS = (16, 256)
 BLOCK_SIZES = (16, 256)
@@ -40,11 +42,21 @@ class Tile:
     stages: int
 
 
-def choose_tile(head_dim: int, itemsize: int, most_rows: int) -> Tile:
+def choose_tile(head_dim: int, itemsize: int, most_rows: int, shared_bytes: int = SHARED_BYTES) -> Tile:
     """For chunks of at most `most_rows` rows. Two bytes an element: tensor cores; four: IEEE products, for exactness.
 
-    Of an H200's 227 KiB of shared memory a step's keys and values take `2 * stages * keys * head_dim * itemsize`.
+    Shared memory holds the rows' queries, and the keys and values of `stages` steps.
     """
+    tile = _large_tile(head_dim, itemsize, most_rows)
+    row_bytes = triton.next_power_of_2(head_dim) * itemsize
+    while (tile.rows + 2 * tile.stages * tile.keys) * row_bytes > shared_bytes and tile.rows > SMALLEST:
+        small = tile.keys > SMALLEST
+        tile = replace(tile, keys=tile.keys // 2) if small else replace(tile, rows=tile.rows // 2)
+    return tile
+
+
+def _large_tile(head_dim: int, itemsize: int, most_rows: int) -> Tile:
+    """For the shared memory of an H200."""
     if itemsize == 4:
         return Tile(32, 32 if head_dim <= 128 else 16, 8, 1)
     wide = 128 if head_dim <= 128 else 64
@@ -110,7 +122,9 @@ class PrefillAttention:
         _, _, self._kv_heads, _, self._block_size, self._head_dim = cache.shape
         self._cache = cache
         self._tile = tile
-        self._programs = programs or _multiprocessors(cache.device)
+        self._programs, self._shared_bytes = _device(cache.device)
+        self._programs = programs or self._programs
+        self._merged = False  # whether the second kernel was compiled; while serving would be late
         self._upcast = bool(triton.knobs.runtime.interpret)  # its products of bfloat16 are wrong
         self._spans: tuple[Span, ...] = ()
         self._tables = torch.empty(0, dtype=torch.int64)
@@ -163,7 +177,6 @@ class PrefillAttention:
             "group": heads // self._kv_heads,
             "head_dim": self._head_dim,
             "padded": triton.next_power_of_2(self._head_dim),
-            "tile_rows": tile.rows,
         }
         with torch.cuda.device_of(self._cache):
             prefill_tiles[(self._kv_heads, len(work.tiles))](
@@ -180,6 +193,7 @@ class PrefillAttention:
                 *(query.stride(0), query.stride(1), out.stride(0), out.stride(1)),
                 *(window or 0, scale, options.softcap or 0.0),
                 **shape,
+                tile_rows=tile.rows,
                 block_stride=block_stride,
                 block_size=self._block_size,
                 tile_keys=tile.keys,
@@ -190,38 +204,43 @@ class PrefillAttention:
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
-            if work.merges:
-                merge_pieces[(self._kv_heads, len(work.merges), tile.rows // MERGE_ROWS)](
+            if work.merges or not self._merged:
+                merge_pieces[(self._kv_heads, len(merges), tile.rows // MERGE_ROWS)](
                     merges,
                     options.sinks,
                     out,
                     lse,
                     pieces,
                     pieces_lse,
-                    *(out.stride(0), out.stride(1)),
+                    *(out.stride(0), out.stride(1), tile.rows),
                     **shape,
                     columns=MERGE_COLUMNS,
                     merge_rows=MERGE_ROWS,
                     num_warps=4,
                 )
+                self._merged = True
 
     def _plan(self, group: int, window: int | None) -> tuple[Tile, Work, torch.Tensor, torch.Tensor]:
         """The work of this pass, and its tables on the device: the same for all layers of one window."""
         found = self._work.get((group, window))
         if found is None:
             most_rows = max(span.query_tokens for span in self._spans) * group
-            tile = self._tile or choose_tile(self._head_dim, self._cache.itemsize, most_rows)
+            tile = self._tile or choose_tile(self._head_dim, self._cache.itemsize, most_rows, self._shared_bytes)
             work = plan_work(self._spans, group, window, tile, self._programs / self._kv_heads)
             tiles, merges = (
                 torch.tensor(lines, dtype=torch.int32).to(self._cache.device, non_blocking=True)
-                for lines in (work.tiles, work.merges)
+                for lines in (work.tiles, work.merges or [(0,) * MERGE_COLUMNS])  # a tile without rows
             )
             found = self._work[group, window] = (tile, work, tiles, merges)
         return found
 
 
-def _multiprocessors(device: torch.device) -> int:
-    """Programs that run side by side at least; on a CPU, where the interpreter runs them one by one, 1."""
+def _device(device: torch.device) -> tuple[int, int]:
+    """Programs that run side by side at least, and the bytes of shared memory that each may take.
+
+    On a CPU, where the interpreter runs them one by one, 1.
+    """
     if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return 1, SHARED_BYTES
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), int(getattr(found, "shared_memory_per_block_optin", SHARED_BYTES))

@@ -209,11 +209,11 @@ def merge_pieces(
     pieces_lse,
     out_token_stride,
     out_head_stride,
+    tile_rows,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
     padded: tl.constexpr,
-    tile_rows: tl.constexpr,
     columns: tl.constexpr,
     merge_rows: tl.constexpr,
 ):

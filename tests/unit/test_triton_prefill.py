@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.triton_prefill import PrefillAttention, Tile, plan_work  # noqa: E402
+from alignedserve.engine.backends.triton_prefill import PrefillAttention, Tile, choose_tile, plan_work  # noqa: E402
 from alignedserve.engine.batch import Span  # noqa: E402
 from alignedserve.testing.attention import TOLERANCE, paged_case  # noqa: E402
 
@@ -72,8 +72,10 @@ def check(
     assert bool(lse[-1].isnan().all())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("values", OPTIONS.values(), ids=OPTIONS)
+EACH = [*((values, BF16) for values in OPTIONS.values()), (OPTIONS["all"], FP16), (OPTIONS["all"], FP32)]
+
+
+@pytest.mark.parametrize(("values", "dtype"), EACH, ids=str)
 def test_ragged_chunks_on_cached_prefixes_equal_fp64(values: dict[str, Any], dtype: torch.dtype) -> None:
     check(RAGGED, dtype, {"heads": 6, "kv_heads": 2, "head_dim": 32, "block_size": 16}, values)
 
@@ -88,7 +90,7 @@ def test_head_sizes_groups_and_block_sizes_equal_fp64(shape: dict[str, Any]) -> 
 def test_keys_split_over_programs_equal_fp64(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alignedserve.engine.backends.triton_prefill.FEWEST_KEYS", 16)
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16}
-    check([(3, 150), (17, 0), (30, 60)], FP32, shape, values, programs=24)
+    check([(3, 100), (17, 0), (20, 40)], FP32, shape, values, programs=24)
 
 
 def test_query_and_output_are_read_and_written_through_their_strides() -> None:
@@ -121,6 +123,16 @@ def test_even_chunks_that_fill_the_device_are_not_split() -> None:
     work = plan_work(spans, 1, None, Tile(128, 128, 8, 2), programs=132 / 32)
     assert len(work.tiles) == 8 * 4
     assert not work.merges
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("shared_kib", [227, 163, 99])
+def test_a_tile_fits_the_shared_memory_of_smaller_chips(shared_kib: int, head_dim: int) -> None:
+    for rows in (16, 4096):
+        tile = choose_tile(head_dim, 2, rows, shared_kib << 10)
+        padded = 1 << (head_dim - 1).bit_length()
+        assert (tile.rows + 2 * tile.stages * tile.keys) * padded * 2 <= shared_kib << 10
+        assert min(tile.rows, tile.keys) >= 16
 
 
 def test_a_window_skips_the_keys_before_it() -> None:
