@@ -61,7 +61,7 @@ class DecodeLoop:
         overlap: bool | None = None,
     ) -> None:
         self._engine = engine
-        self._overlap = engine.overlaps if overlap is None else overlap
+        self._overlap = overlap
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._pull = pull
@@ -206,7 +206,8 @@ class DecodeLoop:
                 held = self._held.get(evict.key)
                 if held is not None and before.row_of(held.live) is not None:
                     self._evict(evict, outcome)
-        if launched is not None and not (self._overlap and self._flights.may_follow(launched)):
+        overlap = self._engine.overlaps if self._overlap is None else self._overlap
+        if launched is not None and not (overlap and self._flights.may_follow(launched)):
             self._take(launched, None, outcome)
             launched = None
         self._under_way = launched

@@ -126,7 +126,7 @@ class _OnDevice(DecodeStep):
             found = torch.empty(self._found.shape, dtype=chosen.dtype, pin_memory=True)
             self._found = found.copy_(self._found, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(chosen.device))
 
     def tokens(self) -> list[Result]:
         if self._copied is not None:
