@@ -26,6 +26,7 @@ class Flight:
     """An iteration that was launched, and whose its rows are."""
 
     step: DecodeStep
+    keys: list[RequestKey]
     lives: list[LiveRequest]
     lengths: list[int]  # tokens of KV before it
     last: set[int]  # rows of requests that end with it, by their length
@@ -68,6 +69,7 @@ class Flights:
         items: list[DecodeItem] = []
         last: set[int] = set()
         now_ns = time.time_ns()
+        keys = [item.key for item in run]
         for item in run:
             live = self._held[item.key].live
             assert live is not None
@@ -84,8 +86,8 @@ class Flights:
         lengths = [item.kv_tokens for item in run]
         self._meter.begin()
         step = self._engine.launch(items)
-        self._scheduler.advance([(live.key, row in last) for row, live in enumerate(lives)])
-        return Flight(step, lives, lengths, last, {live.key: row for row, live in enumerate(lives)})
+        self._scheduler.advance([(key, row in last) for row, key in enumerate(keys)])
+        return Flight(step, keys, lives, lengths, last, {key: row for row, key in enumerate(keys)})
 
     def may_follow(self, flight: Flight) -> bool:
         """Whether the next iteration can be launched before this one's tokens are taken."""
@@ -97,44 +99,38 @@ class Flights:
         `following`: the iteration that was launched after it, if one was.
         A request that is held no more (cancelled, or ended with the iteration before) has run a row for nothing.
         """
-        present = [row for row, live in enumerate(flight.lives) if self._holds(live)]
+        present = []
+        for row, (key, live) in enumerate(zip(flight.keys, flight.lives, strict=True)):
+            held = self._held.get(key)
+            if held is not None and held.live is live:
+                present.append((row, live))
         try:
             tokens = flight.step.tokens()
         except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
             logger.exception("an iteration of %d requests failed", len(flight.lives))
             self._meter.end()
             self._meter.pause()
-            for row in present:
-                self._settle(flight.lives[row], error, (flight, following), outcome)
+            for _, live in present:
+                self._end(live, error, outcome)
+                self._ended(live, flight, following)
             return
         self._meter.end()
         bubble_s = self._meter.bubble_s(flight.lengths)
-        for row in present:
-            live, token = flight.lives[row], tokens[row]
+        for row, live in present:
             if bubble_s is not None:
                 live.spec.stopwatch.waste(bubble_s)
-            if isinstance(token, Exception):
-                logger.error("no token could be chosen: %r", token, extra={"request_id": live.key.request_id})
-            self._settle(live, token, (flight, following), outcome)
+            if self._give(live, tokens[row], outcome):
+                self._ended(live, flight, following)
 
-    def _holds(self, live: LiveRequest) -> bool:
-        held = self._held.get(live.key)
-        return held is not None and held.live is live
-
-    def _settle(
-        self,
-        live: LiveRequest,
-        token: SampledToken | Exception,
-        launched: tuple[Flight, Flight | None],
-        outcome: Outcome,
-    ) -> None:
-        """A request's token, or what it fails by; where that ends it unforeseen, the scheduler hears of it."""
-        if self._give(live, token, outcome) and not any(flight and flight.ends(live) for flight in launched):
+    def _ended(self, live: LiveRequest, flight: Flight, following: Flight | None) -> None:
+        """Tell the scheduler of an end that it did not foresee."""
+        if not flight.ends(live) and (following is None or not following.ends(live)):
             self._scheduler.ended(live.key)
 
     def _give(self, live: LiveRequest, token: SampledToken | Exception, outcome: Outcome) -> bool:
         """True where the request ended."""
         if isinstance(token, Exception):
+            logger.error("no token could be chosen: %r", token, extra={"request_id": live.key.request_id})
             self._end(live, token, outcome)
             return True
         try:

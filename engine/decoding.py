@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from alignedserve.engine.sampling import SampledToken, SampleRow
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take twice as long to make, and there is one a request and iteration
 class DecodeItem:
     """One request's part of an iteration: its last token, at position `kv_tokens`, whose KV is computed here.
 
     `token_id` None: the token that the step before this one chooses for its item `previous`. `position` is the place in
     the answer of the token to be chosen: `len(row.output_token_ids)`, and one more where the last is not known yet.
+    `block_ids` are the scheduler's own book: to be read in `launch` only.
     """
 
     row: SampleRow

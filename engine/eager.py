@@ -49,31 +49,23 @@ class EagerDecode(DecodeEngine):
     def _compute(self, items: Sequence[DecodeItem]) -> _Known | _OnDevice:
         if isinstance(self._last, _OnDevice) and any(item.token_id is None for item in items):
             return self._choose(items, self._forward_after(self._last, items))
-        results: list[Result | None] = []
-        known: list[DecodeItem] = []
-        forward: list[ForwardItem] = []
-        for item in items:
-            token = self._token(item)
-            if isinstance(token, Exception):  # what no token was found by, none that follows it is found by either
-                results.append(token)
-                continue
-            results.append(None)
-            known.append(item)
-            forward.append(ForwardItem([token], item.kv_tokens, list(item.block_ids)))
-        step = self._choose(known, self._runner.forward(forward))
-        if len(known) == len(items):
-            return step
-        found = iter(step.tokens())
-        return _Known([next(found) if result is None else result for result in results])
+        chosen = {index: self._chosen(item) for index, item in enumerate(items) if item.token_id is None}
+        failed = {index: result for index, result in chosen.items() if isinstance(result, Exception)}
+        if failed:  # what no token was found by, none that follows it is found by either
+            left = [item for index, item in enumerate(items) if index not in failed]
+            found = iter(self._compute(left).tokens() if left else ())
+            return _Known([failed[index] if index in failed else next(found) for index in range(len(items))])
+        forward = [ForwardItem([item.token_id or 0], item.kv_tokens, list(item.block_ids)) for item in items]
+        for index, result in chosen.items():
+            if isinstance(result, SampledToken):
+                forward[index].token_ids[0] = result.token_id
+        return self._choose(items, self._runner.forward(forward))
 
-    def _token(self, item: DecodeItem) -> int | Exception:
-        """The item's last token, which the host knows, or why there is none."""
-        if item.token_id is not None:
-            return item.token_id
+    def _chosen(self, item: DecodeItem) -> Result:
+        """The item's last token, which the host knows by now, or why there is none."""
         if not isinstance(self._last, _Known):
             raise AccountingError("an item's token is that of a step before this one, and there was none")
-        result = self._last.results[item.previous]
-        return result if isinstance(result, Exception) else result.token_id
+        return self._last.results[item.previous]
 
     def _forward_after(self, last: _OnDevice, items: Sequence[DecodeItem]) -> torch.Tensor:
         """Logits of a pass whose missing tokens are those that the device chose last."""

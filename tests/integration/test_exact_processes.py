@@ -39,7 +39,7 @@ def config_for(folder: Path, *, prefetch: bool) -> Config:
             "cluster": {"device": "cpu", "prefetch": prefetch, "threads": 1},
             "kv_pool": {"size_gib": 0.25, "block_size": 4, "verify": True},
             "prefill": {"token_budget": 64},
-            "decode": {"cache_blocks": 110, "join_iterations": 1},
+            "decode": {"cache_blocks": 110, "join_iterations": 1, "overlap": "auto" if prefetch else "on"},
             "scheduler": {"min_batch_requests": 4, "starvation_after_s": 2.0},
             "supervisor": {"heartbeat_s": 0.2, "fence_after_s": 60.0},
         }
@@ -61,7 +61,8 @@ async def serve(config: Config, prompts: list[list[int]], sampling: SamplingPara
             return Run(answers, (await cluster.status()).metrics)
 
 
-# The way to the decode instance does not depend on the architecture: a few kinds go straight from the pool as well.
+# The way to the decode instance does not depend on the architecture: a few kinds go straight from the pool as well, and
+# launch iterations ahead.
 CASES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in ("llama", "gemma2", "gpt2")]
 
 
