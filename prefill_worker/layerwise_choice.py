@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from alignedserve.engine.runner import ForwardItem, ModelRunner
-from alignedserve.errors import TransferError
 from alignedserve.prefill_worker.layerwise import layers_of_a_copy
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
-from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.channel import Channel, wait_page_locked
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +72,12 @@ def measure(
     try:
         channel = connect(cache, scratch)
         try:
-            wait_locked(channel)
+            wait_page_locked(channel, LOCK_TIMEOUT_S)
             return OffloadCosts(_token_s(runner, budget), *_copy_costs(channel, count))
         finally:
             channel.close()
     finally:
         scratch.close()
-
-
-def wait_locked(channel: Channel) -> None:
-    """Until the channel's host side is page-locked, or cannot be. Raises TransferError after 30 s."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while (progress := channel.page_locked()) is not None and not progress.ended:
-        if time.monotonic() > deadline:
-            raise TransferError(f"{progress.store_id} was not page-locked within {LOCK_TIMEOUT_S:g} s")
-        time.sleep(0.01)
 
 
 def _token_s(runner: ModelRunner, budget: int) -> float:

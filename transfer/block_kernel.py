@@ -2,7 +2,7 @@
 
 Why a kernel: within a device a copy of one block takes a few microseconds, about what launching it takes, so that even
 a batch of copies spends most of its time between them. Why few programs: what runs beside it keeps the other SMs; each
-program has many loads under way instead.
+program has many loads under way instead. How many are best is not measured yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from alignedserve.transfer.runs import Cut, IdArray
 UNIT_BYTES = 16
 """What one thread moves at a time; begin, stride and width of a cut must be multiples of it."""
 
-PROGRAMS = 32
+PROGRAMS = 64
 WARPS = 32
 CHUNK_BYTES = 64 << 10
 

@@ -96,6 +96,18 @@ class Channel(ABC):
         """Fail the copies that have not begun, wait for the one that has. Idempotent. The stores stay open."""
 
 
+def wait_page_locked(channel: Channel, timeout_s: float) -> None:
+    """Until the channel's host side is page-locked, or cannot be: before that its copies are slower.
+
+    Raises TransferError after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (progress := channel.page_locked()) is not None and not progress.ended:
+        if time.monotonic() > deadline:
+            raise TransferError(f"{progress.store_id} was not page-locked within {timeout_s:g} s")
+        time.sleep(0.01)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """One copy in the queue. `ready`: what the source's blocks wait for, in the words of the channel that made it."""

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.block_store import HostBlockStore
-from alignedserve.transfer.channel import PageLocked
+from alignedserve.transfer.channel import PageLocked, wait_page_locked
 from alignedserve.transfer.first_touch import FirstTouch, gpu_memory_nodes, place
 from alignedserve.transfer.host_channel import HostChannel
 from alignedserve.transfer.metrics import channel_lines, locking
@@ -123,11 +124,11 @@ class Locking(HostChannel):
     """One that says how far the locking of its destination has come."""
 
     def __init__(self, locked: int) -> None:
-        self._locked = locked
+        self._locked, self.ended = locked, False
         super().__init__(host_store(2), host_store(2))
 
     def page_locked(self) -> PageLocked:
-        return PageLocked("pool", self._locked, 4 << 30)
+        return PageLocked("pool", self._locked, 4 << 30, self.ended)
 
 
 def test_progress_is_in_metrics_once_a_store_and_in_words_until_it_ends() -> None:
@@ -139,6 +140,15 @@ def test_progress_is_in_metrics_once_a_store_and_in_words_until_it_ends() -> Non
     assert locking([Locking(4 << 30)]) == ""
     for channel in channels:
         channel.close()
+
+
+def test_waiting_for_the_locking_ends_with_it_or_with_its_time() -> None:
+    channel = Locking(1 << 30)
+    with pytest.raises(TransferError, match=r"not page-locked within 0\.05 s"):
+        wait_page_locked(channel, 0.05)
+    channel.ended = True
+    wait_page_locked(channel, 0.05)
+    channel.close()
 
 
 def test_touching_makes_every_page_resident_and_changes_no_byte() -> None:

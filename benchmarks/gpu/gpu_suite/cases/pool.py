@@ -9,7 +9,7 @@ import torch
 
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.block_store import BlockStore, HostBlockStore
-from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.channel import Channel, wait_page_locked
 from alignedserve.transfer.device import DeviceBlockStore
 from alignedserve.transfer.links import connect
 from gpu_suite.rates import Rate, around, seconds_of
@@ -75,7 +75,8 @@ def _report(
 
 
 def _pinned(channel: Channel, count: int) -> None:
-    """What the first copies do once (page-locking, where that is done meanwhile) is over after some."""
+    """Memory is page-locked in the background; and the first copies do some things once."""
+    wait_page_locked(channel, 60.0)
     for _ in range(3):
         channel.copy(range(count), range(count)).wait(60.0)
 
