@@ -10,22 +10,17 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 from alignedserve import __version__
+from alignedserve.cluster.doctor_channels import examine_channels
 from alignedserve.cluster.gpus import count_gpus
-from alignedserve.cluster.plan import plan_roles, resolve_device
+from alignedserve.cluster.plan import resolve_device
 from alignedserve.cluster.preflight import check_api_keys, check_machine, check_model, check_ports
 from alignedserve.cluster.status_command import table
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
-from alignedserve.geometry import KvGeometry, StoreSlice
 from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes, usable_cores
-from alignedserve.scheduler.pairing import pair_up
-from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
-from alignedserve.transfer.links import ask_driver, choose_channel
-from alignedserve.transfer.topology import Place, link_rank
 
 REQUIRED_PACKAGES = (
     "ray",
@@ -49,8 +44,6 @@ _ALIASES = {
     "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     "flash-attn": ("flash-attn", "flash_attn"),
 }
-# A shape is needed to name a store; which one plays no part in the choice of a channel.
-_ANY_GEOMETRY = KvGeometry("any", "float32", 1, 1, 1, 1)
 
 
 @dataclass
@@ -107,7 +100,8 @@ def examine(config: Config) -> Report:
             check(config)
         except AlignedServeError as error:
             problems.append(error.message)
-    _examine_channels(report, config)
+    report.roles, report.channels, problems = examine_channels(config)
+    report.missing += problems
     if not report.missing:
         _examine_attention(report, config)
     return report
@@ -135,54 +129,6 @@ def _examine_torch(report: Report) -> None:
     if report.gpus and not torch.cuda.is_available():
         built = f"built for CUDA {report.torch_cuda}" if report.torch_cuda else "a CPU build"
         report.missing.append(f"there are GPUs, but torch {torch.__version__} ({built}) cannot use them")
-
-
-def _examine_channels(report: Report, config: Config) -> None:
-    """Each pair of stores that blocks would be copied between, and the channel that would do it."""
-    try:
-        planned = {role.id: role for role in plan_roles(config, count_gpus())}
-    except AlignedServeError:
-        return  # said already
-    report.roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
-
-    def store(store_id: str, device: str) -> StoreHandle:
-        return StoreHandle(
-            store_id=store_id,
-            kind=CUDA if device.startswith("cuda") else HOST,
-            node_id="here",
-            geometry=_ANY_GEOMETRY,
-            slice=StoreSlice.whole(_ANY_GEOMETRY),
-            capacity_blocks=1,
-            device=device,
-        )
-
-    def rank(decode_id: str, prefill_id: str) -> int:
-        ours, theirs = Place("here", planned[decode_id].device), Place("here", planned[prefill_id].device)
-        return link_rank(ours, theirs, ask_driver)
-
-    def copies() -> Iterator[tuple[StoreHandle, StoreHandle]]:
-        pool = store("kv_pool-0", "cpu")
-        for role in planned.values():
-            if role.role == "prefill":
-                yield store(f"{role.id}/cache", role.device), pool
-            elif role.role == "decode" and not config.cluster.prefetch:
-                yield pool, store(f"{role.id}/cache", role.device)
-        for decode_id, prefill_id in (
-            pair_up(config.cluster.prefill, config.cluster.decode, rank) if config.cluster.prefetch else ()
-        ):
-            buffers = store(f"{prefill_id}/buffers", planned[prefill_id].device)
-            yield pool, buffers
-            yield buffers, store(f"{decode_id}/cache", planned[decode_id].device)
-
-    for source, destination in copies():
-        pair = {"source": source.store_id, "destination": destination.store_id}
-        try:
-            choice = choose_channel(source, destination, allow_slow=config.cluster.allow_slow_channel)
-        except AlignedServeError as error:
-            report.missing.append(error.message)
-            report.channels.append({**pair, "channel": "none", "reason": error.message})
-        else:
-            report.channels.append({**pair, "channel": choice.name, "reason": choice.reason})
 
 
 def _examine_attention(report: Report, config: Config) -> None:
@@ -213,7 +159,7 @@ def _lines(report: Report) -> list[str]:
         "packages: " + ", ".join(f"{name} {version}" for name, version in report.packages.items()),
     ]
     if report.channels:
-        columns = ("source", "destination", "channel", "reason")
+        columns = ("source", "destination", "channel", "GB/s", "GB/s back", "reason")
         lines += [
             "channels:",
             *("  " + line for line in table(columns, [[c[k] for k in columns] for c in report.channels])),

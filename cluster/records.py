@@ -18,6 +18,7 @@ from alignedserve.errors import AuthenticationError, ConfigError, UnavailableErr
 from alignedserve.gateway.api_keys import first_key
 
 PROBE_TIMEOUT_S = 2.0
+METRICS_PATH = "/metrics"
 STATUS_PATH = "/alignedserve/status"
 API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 
@@ -96,7 +97,6 @@ def fetch_json(
 
     Raises UnavailableError where nobody answers, AuthenticationError where the API key is not the right one.
     """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(address, headers=dict(headers or {}))
     if api_key:
         request.add_header("authorization", f"Bearer {api_key}")
@@ -104,8 +104,7 @@ def fetch_json(
         request.data = json.dumps(body).encode()
         request.add_header("content-type", "application/json")
     try:
-        with opener.open(request, timeout=timeout_s) as answer:
-            said = json.loads(answer.read())
+        said = json.loads(_read(request, timeout_s))
     except urllib.error.HTTPError as error:
         if error.code == AuthenticationError.http_status:
             raise AuthenticationError(
@@ -121,6 +120,23 @@ def fetch_json(
     if not isinstance(said, dict):
         raise UnavailableError(f"{address} is not a gateway of AlignedServe")
     return said
+
+
+def fetch_metrics(url: str, timeout_s: float) -> str:
+    """The cluster's metrics, as Prometheus text: no key is needed. Raises UnavailableError where nobody answers."""
+    address = url.rstrip("/") + METRICS_PATH
+    try:
+        return _read(urllib.request.Request(address), timeout_s).decode()
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{address} does not answer: {getattr(error, 'reason', None) or error}") from error
+
+
+def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
+    """The answer's body. Raises OSError, urllib's HTTPError among them."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=timeout_s) as answer:
+        body: bytes = answer.read()
+    return body
 
 
 def _path(cluster_id: str) -> Path:

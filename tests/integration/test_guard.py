@@ -217,8 +217,12 @@ async def test_doctor_live_prints_a_line_for_every_store(served: Served, capsys:
     assert {"kv_pool-0", "prefill-0/cache", "decode-0/cache", "requests", "calls"} <= sound
     assert buffers == {"prefill-0/batch", "prefill-0/requests"}
     assert "WRONG" not in "".join(lines)
+    moved = next(line.split() for line in lines if line.startswith("prefill-0/batch") and "decode-0/cache" in line)
+    assert moved[2] == "shared-memory"
     assert await asyncio.to_thread(main, ["doctor", "--live", "--json", "--url", url]) == 0
-    assert json.loads(capsys.readouterr().out)["sound"] is True
+    found = json.loads(capsys.readouterr().out)
+    assert found["sound"] is True
+    assert {channel["channel"] for channel in found["channels"]} == {"shared-memory"}
 
 
 async def test_no_log_has_a_prompt(served: Served) -> None:

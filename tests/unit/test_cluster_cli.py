@@ -234,6 +234,7 @@ def test_doctor_tells_the_channel_of_each_pair_of_stores_as_json() -> None:
     report = json.loads(done.stdout)
     assert done.returncode == (1 if report["missing"] else 0)
     assert {channel["channel"] for channel in report["channels"]} == {"shared-memory"}
+    assert all(float(channel[way]) > 0 for channel in report["channels"] for way in ("GB/s", "GB/s back"))
     assert report["cores"] >= 1
 
 

@@ -43,6 +43,7 @@ class PairClient:
         self._away_since: float | None = time.monotonic()  # None: connected
         self._opened = 0  # sessions that the peer has opened, which ended what it did in those before
         self._closed = False
+        self._connecting: threading.Thread | None = None
         self._turns = {PULL: Turns(), PUSH: Turns()}
         self.sessions = 0
 
@@ -78,7 +79,9 @@ class PairClient:
             with self._changed:
                 self._opened = session.number
                 self._changed.notify_all()
-            threading.Thread(target=self._connect, args=(session,), name=f"pair-{self.peer}", daemon=True).start()
+            name = f"pair-{self.peer}"
+            self._connecting = threading.Thread(target=self._connect, args=(session,), name=name, daemon=True)
+            self._connecting.start()
         else:
             session.on_event(event)
 
@@ -121,6 +124,8 @@ class PairClient:
         with self._changed:
             self._closed = True
         self.broke("it was closed")
+        if self._connecting is not None:  # a process that ends while Gloo's threads are being joined is aborted
+            self._connecting.join(self._wiring.silent_s)
 
     def _connect(self, session: ClientSession) -> None:
         try:

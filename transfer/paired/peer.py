@@ -64,6 +64,7 @@ class PeerProcess:
         """Raises TransferError where the process does not come up."""
         self.spec = spec
         self._client: PairClient | None = None
+        self._reader: threading.Thread | None = None
         self._session = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -86,9 +87,10 @@ class PeerProcess:
 
     def connect(self, client: PairClient) -> None:
         """Begin the client's first session; each one that it gives up is followed by another. It has the peer alone."""
-        reading, self._client = self._client is not None, client
-        if not reading:
-            threading.Thread(target=self._read, name="peer-events", daemon=True).start()
+        self._client = client
+        if self._reader is None:
+            self._reader = threading.Thread(target=self._read, name="peer-events", daemon=True)
+            self._reader.start()
         self._begin(client)
 
     def close(self) -> None:
@@ -100,6 +102,8 @@ class PeerProcess:
             self._in.close()
         if self._client is not None:
             self._client.close()
+        if self._reader is not None:
+            self._reader.join(self.spec.silent_s)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,72 @@
+"""What `alignedserve doctor` says of channels: those that are planned, measured, and those of a running cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from alignedserve.cluster import doctor_channels
+from alignedserve.cluster.doctor_channels import examine_channels
+from alignedserve.cluster.live_command import busy_channels
+from alignedserve.config_sources import from_tree
+from alignedserve.errors import TransferError
+from alignedserve.geometry import KvGeometry
+from alignedserve.transfer.paired.measure import measure_channel
+
+SMALL = KvGeometry("doctor", "float16", layers=2, kv_heads=2, head_dim=8, block_size=4)
+
+
+@pytest.mark.parametrize("channel", ["shared-memory", "gloo"])
+def test_a_channel_between_two_processes_is_measured_both_ways(channel: str) -> None:
+    found = measure_channel(channel, "cpu", "cpu", geometry=SMALL, blocks=64)
+    assert found.to_ours > 0
+    assert found.from_ours > 0
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_channels, "_measure", lambda channel, ours, theirs, problems: ("1", "2"))
+
+
+def test_each_pair_has_the_channel_that_is_configured_and_the_pool_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    config = from_tree({"cluster": {"device": "cpu", "channel": "gloo", "decode": 2}})
+    _, rows, problems = examine_channels(config)
+    found = {(row["source"], row["destination"]): (row["channel"], row["GB/s"], row["GB/s back"]) for row in rows}
+    assert found == {
+        ("prefill-0/cache", "kv_pool-0"): ("shared-memory", "2", "1"),  # the instance copies from its own store
+        ("kv_pool-0", "prefill-0/buffers"): ("shared-memory", "1", "2"),
+        ("prefill-0/buffers", "decode-0/cache"): ("gloo", "1", "2"),
+        ("prefill-0/buffers", "decode-1/cache"): ("gloo", "1", "2"),
+    }
+    assert not problems
+
+
+def test_a_channel_that_cannot_be_had_or_does_not_work_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise TransferError("no such memory")
+
+    monkeypatch.setattr("alignedserve.transfer.paired.measure.measure_channel", broken)
+    _, rows, problems = examine_channels(from_tree({"cluster": {"device": "cpu", "channel": "nccl"}}))
+    assert [row["channel"] for row in rows] == ["shared-memory", "shared-memory", "none"]
+    assert problems[0] == "channel shared-memory between cpu and cpu does not work: no such memory"
+    assert "cluster.channel is 'nccl'" in problems[1]
+    assert "KV is in host memory" in problems[1]
+
+
+def test_a_running_clusters_channels_are_read_from_its_metrics() -> None:
+    def lines(source: str, moved_bytes: float, busy_s: float) -> list[str]:
+        labels = f'source="{source}",destination="decode-0/cache",channel="gloo",instance="decode-0"'
+        values = {"copies": 3, "failed": 1, "bytes": moved_bytes, "busy_seconds": busy_s}
+        return [f"alignedserve_transfer_{name}_total{{{labels}}} {value!r}" for name, value in values.items()]
+
+    text = "\n".join(["# HELP x", *lines("prefill-0/batch-7", 3e9, 1.5), *lines("prefill-0/requests-7", 0.0, 0.0)])
+    busy, idle = busy_channels(text)
+    assert (busy["source"], busy["channel"], busy["copies"], busy["failed"], busy["GB/s"]) == (
+        "prefill-0/batch-7",
+        "gloo",
+        3,
+        1,
+        2.0,
+    )
+    assert (idle["source"], idle["GB/s"]) == ("prefill-0/requests-7", "")
