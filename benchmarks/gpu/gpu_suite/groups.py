@@ -28,18 +28,21 @@ class Group:
 
 GROUPS = (
     Group("kernels", 80.0, "tests marked gpu, and every kernel against fp64 attention at real shapes", timed=False),
-    Group("tokens", 80.0, "greedy tokens of ModelRunner against transformers, several architectures", timed=False),
+    Group(
+        "tokens", 80.0, "greedy tokens of ModelRunner against transformers, several architectures, fp32", timed=False
+    ),
+    Group("tokens_bf16", 80.0, "the same in bf16", timed=False),
     Group("cluster", 80.0, "the same through a whole cluster of plain processes", timed=False),
     Group("transfers", 80.0, "10,000 hand-overs through every channel, with checksums", timed=False),
     Group("attention", 35.0, "decode attention against the copy rate, and the paper's mixes"),
-    Group("iteration", 65.0, "a whole decode iteration, 7B shapes, and how long the GPU idles between two"),
-    Group("prefill", 30.0, "8 x 2048 tokens against the matrix-product rate"),
+    Group("iteration", 60.0, "a whole decode iteration, 7B shapes, and how long the GPU idles between two"),
+    Group("prefill", 25.0, "8 x 2048 tokens against the matrix-product rate"),
     Group("throughput", 75.0, "256 ShareGPT-like requests: our engine, and transformers' generate_batch"),
     Group("pool", 20.0, "page-locked pool to HBM and back, in blocks, against one large copy"),
     Group("device", 30.0, "HBM to HBM of another process by CUDA IPC and NCCL, against a device copy"),
     Group("bandwidth", 15.0, "what one thread block reads alone, and 2, 4 ... all SMs together"),
     Group("profile", 55.0, "alignedserve profile, its file loaded by the scheduler and the simulator"),
-    Group("handover", 40.0, "a 2k-token request joins a running batch: time beyond its copy"),
+    Group("handover", 50.0, "a 2k-token request joins a running batch: time beyond its copy"),
     Group("policies", 95.0, "aligned over fcfs, with the split kernel and with no_split, by profile's cost model"),
     Group("sweep", 240.0, "tuning settings of the decode kernel, the best of each shape", extra=True),
 )

@@ -117,6 +117,8 @@ class Context:
     out: Path
     record: Recorder
     seed: int
+    ends_s: float = math.inf
+    """Of the monotonic clock: what can be left out, and is not begun by then, is left out."""
     draw: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +127,10 @@ class Context:
     @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def time_left_s(self) -> float:
+        return self.ends_s - time.monotonic()
 
     @property
     def small(self) -> bool:

@@ -49,7 +49,7 @@ ROWS = (
     ),
     Row(
         "tokens-bf16",
-        "tokens",
+        "tokens_bf16",
         "the same in bf16: equal up to the first position whose best two logits lie within rounding; share of tokens "
         "before it",
         "equal before it; aim 99 %",

@@ -13,6 +13,8 @@ from gpu_suite.groups import BY_NAME
 from gpu_suite.record import Context, Recorder
 from gpu_suite.report import records_file
 
+SPARE_S = 10.0  # of a group's time, for what is under way at its end
+
 
 def main() -> int:
     """1 where a case failed outside its own guard; what a case fails by is in its record."""
@@ -26,11 +28,12 @@ def main() -> int:
     args = parser.parse_args()
     faulthandler.enable()
     faulthandler.dump_traceback_later(BY_NAME[args.group].budget_s - 5.0, exit=False)  # where a group hangs
+    ends_s = time.monotonic() + BY_NAME[args.group].budget_s - SPARE_S
     for folder in (args.work, args.out):
         folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(records_file(args.work, args.group), args.group)
     recorder.note("seed", seed=args.seed, device=args.device, quick=args.quick)
-    context = Context(args.device, args.quick, args.work, args.out, recorder, args.seed)
+    context = Context(args.device, args.quick, args.work, args.out, recorder, args.seed, ends_s)
     with recorder.case("all"):
         importlib.import_module(BY_NAME[args.group].module).run(context)
         recorder.note("finished")

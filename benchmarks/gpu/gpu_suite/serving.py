@@ -39,7 +39,7 @@ async def running(context: Context, folder: str, name: str, **sections: Mapping[
         tree[section] = {**tree.get(section, {}), **keys}
     output = context.work / f"{name}-processes"
     try:
-        async with LocalCluster(from_tree(tree), output_dir=output) as cluster:
+        async with LocalCluster(from_tree(tree), output_dir=output, gpus=int(context.on_gpu)) as cluster:
             await cluster.wait_ready(90.0)
             async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:
                 yield Cell(cluster, driver)

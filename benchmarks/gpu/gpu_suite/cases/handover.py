@@ -25,8 +25,13 @@ async def _run(context: Context) -> None:
     blocks = (batch + 4) * (tokens + 1600) // 16 + joining // 8
     sections: dict[str, dict[str, Any]] = {
         "kv_pool": {"size_gib": 0.25 if context.small else 20.0, "block_size": 16},
-        "prefill": {"cache_blocks": 600, "token_budget": 2048},
-        "decode": {"cache_blocks": blocks},
+        "prefill": {
+            "cache_blocks": 600,
+            "token_budget": 2048,
+            "batch_buffer_blocks": max(600, batch * tokens // 16),
+            "requests_buffer_blocks": 1200,
+        },
+        "decode": {"cache_blocks": blocks, "max_running": batch + 8, "graph_sizes": f"{batch},{batch + 8}"},
         "scheduler": {"min_batch_requests": min(batch, 16), "join_window": 8.0},
     }
     async with running(context, str(medium_model(context)), "handover", **sections) as cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,7 +19,7 @@ from alignedserve.testing.attention import TOLERANCE, PagedCase, paged_case
 from gpu_suite.machine import ROOT
 from gpu_suite.record import Context
 
-TESTS_S = 70.0
+TESTS_S = 70.0  # less than the group has
 LAYER = 1
 
 
@@ -75,6 +76,9 @@ def _all_kernels(context: Context) -> None:
     for shape in SMALL if context.small else SHAPES:
         for dtype in dtypes:
             for name in names:
+                if context.time_left_s <= 0:
+                    context.record.note("no time for", backend=name, shape=str(shape), dtype=str(dtype))
+                    continue
                 with context.record.case(f"{name}, {shape}, {dtype}", row="kernels"):
                     _compare(context, name, shape, dtype)
 
@@ -175,12 +179,14 @@ def _start_tests(context: Context) -> subprocess.Popen[bytes]:
         command += ["--timeout=45"]
     if context.on_gpu and importlib.util.find_spec("xdist"):
         command += ["-n", "4"]  # mostly they wait for a compiler
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
+    # Some machines show their GPU under another name than the one by which the tests look for it.
+    environment = {**os.environ, **({"TRITON_INTERPRET": "0"} if context.on_gpu else {})}
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, env=environment)
 
 
 def _finish_tests(context: Context, process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(TESTS_S)
+        process.wait(max(5.0, min(TESTS_S, context.time_left_s + 5.0)))
     except subprocess.TimeoutExpired:
         process.kill()
         raise

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from alignedserve.request import SamplingParams
+from alignedserve.request import SamplingParams, Stage
 from alignedserve.testing.driver import Answer
 from gpu_suite.cases.profile import FILE
 from gpu_suite.record import Context
@@ -37,36 +37,42 @@ class Outcome:
 
 
 def run(context: Context) -> None:
-    kernels = KERNELS if context.on_gpu else {"torch": ("", "split_kv")}
-    for kernel in kernels:
-        with context.record.case(kernel, row="policies"):
-            _report(context, kernel, asyncio.run(_compare(context, *kernels[kernel])))
+    """All clusters are started together, and loaded one after the other, with the same requests."""
+    asyncio.run(_run(context, KERNELS if context.on_gpu else {"torch": ("", "split_kv")}))
 
 
-async def _compare(context: Context, backend: str, kernel_mode: str) -> dict[str, Outcome]:
-    """Both clusters are started together, and loaded one after the other, with the same requests."""
-    seed = context.draw.randrange(1 << 30)
+async def _run(context: Context, kernels: dict[str, tuple[str, str]]) -> None:
+    seed, folder = context.draw.randrange(1 << 30), str(medium_model(context))
     async with contextlib.AsyncExitStack() as stack:
+        wanted = [(kernel, policy) for kernel in kernels for policy in POLICIES]
         starting = [
             stack.enter_async_context(
-                running(
-                    context,
-                    str(medium_model(context)),
-                    f"{policy}-{kernel_mode}",
-                    **_sections(context, policy, backend, kernel_mode),
-                )
+                running(context, folder, f"{policy}-{kernel}", **_sections(context, policy, *kernels[kernel]))
             )
-            for policy in POLICIES
+            for kernel, policy in wanted
         ]
-        cells = await asyncio.gather(*starting)
-        return {policy: await _load(context, cell, seed) for policy, cell in zip(POLICIES, cells, strict=True)}
+        cells = dict(zip(wanted, await asyncio.gather(*starting, return_exceptions=True), strict=True))
+        for kernel in kernels:
+            with context.record.case(kernel, row="policies"):
+                outcomes = {}
+                for policy in POLICIES:
+                    cell = cells[kernel, policy]
+                    if isinstance(cell, BaseException):
+                        raise cell
+                    outcomes[policy] = await _load(context, cell, seed)
+                _report(context, kernel, outcomes)
 
 
 def _sections(context: Context, policy: str, backend: str, kernel_mode: str) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {
         "kv_pool": {"size_gib": 0.25 if context.small else 16.0},
-        "prefill": {"cache_blocks": 600, "token_budget": 4096},
-        "decode": {"cache_blocks": 600 if context.small else 3600, "max_running": 64},
+        "prefill": {
+            "cache_blocks": 600,
+            "token_budget": 4096,
+            "batch_buffer_blocks": 1500,
+            "requests_buffer_blocks": 1200,
+        },
+        "decode": {"cache_blocks": 600 if context.small else 3600, "max_running": 64, "graph_sizes": "8,16,32,48,64"},
         "scheduler": {"policy": policy, "kernel_mode": kernel_mode, "min_batch_requests": 2 if context.small else 24},
     }
     if backend:
@@ -122,7 +128,7 @@ def _bubble(answers: list[Answer]) -> float | None:
     known = [watch for watch in watches if watch.bubble_s is not None]
     if not known:
         return None
-    return sum(watch.bubble_s or 0.0 for watch in known) / sum(watch.spent_s.get("decode", 0.0) for watch in known)
+    return sum(watch.bubble_s or 0.0 for watch in known) / sum(watch.spent_s.get(Stage.DECODE, 0.0) for watch in known)
 
 
 def _report(context: Context, kernel: str, found: dict[str, Outcome]) -> None:

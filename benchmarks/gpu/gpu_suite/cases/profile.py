@@ -25,12 +25,12 @@ def _profile(context: Context) -> None:
 
     folder, out = medium_model(context), context.out / FILE
     out.unlink(missing_ok=True)
-    limit_s = 25 if context.on_gpu and not context.quick else 2
+    limit_s = 20 if context.on_gpu and not context.quick else 2
     device = "cuda" if context.on_gpu else "cpu"
     command = ["profile", "--model", str(folder), "--device", device, "--seconds", str(limit_s), "--out", str(out)]
     command += [] if context.on_gpu else ["--no-cluster"]
     begun_s = time.monotonic()
-    ran = _alignedserve(command, 58.0)
+    ran = _alignedserve(command, 48.0)
     seconds = time.monotonic() - begun_s
     if ran.returncode:
         raise RuntimeError(f"alignedserve profile ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-1500:]}")

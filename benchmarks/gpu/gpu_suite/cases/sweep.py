@@ -44,7 +44,7 @@ def _sweep(context: Context, heads: int, kv_heads: int, head_dim: int) -> None:
     context.draw.shuffle(settings)  # the time may not suffice for all
     found = []
     for setting in [in_use, *(other for other in settings if other != in_use)]:
-        if found and (time.monotonic() > end_s or context.small):
+        if found and (min(end_s - time.monotonic(), context.time_left_s) < 0 or context.small):
             break
         try:
             seconds = bench.seconds(lengths, 1 if context.small else 20, setting=setting)

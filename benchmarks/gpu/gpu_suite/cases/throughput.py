@@ -24,12 +24,14 @@ from gpu_suite.record import Context
 from gpu_suite.requests import draw_lengths
 
 REQUESTS = 256
+MODEL = "medium"  # at 7B transformers' side alone would take most of a call
+THEIRS_S = 40.0  # what is not answered by then counts as answered then: ours is at least so much faster
 BLOCK_SIZE = 16
 
 
 def run(context: Context) -> None:
     count, scale = (6, 0.02) if context.small else (REQUESTS, 1.0)
-    loaded = random_model("llama-2-7b", context.device, small=context.small, dtype=torch.bfloat16, seed=context.seed)
+    loaded = random_model(MODEL, context.device, small=context.small, dtype=torch.bfloat16, seed=context.seed)
     vocab_size = loaded.info.vocab_size
     jobs = [
         Job([context.draw.randrange(2, vocab_size) for _ in range(one.prompt)], one.answer)
@@ -37,6 +39,7 @@ def run(context: Context) -> None:
     ]
     tokens = sum(job.new_tokens for job in jobs)
     ours_s = theirs_s = 0.0
+    whole = False
     with context.record.case("our engine", row="throughput"):
         ours_s = _ours(context, loaded, jobs)
         context.record.figure("our engine", tokens / ours_s, "tokens/s", seconds=ours_s, output_tokens=tokens)
@@ -44,13 +47,19 @@ def run(context: Context) -> None:
     release()
     with context.record.case("generate_batch", row="throughput"):
         theirs_s, answers = _theirs(context, loaded, jobs)
-        same = sum(job.tokens == answer for job, answer in zip(jobs, answers, strict=True))
+        whole = len(answers) == len(jobs)
+        same = sum(jobs[number].tokens == answer for number, answer in answers.items())
         context.record.figure(
-            "transformers", tokens / theirs_s, "tokens/s", seconds=theirs_s, answers_equal=same / len(jobs)
+            f"transformers{'' if whole else ', at most'}",
+            tokens / theirs_s,
+            "tokens/s",
+            seconds=theirs_s,
+            answered=len(answers),
+            answers_equal=same / max(1, len(answers)),
         )
     if ours_s and theirs_s:
         context.record.figure(
-            f"{count} requests, ours over transformers'",
+            f"{count} requests, ours over transformers'{'' if whole else ', at least'}",
             theirs_s / ours_s,
             "x",
             row="throughput",
@@ -76,7 +85,8 @@ def _ours(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> float:
     return time.perf_counter() - begun_s
 
 
-def _theirs(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> tuple[float, list[list[int]]]:
+def _theirs(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> tuple[float, dict[int, list[int]]]:
+    """Seconds, and the answers that there were by then, by the job's number."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")
     longest = max(job.new_tokens for job in jobs)
@@ -103,15 +113,16 @@ def _theirs(context: Context, loaded: LoadedModel, jobs: Sequence[Job]) -> tuple
             {name: job.new_tokens for name, job in named.items()},
         )
         seconds = time.perf_counter() - begun_s
-    return seconds, [found[f"r{number}"] for number in range(len(jobs))]
+    return seconds, {number: found[f"r{number}"] for number in range(len(jobs)) if f"r{number}" in found}
 
 
 def _collect(manager: Any, prompts: dict[str, list[int]], new_tokens: dict[str, int]) -> dict[str, list[int]]:
-    """Submit all and wait. Raises RuntimeError where one fails or the manager ends."""
+    """Submit all and wait, at most THEIRS_S. Raises RuntimeError where one fails or the manager ends."""
     for name, prompt in prompts.items():
         manager.add_request(prompt, request_id=name, max_new_tokens=new_tokens[name], eos_token_id=-1)
     found: dict[str, list[int]] = {}
-    while len(found) < len(prompts):
+    ends_s = time.monotonic() + THEIRS_S
+    while len(found) < len(prompts) and time.monotonic() < ends_s:
         result = manager.get_result(timeout=1)
         if result is None:
             if not manager.is_running():
