@@ -5,35 +5,38 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
 
 import torch
 
+from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
-from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.block_store import BlockStore, HostBlockStore
+from alignedserve.transfer.channel import Channel
+from alignedserve.transfer.device import DeviceBlockStore
 from alignedserve.transfer.host_channel import HostChannel
+from alignedserve.transfer.links import connect
 
-COPIED_BYTES = 64 << 20
 SEVERAL = 128  # blocks of the larger copy
+SEVERAL_BYTES = 256 << 20  # of it, at most
 REPEATED = 30
+PINNED_S = 60.0  # for a store of host memory to be page-locked
 
 
-def copy_bandwidth(device: torch.device) -> tuple[float, float]:
-    """Bytes a second of a copy from host memory to the device, and within the device: the better of some."""
-    host = torch.ones(COPIED_BYTES // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
-    here = torch.zeros_like(host, device=device)
-    there = torch.zeros_like(here)
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What scattered blocks reach over one channel. `latency_s`: before the first byte."""
 
-    def best(source: torch.Tensor) -> float:
-        seconds = []
-        for _ in range(4):
-            begun = time.perf_counter()
-            there.copy_(source)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - begun)
-        return COPIED_BYTES / min(seconds)
+    source: str
+    destination: str
+    channel: str
+    bandwidth: float  # bytes a second
+    latency_s: float
 
-    return best(host), best(here)
+    def to_dict(self) -> dict[str, str | float]:
+        return {**asdict(self), "bandwidth": round(self.bandwidth), "latency_s": round(self.latency_s, 9)}
 
 
 def host_copies(geometry: KvGeometry) -> tuple[float, float]:
@@ -41,21 +44,66 @@ def host_copies(geometry: KvGeometry) -> tuple[float, float]:
 
     Medians of a copy of one block and one of several, in turn; the straight line through both.
     """
-    draw = random.Random(0)
     stores = [HostBlockStore.private(name, geometry, 4 * SEVERAL) for name in ("profile-a", "profile-b")]
     channel = HostChannel(*stores)
-    seconds: dict[int, list[float]] = {1: [], SEVERAL: []}
     try:
-        for _ in range(REPEATED):
-            for count, taken in seconds.items():
-                source, destination = (draw.sample(range(4 * SEVERAL), count) for _ in stores)
-                begun = time.perf_counter()
-                channel.copy(source, destination).wait()
-                taken.append(time.perf_counter() - begun)
+        return _scattered(channel, SEVERAL)
     finally:
         channel.close()
         for store in stores:
             store.close()
+
+
+def device_copies(geometry: KvGeometry, devices: Sequence[torch.device]) -> list[LinkFigures]:
+    """Between page-locked host memory and the first of `devices`, both ways, within it, and between each two devices.
+
+    Each over the channel that the cluster takes for such stores. With two devices that do not reach each other's memory
+    the copy between them goes through the host.
+    """
+    several = max(2, min(SEVERAL, SEVERAL_BYTES // geometry.block_bytes))
+    here = [DeviceBlockStore(str(device), geometry, _noise(geometry, 4 * several, device)) for device in devices]
+    host = HostBlockStore.private("pool", geometry, 4 * several)
+    beside = DeviceBlockStore(f"{devices[0]} too", geometry, _noise(geometry, 4 * several, devices[0]))
+    pairs: list[tuple[BlockStore, BlockStore]] = [(host, here[0]), (here[0], host), (here[0], beside)]
+    pairs += permutations(here, 2)
+    found = []
+    for source, destination in pairs:
+        channel = connect(source, destination, allow_slow=host not in (source, destination))
+        try:
+            _wait_pinned(channel)
+            bandwidth, latency_s = _scattered(channel, several)
+        finally:
+            channel.close()
+        found.append(LinkFigures(source.store_id, destination.store_id, channel.name, bandwidth, latency_s))
+    for store in (host, beside, *here):
+        store.close()
+    return found
+
+
+def _noise(geometry: KvGeometry, blocks: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(256, (blocks, geometry.block_bytes), dtype=torch.uint8, device=device)
+
+
+def _wait_pinned(channel: Channel) -> None:
+    """A store's memory is locked in the background; until then copies go another way. Raises why it cannot be."""
+    deadline = time.monotonic() + PINNED_S
+    while (locked := channel.page_locked()) is not None and locked.locked_bytes < locked.total_bytes:
+        trouble = channel.trouble()
+        if trouble is not None or time.monotonic() > deadline:
+            raise trouble or TransferError(f"store {locked.store_id} was not page-locked within {PINNED_S:g} s")
+        time.sleep(0.01)
+
+
+def _scattered(channel: Channel, several: int) -> tuple[float, float]:
+    """Bytes a second, and seconds before the first, between stores of `4 * several` blocks: a line through medians."""
+    draw = random.Random(0)
+    seconds: dict[int, list[float]] = {1: [], several: []}
+    for _ in range(REPEATED):
+        for count, taken in seconds.items():
+            source, destination = (draw.sample(range(4 * several), count) for _ in range(2))
+            begun = time.perf_counter()
+            channel.copy(source, destination).wait()
+            taken.append(time.perf_counter() - begun)
     one_s, several_s = (statistics.median(taken) for taken in seconds.values())
-    block_s = max(1e-9, (several_s - one_s) / (SEVERAL - 1))
-    return geometry.block_bytes / block_s, max(0.0, one_s - block_s)
+    block_s = max(1e-9, (several_s - one_s) / (several - 1))
+    return channel.source.geometry.block_bytes / block_s, max(0.0, one_s - block_s)

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alignedserve.engine.loader import LoadedModel
@@ -16,14 +16,43 @@ from alignedserve.request import SamplingParams
 from alignedserve.scheduler.cost.step import ChunkShape
 
 BLOCK_SIZE = 16
-MOST_TOKENS = 32768  # KV of one pass
-CHUNKS = (16, 30, 61, 125, 187, 250, 379, 509)  # few prompts are a multiple of anything
-REQUESTS = (1, 2, 4, 8, 16, 32, 64)
-LENGTHS = (16, 128, 512, 1024, 4096)
 MOST_SHIFT = 6  # tokens
 LEAST_BLOCKS = 512  # of the store, in which the decode loop's requests have room to grow too
 FEWEST = 3  # passes of a kind that are measured however long they take
 THREAD_CLOCK, WALL_CLOCK = "processor time of the one thread", "wall clock"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Which passes are measured. `skews`: (requests, tokens of the short ones, tokens of the long ones).
+
+    `bends`: prefix lengths, in tokens, where the cost of a longer one may change. `bounds`: of the buckets of alpha.
+    `mixes`: lengths of decodes that the fit is judged by.
+    """
+
+    requests: tuple[int, ...]
+    lengths: tuple[int, ...]
+    chunks: tuple[int, ...]  # few prompts are a multiple of anything
+    cached: tuple[int, ...]
+    skews: tuple[tuple[int, int, int], ...]
+    held_out_requests: tuple[int, ...]
+    most_tokens: int  # KV of one pass
+    bends: tuple[float, ...]
+    bounds: Mapping[str, Sequence[float]]
+    mixes: tuple[tuple[int, ...], ...] = ()
+
+
+CPU_GRID = Grid(
+    requests=(1, 2, 4, 8, 16, 32, 64),
+    lengths=(16, 128, 512, 1024, 4096),
+    chunks=(16, 30, 61, 125, 187, 250, 379, 509),
+    cached=(0, 512, 2048),
+    skews=((4, 128, 1024), (16, 128, 1024)),
+    held_out_requests=(1, 3, 6, 12, 24, 48),
+    most_tokens=32768,
+    bends=(512.0,),
+    bounds={"requests": [8.0], "long_share": [0.15, 0.4]},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +92,46 @@ class Measurement:
         return statistics.median(self.seconds)
 
 
-def plan_measurements(longest: int, seed: int = 0) -> list[Measurement]:
+def plan_measurements(longest: int, seed: int = 0, grid: Grid = CPU_GRID) -> list[Measurement]:
     """Passes to measure for a model of at most `longest` positions: grids, and random ones to judge the fit by."""
-    lengths = [length for length in LENGTHS if length < longest]  # its new token has a position too
-    longest -= MOST_SHIFT
-    chunks = [tokens for tokens in CHUNKS if tokens <= longest]
+    most = min(longest, grid.most_tokens + 1)
+    lengths = [length for length in grid.lengths if length < most]  # its new token has a position too
+    longest = min(longest - MOST_SHIFT, grid.most_tokens)
+    chunks = [tokens for tokens in grid.chunks if tokens <= longest]
     plan = [
         Measurement(PassShape(lengths=(length,) * count), "decode")
-        for count in REQUESTS
+        for count in grid.requests
         for length in lengths
-        if count * length <= MOST_TOKENS
+        if count * length <= grid.most_tokens
     ]
     plan += [
         Measurement(PassShape((ChunkShape(tokens, cached),)), "chunk")
         for tokens in chunks
-        for cached in (0, 512, 2048)
+        for cached in grid.cached
         if tokens + cached <= longest
     ]
-    for count in (4, 16):
+    plan += [
+        Measurement(PassShape(lengths=mix), "skew", held_out=True)
+        for mix in grid.mixes
+        if sum(mix) <= grid.most_tokens and max(mix) < most
+    ]
+    for count, near, end in grid.skews:
+        short, far = min(near, lengths[-1]), min(end, lengths[-1])
         for long_ones in sorted({1, count // 4, count // 2}):
-            short, far = min(128, lengths[-1]), min(1024, lengths[-1])
-            plan.append(Measurement(PassShape(lengths=(far,) * long_ones + (short,) * (count - long_ones)), "skew"))
+            uneven = (far,) * long_ones + (short,) * (count - long_ones)
+            if sum(uneven) <= grid.most_tokens:
+                plan.append(Measurement(PassShape(lengths=uneven), "skew"))
     draw = random.Random(seed)
     for number in range(18):
-        uneven = tuple(draw.randint(1, lengths[-1] // 4) for _ in range(draw.choice((1, 3, 6, 12, 24, 48))))
+        count = draw.choice(grid.held_out_requests)
+        widest = max(1, min(lengths[-1] // 4, 3 * grid.most_tokens // (2 * count)))
+        uneven = tuple(draw.randint(1, widest) for _ in range(count))
         some = (ChunkShape(draw.randint(1, chunks[-1]), draw.choice((0, 0, lengths[-1] // 8))),)
         shape = (PassShape(lengths=uneven), PassShape(some), PassShape(some, uneven[:16]))[number % 3]
         kind = ("decode", "chunk", "mixed")[number % 3]
-        plan.append(Measurement(shape, kind, held_out=True))
+        fits = all(chunk.tokens + chunk.cached_tokens <= longest for chunk in shape.chunks)
+        if fits and sum(shape.lengths) <= grid.most_tokens:
+            plan.append(Measurement(shape, kind, held_out=True))
     return plan
 
 

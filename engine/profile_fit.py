@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from alignedserve.engine.profile import Measurement
+from alignedserve.engine.profile import CPU_GRID, Grid, Measurement
 from alignedserve.scheduler.cost.fit import fit_bounded, hats, relative_errors
 from alignedserve.scheduler.cost.fitted import SCHEMA, VERSION, parts_from
 from alignedserve.scheduler.cost.grid import Floats
-from alignedserve.scheduler.cost.measured import MeasuredCost
-from alignedserve.scheduler.cost.parts import ModelShape
+from alignedserve.scheduler.cost.measured import MeasuredCost, OneBlockCost
+from alignedserve.scheduler.cost.parts import CostParts, ModelShape
 from alignedserve.scheduler.cost.skew import AXES, long_share
 
-SKEW_BOUNDS: dict[str, list[float]] = {axis: [] for axis in AXES} | {"requests": [8.0], "long_share": [0.15, 0.4]}
-
-BEND = 512.0  # tokens: where the cost of a longer prefix may change
+# Of the search for what one thread block reads: bytes/s, and how much worse an error says that nothing told it.
+SLOWEST, FASTEST, STEPS, ROUNDS = 1e8, 4e12, 16, 3
+TELLING, LEAST_ERROR = 1.02, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Profiled:
     hardware_note: str
     host_s: Mapping[int, float]
     """What an engine adds to a pass, by the number of requests; empty: it was not measured."""
+    grid: Grid = CPU_GRID
+    no_split: Sequence[Measurement] = ()
+    """Passes of decodes with the kernel that does not split the KV of a request; empty: there is none here."""
+    block_bandwidth: float = 0.0
+    """Bytes a second that one thread block reads alone."""
 
 
 def fit_profile(profiled: Profiled) -> dict[str, Any]:
@@ -45,8 +50,9 @@ def fit_profile(profiled: Profiled) -> dict[str, Any]:
     """
     measured = [measurement for measurement in profiled.measurements if measurement.seconds]
     fitted = [measurement for measurement in measured if not measurement.held_out]
-    decode = _fit_decode([measurement for measurement in fitted if measurement.kind == "decode"], profiled.shape.layers)
-    chunk = _fit_chunks([measurement for measurement in fitted if measurement.kind == "chunk"], profiled.shape.layers)
+    layers, bounds = profiled.shape.layers, {axis: list(profiled.grid.bounds.get(axis, ())) for axis in AXES}
+    decode = _fit_decode(_of_kind(fitted, "decode"), layers, profiled.grid.bends)
+    chunk = _fit_chunks(_of_kind(fitted, "chunk"), layers)
     raw: dict[str, Any] = {
         "schema": SCHEMA,
         "version": VERSION,
@@ -59,13 +65,17 @@ def fit_profile(profiled: Profiled) -> dict[str, Any]:
         "dense": chunk["dense"],
         "dense_decode": decode["dense"],
         "attention": {"decode": decode["attention"], "chunk": chunk["attention"]},
-        "skew": {"bounds": SKEW_BOUNDS, "buckets": [[0] * len(AXES) + [0.0]]},
+        "skew": {"bounds": bounds, "buckets": [[0] * len(AXES) + [0.0]]},
         "hardware": profiled.hardware,
         "hardware_note": profiled.hardware_note,
     }
-    skewed = [measurement for measurement in fitted if measurement.kind == "skew"]
-    raw["skew"]["buckets"] = _fit_skew(skewed, _cost(raw))
+    raw["skew"]["buckets"] = _fit_skew(_of_kind(fitted, "skew"), _cost(raw), bounds)
     raw["fit"] = _errors(measured, _cost(raw))
+    other = [measurement for measurement in profiled.no_split if measurement.seconds]
+    if _of_kind(other, "decode"):
+        raw["no_split"] = _fit_no_split(other, raw, profiled)
+        errors = _errors(other, OneBlockCost(parts_from(raw, "the profile", "")))
+        raw["fit"] |= {f"no_split_{what}": found for what, found in errors.items()}
     if profiled.host_s:
         fixed_us, raw["sequences"] = _fit_host(profiled.host_s)
         raw["hardware"] = {**profiled.hardware, "host_overhead_s": round(fixed_us * 1e-6, 9)}
@@ -89,23 +99,73 @@ def _times(measurements: Sequence[Measurement]) -> Floats:
     return np.array([measurement.median_s * 1e6 for measurement in measurements])
 
 
-def _fit_decode(measurements: Sequence[Measurement], layers: int) -> dict[str, Any]:
-    """A part by the number of requests, and one by their length at each number: two lines that meet at `BEND`."""
+def _of_kind(measurements: Sequence[Measurement], kind: str) -> list[Measurement]:
+    return [measurement for measurement in measurements if measurement.kind == kind]
+
+
+def _fit_decode(measurements: Sequence[Measurement], layers: int, bends: Sequence[float]) -> dict[str, Any]:
+    """A part by the number of requests, and one by their length at each number: lines that meet at `bends`."""
     points = np.array([(len(m.shape.lengths), m.shape.lengths[0]) for m in measurements], dtype=np.float64)
     counts, longest = sorted(set(points[:, 0].tolist())), float(points[:, 1].max())
-    lengths = [0.0, BEND, longest] if longest > BEND else [0.0, longest]
+    lengths = [0.0, *(bend for bend in bends if bend < longest), longest]
     by_count, by_length = hats([counts], points[:, :1]), hats([lengths], points[:, 1:])[:, 1:]
     features = np.hstack([by_count, *(by_count * weights[:, None] for weights in by_length.T)])
     found = fit_bounded(features, _times(measurements)).reshape(len(lengths), len(counts))
     reading = found[1:] / layers
     for place, count in enumerate(counts):
-        if len(reading) > 1 and points[points[:, 0] == count, 1].max() <= BEND:  # nothing longer was measured
-            reading[1, place] = reading[0, place] * longest / BEND
+        measured = points[points[:, 0] == count, 1].max()
+        for line in range(1, len(reading)):
+            if measured <= lengths[line]:  # nothing longer was measured
+                reading[line, place] = reading[line - 1, place] * lengths[line + 1] / lengths[line]
     reading = np.maximum.accumulate(np.maximum.accumulate(reading, axis=0), axis=1)
     return {
         "dense": {"tokens": counts, "us": _rounded(np.maximum.accumulate(found[0]))},
         "attention": {"requests": counts, "length": lengths, "us": [[0.0, *_rounded(column)] for column in reading.T]},
     }
+
+
+def _fit_no_split(measurements: Sequence[Measurement], raw: Mapping[str, Any], profiled: Profiled) -> dict[str, Any]:
+    """What differs in that kernel: its time at equal lengths beside the same dense part, and one block's bandwidth.
+
+    `alpha`: what unequal lengths cost it, by the buckets of the kernel that splits; for people, since the cost model
+    lays jobs on multiprocessors instead.
+    """
+    fitted = [measurement for measurement in measurements if not measurement.held_out]
+    layers = profiled.shape.layers
+    decode = _fit_decode(_of_kind(fitted, "decode"), layers, profiled.grid.bends)
+    dense = parts_from(raw, "the profile", "").dense_decode
+    assert dense is not None
+    attention = decode["attention"]
+    for row, count, whole in zip(attention["us"], attention["requests"], decode["dense"]["us"], strict=True):
+        rest = (whole - dense.at(count)) / layers  # may be below 0, by noise
+        row[:] = _rounded(np.maximum.accumulate(np.maximum(0.0, np.array(row) + rest)))
+    found: dict[str, Any] = {"decode": attention, "block_bandwidth": 1e9}
+    split_like = {**raw, "attention": {**raw["attention"], "decode": attention}}
+    skewed = _of_kind(fitted, "skew")
+    found["alpha"] = _fit_skew(skewed, _cost(split_like), raw["skew"]["bounds"])
+    parts = parts_from({**raw, "no_split": found}, "the profile", "")
+    found["block_bandwidth"] = _block_bandwidth(parts, skewed, profiled.block_bandwidth)
+    return found
+
+
+def _block_bandwidth(parts: CostParts, measurements: Sequence[Measurement], alone: float) -> float:
+    """Bytes a second that predict these passes best; `alone`, where that is known and they hardly tell.
+
+    Looked for among numbers that lie closer together in each round.
+    """
+
+    def error(bandwidth: float) -> float:
+        cost = OneBlockCost(parts, block_bandwidth=bandwidth)
+        return float(sum((cost.step_s((), m.shape.lengths) / m.median_s - 1.0) ** 2 for m in measurements))
+
+    low, high = SLOWEST, FASTEST
+    for _ in range(ROUNDS):
+        candidates = [float(candidate) for candidate in np.geomspace(low, high, STEPS)]
+        best, ratio = min(candidates, key=error), candidates[1] / candidates[0]
+        low, high = best / ratio, best * ratio
+    if alone and error(alone) <= TELLING * error(best) + LEAST_ERROR * len(measurements):
+        return round(alone)
+    return round(min(best, FASTEST))
 
 
 def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, Any]:
@@ -115,7 +175,8 @@ def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, A
     cached = np.array([chunk.cached_tokens for chunk in chunks], dtype=np.float64)
     counts, furthest = sorted(set(tokens.tolist())), float(max(1.0, cached.max()))
     pairs = tokens * (cached + tokens / 2.0)
-    features = np.hstack([hats([counts], tokens[:, None]), pairs[:, None] * 1e-3, cached[:, None] / furthest])
+    most = float(pairs.max())  # each feature is 1 at most: `fit_bounded` leaves be what weighs next to nothing
+    features = np.hstack([hats([counts], tokens[:, None]), pairs[:, None] / most, cached[:, None] / furthest])
     found = fit_bounded(features, _times(measurements))
     again = float(found[-1]) / layers
     return {
@@ -124,31 +185,32 @@ def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, A
             "tokens": [counts[0], counts[-1]],
             "cached": [0.0, furthest],
             "us": [[0.0, again], [0.0, again]],
-            "pair_us": float(found[-2]) * 1e-3 / layers,
+            "pair_us": float(found[-2]) / most / layers,
         },
     }
 
 
-def _fit_skew(measurements: Sequence[Measurement], cost: MeasuredCost) -> list[list[float]]:
-    """Alpha by number of requests and share of long ones, from what unequal lengths took beyond equal ones."""
-    sums: dict[tuple[int, int], list[float]] = {}
+def _fit_skew(
+    measurements: Sequence[Measurement], cost: MeasuredCost, bounds: Mapping[str, Sequence[float]]
+) -> list[list[float]]:
+    """Alpha by number of requests, share of long ones and the longest, from what unequal lengths took beyond equal."""
+    sums: dict[tuple[int, int, int], list[float]] = {}
     for measurement in measurements:
         lengths = measurement.shape.lengths
         count, total, longest, shortest = len(lengths), sum(lengths), max(lengths), min(lengths)
         equal = cost.balanced_step_s((), lengths)
         most = cost.step_s((), [longest] * count) - equal
         share = long_share(count, total, longest, shortest)
-        place = (
-            int(np.searchsorted(SKEW_BOUNDS["requests"], count)),
-            int(np.searchsorted(SKEW_BOUNDS["long_share"], share)),
-        )
+        values = {"requests": count, "long_share": share, "longest": longest}
+        requests, long_ones, most_tokens = (int(np.searchsorted(bounds[axis], value)) for axis, value in values.items())
+        place = (requests, long_ones, most_tokens)
         measured = measurement.median_s
         both = sums.setdefault(place, [0.0, 0.0])
         both[0] += most * (measured - equal) / measured**2
         both[1] += (most / measured) ** 2
     return [
-        [0, requests, share, 0, 0, round(min(1.0, max(0.0, product / square)), 4) if square > 0 else 0.0]
-        for (requests, share), (product, square) in sorted(sums.items())
+        [0, requests, share, longest, 0, round(min(1.0, max(0.0, product / square)), 4) if square > 0 else 0.0]
+        for (requests, share, longest), (product, square) in sorted(sums.items())
     ] or [[0, 0, 0, 0, 0, 0.0]]
 
 

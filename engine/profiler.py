@@ -12,11 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from alignedserve.config import Config
-from alignedserve.device_memory import DECODE, PREFILL, DeviceMemory
 from alignedserve.engine import host
-from alignedserve.engine.copies import copy_bandwidth, host_copies
+from alignedserve.engine.copies import host_copies
 from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.loader import load_model
 from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
 from alignedserve.engine.profile import PassBench, measure, plan_measurements
 from alignedserve.engine.profile_fit import Profiled, fit_profile
@@ -25,7 +24,7 @@ from alignedserve.errors import ConfigError
 from alignedserve.memory import available_memory_bytes
 from alignedserve.model import ModelInfo, resolve_model
 from alignedserve.scheduler.cost.parts import ModelShape
-from alignedserve.sizing import plan_stores
+from alignedserve.sizing import StorePlan, plan_stores
 
 HOST_REQUESTS = (1, 4, 16, 64)  # at which the engine's own part of a pass is measured
 HostOverhead = Callable[[ModelRunner, int, int], float]
@@ -45,7 +44,12 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
     path = resolve_model(config.model.path, config.model.trust_remote_code)
     trusted = config.model.trust_remote_code
     info = inspect_model(config.served_model_name, path, config.model.dtype, device, trusted)
-    loaded = load_model(info, device, trusted)
+    loaded = load_model(info, "cuda:0" if device == "cuda" else device, trusted)
+    shape = _shape(info, path, trusted)
+    if device == "cuda":
+        from alignedserve.engine.profiler_gpu import profile_gpu  # needs Triton
+
+        return profile_gpu(config, loaded, shape, memory_bytes, limit_s, host_overhead_s)
     plan = plan_measurements(info.max_positions)
     bench = PassBench(loaded, plan, config.engine.attention)
     others = OtherWork()
@@ -54,19 +58,24 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
     profiled = Profiled(
         name=f"{info.name}-{loaded.device.type}",
         model=info.name,
-        device=_device_name(loaded.device),
-        shape=_shape(info, path, trusted),
-        sm_count=_workers(loaded.device),
+        device=_processor(),
+        shape=shape,
+        sm_count=torch.get_num_threads(),  # so many (request, head) jobs run at once
         measurements=plan,
-        hardware=_hardware(config, loaded, memory_bytes),
+        hardware=_hardware(config, info, memory_bytes),
         hardware_note="the stores that `alignedserve serve` would plan now; copies and overheads measured",
         host_s=host_s,
     )
     content = fit_profile(profiled)
-    busy = others.share()
-    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(bench.clocks), "other_work_share": round(busy, 3)}
-    content["fit"]["quiet"] = busy <= QUIET_SHARE
+    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(bench.clocks)}
     content["dtype"] = info.dtype
+    return with_other_work(content, others)
+
+
+def with_other_work(content: dict[str, Any], others: OtherWork) -> dict[str, Any]:
+    """`content`, whose `fit` says how much of the processors other work took."""
+    busy = others.share()
+    content["fit"] |= {"other_work_share": round(busy, 3), "quiet": busy <= QUIET_SHARE}
     return content
 
 
@@ -76,9 +85,7 @@ def _shape(info: ModelInfo, path: Path, trusted: bool) -> ModelShape:
     return ModelShape(info.layers, int(text.num_attention_heads), info.kv_heads, info.head_dim, itemsize)
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def _processor() -> str:
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -87,37 +94,23 @@ def _device_name(device: torch.device) -> str:
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def _workers(device: torch.device) -> int:
-    """How many (request, head) jobs run at once."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return torch.get_num_threads()
-
-
-def _hardware(config: Config, loaded: LoadedModel, memory_bytes: int) -> dict[str, float]:
+def _hardware(config: Config, info: ModelInfo, memory_bytes: int) -> dict[str, float]:
     """Fields of the simulator's Hardware: what the stores would hold, and what copies reach."""
-    on_gpu = loaded.device.type == "cuda"
-    info = loaded.info
-    stores = plan_stores(config, info, memory_bytes, _devices(loaded.device) if on_gpu else ())
-    geometry = info.geometry(stores.block_size)
-    cache = stores.decode_cache
-    if on_gpu:
-        (from_host, between), copies = copy_bandwidth(loaded.device), {}
-    else:
-        from_host, latency_s = host_copies(geometry)
-        between, copies = from_host, {"copy_latency_s": round(latency_s, 9)}
+    stores = plan_stores(config, info, memory_bytes)
+    bandwidth, latency_s = host_copies(info.geometry(stores.block_size))
     return {
-        "kv_tokens": cache * stores.block_size,
-        "kv_bytes_per_token": geometry.token_bytes,
-        "pool_tokens": stores.pool * stores.block_size,
-        "block_size": stores.block_size,
-        "pool_bandwidth": round(from_host),
-        "peer_bandwidth": round(between),
-        **copies,
+        **store_fields(stores, info),
+        "pool_bandwidth": round(bandwidth),
+        "peer_bandwidth": round(bandwidth),
+        "copy_latency_s": round(latency_s, 9),
     }
 
 
-def _devices(device: torch.device) -> list[tuple[str, DeviceMemory]]:
-    """A GPU like this one for each role, with nothing on it."""
-    _, total = torch.cuda.mem_get_info(device)
-    return [(role, DeviceMemory(f"{role}-0", f"{device} for {role}", total, total)) for role in (PREFILL, DECODE)]
+def store_fields(stores: StorePlan, info: ModelInfo) -> dict[str, float]:
+    """Those of the simulator's Hardware that the plan decides."""
+    return {
+        "kv_tokens": stores.decode_cache * stores.block_size,
+        "kv_bytes_per_token": info.geometry(stores.block_size).token_bytes,
+        "pool_tokens": stores.pool * stores.block_size,
+        "block_size": stores.block_size,
+    }

@@ -11,9 +11,11 @@
         decode        {requests: [...], length: [...], us: [[...]]}    equal lengths; the bytes read are their product
         chunk         {tokens: [...], cached: [...], us: [[...]]} and/or {token_us, pair_us}
         mixed         {tokens, cached, requests, length, us: [[[[...]]]]}   one chunk and decodes (optional: their sum)
+    no_split          that kernel, where it was measured: {decode: as above, block_bandwidth: bytes/s} (optional)
     skew              {bounds: {axis: [...]}, buckets: [[chunk, requests, share, longest, cached, alpha], ...]}
     hardware          fields of the simulator's Hardware; hardware_note says where they come from (optional)
     fit               errors of the fit (optional)
+    gpu               what a profile of a GPU measured beside passes, for people: rates, links, versions (optional)
 
 Times in µs, linear between the points (`grid.py`); buckets as in `skew.py`.
 """
@@ -66,6 +68,7 @@ def parts_from(raw: Any, where: str, digest: str) -> CostParts:
         )
     attention = file.part("attention")
     mixed = attention.part("mixed") if "mixed" in attention.raw else None
+    no_split = file.part("no_split") if "no_split" in file.raw else None
     return CostParts(
         name=str(file.raw.get("name") or Path(where).stem),
         shape=_shape(file.part("shape")),
@@ -77,6 +80,8 @@ def parts_from(raw: Any, where: str, digest: str) -> CostParts:
         mixed=mixed.grid() if mixed is not None else None,
         skew=_skew(file.part("skew")),
         sm_count=int(file.number("sm_count", default=0.0)),
+        no_split=no_split.part("decode").surface("requests", "length") if no_split is not None else None,
+        block_bandwidth=no_split.number("block_bandwidth", low=1.0) if no_split is not None else 0.0,
         hardware=_hardware(file),
         source={
             "kind": "fitted",

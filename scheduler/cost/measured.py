@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 
 FEW_STEPS = 24  # below so many passes a loop is quicker than arrays
 US = 1e-6
+DEFAULT_BLOCK_BANDWIDTH = 25e9  # bytes/s: an SM's even share of an H100's memory
 
 
 class MeasuredCost(StepCost):
@@ -189,18 +191,23 @@ class OneBlockCost(MeasuredCost):
     """`no_split`: a (request, head) job is read by one thread block, at `block_bandwidth` bytes a second.
 
     Attention lasts as long as the jobs take on `sm_count` workers, or as the measured kernel takes for the same bytes
-    at equal lengths, whichever is longer: so it is never quicker than the memory.
+    at equal lengths, whichever is longer: so it is never quicker than the memory. That is the kernel of this mode where
+    the parts have it, else the one that splits. `block_bandwidth`: by default the parts', or an even share of an H100.
     """
 
     kernel_mode = "no_split"
 
     def __init__(
-        self, parts: CostParts, block_bandwidth: float = 25e9, sm_count: int | None = None, heads: int | None = None
+        self,
+        parts: CostParts,
+        block_bandwidth: float | None = None,
+        sm_count: int | None = None,
+        heads: int | None = None,
     ) -> None:
-        super().__init__(parts)
+        super().__init__(replace(parts, decode=parts.no_split) if parts.no_split is not None else parts)
         self._workers = int(sm_count or parts.sm_count)
         self._heads = int(heads or parts.shape.heads)
-        self._bandwidth = float(block_bandwidth)
+        self._bandwidth = float(block_bandwidth or parts.block_bandwidth or DEFAULT_BLOCK_BANDWIDTH)
         if self._workers < 1:
             raise ConfigError(
                 f"{parts.name} does not say how many multiprocessors its device has: no_split needs sm_count, "

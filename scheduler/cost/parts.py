@@ -137,7 +137,8 @@ class CostParts:
     `dense_decode`: the same where a pass holds decodes only, if that differs. `sequences`: what depends on the number
     of requests. Attention is of one layer: `decode` over (requests, mean length), `chunk`, and `mixed` over (chunk
     tokens, cached tokens, requests, length) where a chunk and decodes share a pass (absent: their sum). `hardware`:
-    fields of the simulator's Hardware that come with the measurement. `sm_count` 0: not known.
+    fields of the simulator's Hardware that come with the measurement. `sm_count` 0: not known. `no_split`: `decode` of
+    the kernel of that mode; `block_bandwidth`: what one thread block of it reads, in bytes/s. None and 0: not measured.
     """
 
     name: str
@@ -150,5 +151,7 @@ class CostParts:
     mixed: Grid4 | None = None
     dense_decode: Curve | None = None
     sm_count: int = 0
+    no_split: Surface | None = None
+    block_bandwidth: float = 0.0
     hardware: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, object] = field(default_factory=dict)
