@@ -8,17 +8,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from alignedserve.engine.backends.base import AttentionNeeds
-from alignedserve.engine.backends.registry import BACKENDS
+from alignedserve.config import Config
+from alignedserve.engine.backends.choice import AUTO, refusals
 from alignedserve.engine.batch import ForwardItem
+from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
-from alignedserve.engine.eager import EagerDecode
-from alignedserve.engine.graphs.decode import GraphDecode
-from alignedserve.engine.graphs.device import CudaGraphs
 from alignedserve.engine.loader import LoadedModel
 from alignedserve.engine.profile import (
     BLOCK_SIZE,
@@ -54,6 +53,7 @@ GPU_GRID = Grid(
     mixes=MIXES,
 )
 
+NO_SPLIT = "triton_no_split"
 SPLIT_SHARE = 0.65  # of the time for passes: prompts are measured in that mode too
 LAUNCHES = 4  # of a pass that is timed, one after the other
 COPIED_BYTES = 1 << 30
@@ -98,7 +98,7 @@ class DevicePassBench:
     """
 
     def __init__(self, runner: ModelRunner, engine: DecodeEngine, timer: Timer) -> None:
-        self._runner, self._engine, self._timer = runner, engine, timer
+        self.runner, self._engine, self._timer = runner, engine, timer
         self._sampler = Sampler()
         self._row = SampleRow(SamplingParams(temperature=0.0), [1], [])
         self._order = list(range(runner.cache.shape[0]))
@@ -132,9 +132,9 @@ class DevicePassBench:
             used += len(blocks)
             items.append(ForwardItem([1] * tokens, start, blocks))
         rows = [self._row] * len(items)
-        self._sampler.sample(self._runner.forward(items), rows)  # what is compiled for such a pass is no part of it
+        self._sampler.sample(self.runner.forward(items), rows)  # what is compiled for such a pass is no part of it
         self._timer.begin()
-        self._sampler.sample(self._runner.forward(items), rows)
+        self._sampler.sample(self.runner.forward(items), rows)
         return self._timer.seconds()
 
     def _take(self, used: int, tokens: int) -> list[int]:
@@ -161,7 +161,6 @@ def blocks_needed(shapes: Iterable[PassShape]) -> int:
 class DevicePasses:
     """Passes measured in both kernel modes, `backends` by mode; `no_split` is empty where there is no such kernel."""
 
-    grid: Grid
     plan: list[Measurement]
     no_split: list[Measurement]
     rounds: int
@@ -173,11 +172,11 @@ def measure_passes(
     loaded: LoadedModel,
     grid: Grid,
     limit_s: float,
-    benches: Mapping[str, Callable[[ModelRunner], DevicePassBench]],
+    benches: Mapping[str, Callable[[torch.Tensor], DevicePassBench]],
     host_overhead_s: Callable[[ModelRunner, int, int], float],
     host_requests: Sequence[int],
 ) -> DevicePasses:
-    """Fill a store with noise, and run the plan's passes over it by each of `benches`: a backend's, by its name.
+    """Fill a store with noise, and run the plan's passes over it by each of `benches`, made by a backend's name.
 
     The first is of the kernel that splits and has all kinds of passes; a second has decodes alone. `host_overhead_s` of
     each of `host_requests` is measured last, on the first.
@@ -190,38 +189,38 @@ def measure_passes(
     )
     store.normal_()
     (split, make_split), *others = benches.items()
-    runner = ModelRunner(loaded, store, split)
-    found = DevicePasses(grid, plan, [], 0, {KERNEL_MODES[0]: split}, {})
-    found.rounds = measure(make_split(runner).run, plan, limit_s * (SPLIT_SHARE if others else 1.0), time.monotonic)
+    bench = make_split(store)
+    runner = bench.runner
+    found = DevicePasses(plan, [], 0, {KERNEL_MODES[0]: split}, {})
+    found.rounds = measure(bench.run, plan, limit_s * (SPLIT_SHARE if others else 1.0), time.monotonic)
     for name, make in others:
         found.backends[KERNEL_MODES[1]] = name
         found.no_split = [replace(one, seconds=[]) for one in plan if not one.shape.chunks]
-        bench = make(ModelRunner(loaded, store, name))
-        measure(bench.run, found.no_split, limit_s * (1.0 - SPLIT_SHARE), time.monotonic)
+        measure(make(store).run, found.no_split, limit_s * (1.0 - SPLIT_SHARE), time.monotonic)
     found.host_s = {count: host_overhead_s(runner, store.shape[0], count) for count in host_requests}
     return found
 
 
-def gpu_benches(loaded: LoadedModel, sizes: Sequence[int]) -> dict[str, Callable[[ModelRunner], DevicePassBench]]:
-    """Of the backends that serve `loaded` here, by name: the kernel that splits, and the one that does not.
+def gpu_benches(
+    loaded: LoadedModel, config: Config, sizes: Sequence[int]
+) -> dict[str, Callable[[torch.Tensor], DevicePassBench]]:
+    """Of the configured attention backend, and of the one that does not split the KV where that can serve `loaded`.
 
-    Decodes run from CUDA graphs of so many rows where the backend's passes can be captured.
+    Decodes run as they are served, from CUDA graphs of so many rows where the backend's passes can be captured.
     """
+    graphs = replace(config.decode, graph_sizes=",".join(map(str, sizes)), max_running=sizes[-1])
+    as_served = replace(config, decode=graphs)
 
-    def bench(runner: ModelRunner) -> DevicePassBench:
-        engine: DecodeEngine = EagerDecode(runner)
-        if runner.captures:
-            engine = GraphDecode(runner, engine, CudaGraphs(loaded.device), sizes)
+    def bench(store: torch.Tensor, name: str) -> DevicePassBench:
+        runner = ModelRunner(loaded, store, name)
+        engine = decode_engine(runner, as_served, lambda done, total: None)
         engine.warm_up()
         return DevicePassBench(runner, engine, CudaTimer())
 
-    info = loaded.info
-    needs = AttentionNeeds(
-        loaded.device.type, info.dtype, info.heads, info.kv_heads, info.head_dim, block_size=BLOCK_SIZE
-    )
-    able = [name for name in ("triton", "torch", "triton_no_split") if BACKENDS.get(name).refusal(needs) is None]
-    split = next(name for name in able if name != "triton_no_split")
-    return dict.fromkeys([split, *(name for name in able if name == "triton_no_split")], bench)
+    refused = {candidate.name: candidate.refusal for candidate in refusals(loaded.needs)}
+    split = config.engine.attention if config.engine.attention != NO_SPLIT else AUTO
+    names = [split] if refused[NO_SPLIT] else [split, NO_SPLIT]
+    return {name: partial(bench, name=name) for name in names}
 
 
 def device_rates(

@@ -50,7 +50,7 @@ def profile_gpu(
     links = device_copies(info.geometry(config.kv_pool.block_size), [torch.device("cuda", n) for n in range(count)])
     grid = _grid(info, device)
     left_s = max(LEAST_PASSES_S, limit_s - (time.monotonic() - begun_s))
-    benches = gpu_benches(loaded, grid.requests)
+    benches = gpu_benches(loaded, config, grid.requests)
     passes = measure_passes(loaded, grid, left_s, benches, host_overhead_s, HOST_REQUESTS)
     name, properties = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device)
     profiled = Profiled(

@@ -11,11 +11,14 @@
         decode        {requests: [...], length: [...], us: [[...]]}    equal lengths; the bytes read are their product
         chunk         {tokens: [...], cached: [...], us: [[...]]} and/or {token_us, pair_us}
         mixed         {tokens, cached, requests, length, us: [[[[...]]]]}   one chunk and decodes (optional: their sum)
-    no_split          that kernel, where it was measured: {decode: as above, block_bandwidth: bytes/s} (optional)
+    no_split          that kernel, where it was measured: {decode: as above, block_bandwidth: bytes/s, alpha: buckets as
+                      in skew, for people} (optional)
     skew              {bounds: {axis: [...]}, buckets: [[chunk, requests, share, longest, cached, alpha], ...]}
     hardware          fields of the simulator's Hardware; hardware_note says where they come from (optional)
     fit               errors of the fit (optional)
-    gpu               what a profile of a GPU measured beside passes, for people: rates, links, versions (optional)
+    gpu               what a profile of a GPU measured beside passes, for people: memory_bytes, versions, backends by
+                      kernel mode, rates, bandwidth_by_blocks (bytes/s by thread blocks), links (bytes/s, seconds),
+                      host_s (of the decode loop, by requests; not charged) (optional)
 
 Times in µs, linear between the points (`grid.py`); buckets as in `skew.py`.
 """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
 from alignedserve.geometry import DTYPE_BYTES
+from alignedserve.graph_sizes import graph_sizes
 from alignedserve.memory import GIB, describe_bytes
 from alignedserve.model import ModelInfo
 
@@ -22,9 +23,9 @@ TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # of a work
 # Reserves that nothing here measures before the start: upper figures of what others report.
 CONTEXT_BYTES = 768 << 20  # context, modules, workspaces of cuBLAS, and what the allocator cannot use
 PAIR_BYTES = 100 << 20  # NCCL takes 52 to 100 MB for a pair of ranks
+NCCL_CHANNELS = ("auto", "nccl")  # settings of cluster.channel by which it may be NCCL
 STAGING_BYTES = 64 << 20  # of copies that are packed on the device
 GRAPH_LAYER_BYTES = 256 << 10  # one layer's kernels in one captured graph
-GRAPHS = 40  # buckets of batch sizes
 
 SAMPLED_COPIES = 8  # of a row of fp32 logits, while its token is drawn
 LEAST_TOKENS = 2048  # a store of fewer serves nobody
@@ -128,10 +129,11 @@ def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
         tokens = rows = config.decode.max_running
     activations = activation_bytes(model, tokens, rows)
     parts = {"weights": model.weight_bytes, "activations": activations}
-    if role == DECODE:  # their memory is a pool of its own
-        parts["CUDA graphs"] = activations + GRAPHS * model.layers * GRAPH_LAYER_BYTES
+    if role == DECODE and config.decode.graphs != "off":  # their memory is a pool of its own
+        graphs = len(graph_sizes(config.decode.graph_sizes, config.decode.max_running))
+        parts["CUDA graphs"] = activations + graphs * model.layers * GRAPH_LAYER_BYTES
     others = config.cluster.decode if role == PREFILL else config.cluster.prefill
-    parts["transfer buffers"] = STAGING_BYTES + others * PAIR_BYTES
+    parts["transfer buffers"] = STAGING_BYTES + (others * PAIR_BYTES if config.cluster.channel in NCCL_CHANNELS else 0)
     parts["CUDA and libraries"] = CONTEXT_BYTES
     return parts
 

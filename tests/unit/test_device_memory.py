@@ -151,7 +151,7 @@ def test_instances_that_share_a_gpu_divide_it() -> None:
     assert shared.devices["decode"].budget == alone.devices["decode"].budget // 2
     assert sum(memory.used for memory in shared.devices.values()) <= 0.9 * H200
     with pytest.raises(ResourceError, match=r"decode-3 on cuda:0 \(139\.80 GiB\) lacks"):
-        plan(devices([H200] * 4, [H200] * 4, shared=True))
+        plan(devices([H200] * 5, [H200] * 5, shared=True))
 
 
 def test_of_those_that_share_the_first_to_look_saw_what_was_free() -> None:

@@ -281,11 +281,11 @@ def test_both_kernels_are_measured_over_one_store(loaded: LoadedModel) -> None:
     made: list[str] = []
     stores: list[int] = []
 
-    def bench(name: str) -> Callable[[ModelRunner], DevicePassBench]:
-        def make(runner: ModelRunner) -> DevicePassBench:
+    def bench(name: str) -> Callable[[torch.Tensor], DevicePassBench]:
+        def make(store: torch.Tensor) -> DevicePassBench:
             made.append(name)
-            stores.append(runner.cache.data_ptr())
-            runner = ModelRunner(loaded, runner.cache)
+            stores.append(store.data_ptr())
+            runner = ModelRunner(loaded, store)
             return DevicePassBench(runner, EagerDecode(runner, overlaps=True), CountingTimer())
 
         return make
@@ -323,7 +323,8 @@ def test_links_are_measured_both_ways_and_between_each_two_devices() -> None:
 def test_all_of_it_becomes_one_file(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole profile of a GPU, with a CPU in its place; only what asks CUDA is pretended."""
 
-    def bench(runner: ModelRunner) -> DevicePassBench:
+    def bench(store: torch.Tensor) -> DevicePassBench:
+        runner = ModelRunner(loaded, store)
         return DevicePassBench(runner, EagerDecode(runner, overlaps=True), CountingTimer())
 
     properties = SimpleNamespace(multi_processor_count=132, total_memory=141 << 30)
@@ -335,7 +336,7 @@ def test_all_of_it_becomes_one_file(loaded: LoadedModel, tmp_path: Path, monkeyp
     monkeypatch.setattr(profiler_gpu, "bandwidth_by_blocks", lambda device: {1: 50e9, 132: 4e12})
     cpu = torch.device("cpu")
     monkeypatch.setattr(profiler_gpu, "device_copies", lambda geometry, devices: device_copies(geometry, [cpu]))
-    monkeypatch.setattr(profiler_gpu, "gpu_benches", lambda loaded, sizes: {"torch": bench})
+    monkeypatch.setattr(profiler_gpu, "gpu_benches", lambda loaded, config, sizes: {"torch": bench})
     monkeypatch.setattr(profiler_gpu, "LEAST_PASSES_S", 0.05)
     config = from_tree({"kv_pool": {"size_gib": 1.0}, "cluster": {"prefill": 3, "device": "cuda"}})
     shape = ModelShape(loaded.info.layers, loaded.info.heads, loaded.info.kv_heads, loaded.info.head_dim)
