@@ -161,7 +161,7 @@ class GraphDecode(DecodeEngine):
         staging = buffers.staging[turn]
         buffers.send(items, self._runner.block_size, staging)
         outside = [index for index, item in enumerate(items) if _chosen_outside(item.row)]
-        drawn = any(not item.row.sampling.greedy for item in items)
+        drawn = any(not item.row.sampling.greedy and not _chosen_outside(item.row) for item in items)
         size = self._passes.replay(rows, drawn)
         staging.reported[:rows].copy_(buffers.reported[:rows], non_blocking=True)
         self.counts.replays += 1
