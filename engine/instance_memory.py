@@ -22,6 +22,8 @@ from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
+TRIAL_BYTES = 16 << 30
+
 # Of the common settings those that take the most memory.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
 
@@ -113,7 +115,8 @@ class InstanceMemory:
             return
         planned = self._planned = plan.devices[self._role]
         weights = self._meter.allocated()
-        activations = self._largest_pass(loaded, plan.block_size, make_runner)
+        cache = plan.decode_cache if self._role == DECODE else plan.prefill_cache
+        activations = self._largest_pass(loaded, plan.block_size, cache, make_runner)
         found = {"weights": weights, "activations": activations}
         for name, size in found.items():
             log = logger.warning if size > planned.parts[name] else logger.info
@@ -121,14 +124,31 @@ class InstanceMemory:
         self._planned = planned.measured(**found)
         self._planned.require_room(self._role, self._memory)
 
+    def note_graphs(self, size: float) -> None:
+        """What graphs and their buffers took, once they are captured."""
+        if self._planned is None or "CUDA graphs" not in self._planned.parts or not size:
+            return
+        planned = self._planned.parts["CUDA graphs"]
+        log = logger.warning if size > planned else logger.info
+        log("CUDA graphs take %s, planned were %s", describe_bytes(int(size)), describe_bytes(planned))
+
     def _largest_pass(
-        self, loaded: LoadedModel, block_size: int, make_runner: Callable[[torch.Tensor], ModelRunner]
+        self,
+        loaded: LoadedModel,
+        block_size: int,
+        cache_blocks: int,
+        make_runner: Callable[[torch.Tensor], ModelRunner],
     ) -> int:
-        """Bytes beside weights and store in the largest passes that this role may have, their tokens drawn."""
+        """Bytes beside weights and store in the largest passes that this role may have, their tokens drawn.
+
+        The store is half of the cache to be, up to TRIAL_BYTES: attention backends may be tried and timed in it.
+        """
         assert self._meter is not None
+        geometry = loaded.info.geometry(block_size)
         passes = largest_passes(self._config, self._role, loaded.info.max_positions, block_size)
         blocks = 1 + max(block for items in passes for item in items for block in item.block_ids)
-        store = allocate_cache(loaded.info.geometry(block_size), blocks, loaded.device)
+        blocks = max(blocks, min(cache_blocks // 2, TRIAL_BYTES // geometry.block_bytes))
+        store = allocate_cache(geometry, blocks, loaded.device)
         runner, sampler = make_runner(store), Sampler()
         before = self._meter.allocated()
         for items in passes:

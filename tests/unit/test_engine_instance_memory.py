@@ -11,6 +11,7 @@ import torch
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.device_memory import DeviceMemory
+from alignedserve.engine import instance_memory
 from alignedserve.engine.inspect import inspect_model
 from alignedserve.engine.instance_memory import InstanceMemory, largest_passes
 from alignedserve.engine.loader import LoadedModel, load_model
@@ -51,6 +52,11 @@ def loaded() -> LoadedModel:
     return load_model(inspect_model("tiny", resolve_model("tiny"), "auto", "cpu"), "cpu")
 
 
+@pytest.fixture(autouse=True)
+def small_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_memory, "TRIAL_BYTES", 4 * MIB)
+
+
 def config(**sections: dict[str, Any]) -> Config:
     return from_tree({"kv_pool": {"size_gib": 0.1}, **sections})
 
@@ -81,6 +87,7 @@ def test_a_pass_of_the_largest_size_runs_before_the_stores_are_made(loaded: Load
     assert memory.gauges == {"device_total_bytes": 8.0 * GIB, "device_free_bytes": 7.0 * GIB}
     memory.check(loaded, planned(loaded, settings), make_runner)
     assert len(runners) == 1
+    assert runners[0].cache.shape[0] == 4 * MIB // loaded.info.geometry(16).block_bytes  # backends are tried in it
     assert meter.trimmed == 1
 
 
@@ -143,6 +150,19 @@ def test_a_store_without_room_is_told_so_too(loaded: LoadedModel, monkeypatch: p
     monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(ResourceError, match=r"decode\.max_running or decode\.cache_blocks"), memory.explained():
         allocate_cache(loaded.info.geometry(16), 4, "cpu")
+
+
+def test_graphs_that_take_more_than_planned_are_a_warning(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = instance("decode", config(), PretendedMeter(weights=0, activations=0))
+    memory.note_graphs(5.0 * GIB)  # nothing is known of the model yet
+    memory.expect(loaded.info)
+    memory.note_graphs(0.0)  # none were captured
+    assert not caplog.records
+    memory.note_graphs(5.0 * GIB)
+    assert caplog.records[0].levelname == "WARNING"
+    assert "CUDA graphs take 5.00 GiB, planned were" in caplog.text
 
 
 def test_other_errors_stay_what_they_are() -> None:
