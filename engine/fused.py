@@ -170,11 +170,16 @@ def _rotaries(model: torch.nn.Module) -> list[Part]:
     """The function of the model's own file that turns queries and keys."""
     file = sys.modules[type(model).__module__]
     eager = getattr(file, _ROTARY, None)
+    eager = getattr(eager, "eager", eager)  # another model of this process may have had it replaced
     if not isinstance(eager, types.FunctionType):
         return []
 
     def install(function: Function) -> None:
-        setattr(file, _ROTARY, function)
+        def rotary(*args: Any, **kwargs: Any) -> Any:
+            return (eager if args[0].dtype == torch.float32 else function)(*args, **kwargs)
+
+        rotary.eager = eager  # type: ignore[attr-defined]
+        setattr(file, _ROTARY, eager if function is eager else rotary)
 
     return [Part(_ROTARY, eager, install)]
 

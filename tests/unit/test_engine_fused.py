@@ -68,6 +68,10 @@ def test_what_is_faster_is_replaced_everywhere_and_gives_the_same(tmp_path: Path
     assert torch.equal(model.logits(), expected)
     layers = model.model.config.num_hidden_layers
     assert model.calls == layers * (2 + 2 + 1 + 1) + 1
+    exact = Fused(tmp_path, "qwen3", lambda function: function, dtype=torch.float32)
+    model.calls = 0
+    exact.logits()
+    assert model.calls == 0
 
 
 def test_torch_compiles_them_for_any_number_of_rows(tmp_path: Path) -> None:
