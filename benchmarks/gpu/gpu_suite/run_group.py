@@ -33,7 +33,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(records_file(args.work, args.group), args.group)
     recorder.note("seed", seed=args.seed, device=args.device, quick=args.quick)
-    context = Context(args.device, args.quick, args.work, args.out, recorder, args.seed, ends_s)
+    device = "cpu" if args.device == "cpu" else "cuda:0"
+    context = Context(device, args.quick, args.work, args.out, recorder, args.seed, ends_s)
     with recorder.case("all"):
         importlib.import_module(BY_NAME[args.group].module).run(context)
         recorder.note("finished")

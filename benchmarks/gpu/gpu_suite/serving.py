@@ -10,6 +10,7 @@ from typing import Any
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.memory import GIB, available_memory_bytes
 from alignedserve.testing.driver import Driver
 from gpu_suite.models import write_model
 from gpu_suite.record import Context
@@ -46,6 +47,11 @@ async def running(context: Context, folder: str, name: str, **sections: Mapping[
     except BaseException:
         _print_output(output)
         raise
+
+
+def pool_gib(clusters: int) -> float:
+    """For each of so many clusters at once: half of what the host has free, 8 GiB at most."""
+    return min(8.0, available_memory_bytes() / (2 * clusters * GIB))
 
 
 def medium_model(context: Context) -> Path:

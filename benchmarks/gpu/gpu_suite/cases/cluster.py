@@ -50,7 +50,13 @@ async def _serve(context: Context, dtype: torch.dtype) -> tuple[str, list[list[i
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": folder, "dtype": name},
         "kv_pool": {"size_gib": 0.5, "verify": True},
-        "prefill": {"token_budget": 64, "cache_blocks": 400},
+        # All sizes are given: what is left of the device is other groups'.
+        "prefill": {
+            "token_budget": 64,
+            "cache_blocks": 400,
+            "batch_buffer_blocks": 130,
+            "requests_buffer_blocks": 200,
+        },
         "decode": {"cache_blocks": CACHE_BLOCKS, "join_iterations": 1},
         "scheduler": {"min_batch_requests": 4},
     }

@@ -10,7 +10,7 @@ from typing import Any
 from alignedserve.request import SamplingParams, Stage
 from alignedserve.testing.driver import Answer
 from gpu_suite.record import Context
-from gpu_suite.serving import REPORTED_S, Cell, medium_model, running
+from gpu_suite.serving import REPORTED_S, Cell, medium_model, pool_gib, running
 
 BATCH, TOKENS, JOINING, JOINS = 64, 1024, 2048, 12
 
@@ -24,7 +24,7 @@ async def _run(context: Context) -> None:
     batch, tokens, joining, joins = (2, 16, 48, 2) if context.small else (BATCH, TOKENS, JOINING, JOINS)
     blocks = (batch + 4) * (tokens + 1600) // 16 + joining // 8
     sections: dict[str, dict[str, Any]] = {
-        "kv_pool": {"size_gib": 0.25 if context.small else 20.0, "block_size": 16},
+        "kv_pool": {"size_gib": 0.25 if context.small else pool_gib(1)},
         "prefill": {
             "cache_blocks": 600,
             "token_budget": 2048,

@@ -14,7 +14,7 @@ from alignedserve.request import SamplingParams, Stage
 from alignedserve.testing.driver import Answer
 from gpu_suite.cases.profile import FILE
 from gpu_suite.record import Context
-from gpu_suite.serving import Cell, medium_model, running
+from gpu_suite.serving import Cell, medium_model, pool_gib, running
 
 KERNELS = {"split": ("triton", "split_kv"), "no_split": ("triton_no_split", "no_split")}
 POLICIES = ("aligned", "fcfs")
@@ -65,7 +65,7 @@ async def _run(context: Context, kernels: dict[str, tuple[str, str]]) -> None:
 
 def _sections(context: Context, policy: str, backend: str, kernel_mode: str) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {
-        "kv_pool": {"size_gib": 0.25 if context.small else 16.0},
+        "kv_pool": {"size_gib": 0.25 if context.small else pool_gib(len(KERNELS) * len(POLICIES))},
         "prefill": {
             "cache_blocks": 600,
             "token_budget": 4096,
