@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from alignedserve.config import Config, DecodeConfig
+from alignedserve.config import Config, DecodeConfig, EngineConfig
 from alignedserve.engine.decode_engine import decode_engine as worker_engine
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.loader import LoadedModel
@@ -159,9 +159,13 @@ def new_runner(loaded: LoadedModel, cache: torch.Tensor, backend: str = "auto") 
     return ModelRunner(loaded, cache, backend)
 
 
-def decode_engine(runner: ModelRunner, most_rows: int) -> DecodeEngine:
-    """What a decode worker computes by on this device, for as many rows, warmed up; block 0's content is lost."""
-    config = Config(decode=DecodeConfig(max_running=most_rows))
+def decode_engine(runner: ModelRunner, most_rows: int, *, compiles: bool = True) -> DecodeEngine:
+    """What a decode worker computes by on this device, for as many rows, warmed up; block 0's content is lost.
+
+    `compiles`: norms and the like are compiled where that is faster, which takes seconds; the model is changed by it.
+    """
+    engine_config = EngineConfig(compile="auto" if compiles else "off")
+    config = Config(decode=DecodeConfig(max_running=most_rows), engine=engine_config)
     engine = worker_engine(runner, config, lambda done, of: None)
     engine.warm_up()
     return engine

@@ -33,6 +33,7 @@ async def running(context: Context, folder: str, name: str, **sections: Mapping[
         "model": {"path": folder},
         "cluster": {"device": "cuda" if context.on_gpu else "cpu", "share_gpu": context.on_gpu},
         "supervisor": {"start_timeout_s": 60.0},
+        "engine": {"compile": "off"},  # starts in half the time; `iteration` and `throughput` have it
     }
     if not context.on_gpu:
         tree["cluster"]["threads"] = 1
