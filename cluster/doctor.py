@@ -36,9 +36,11 @@ REQUIRED_PACKAGES = (
 GPU_PACKAGES = {
     "triton": "Triton kernels",
     "flash-attn": "flash attention",
-    "cupy": "device memory shared between processes",
+    "cupy": "copies by NCCL between a prefill and a decode instance",
     "nccl": "copies between devices of several nodes",
+    "cuda-bindings": "many copies between host and device in one call",
 }
+_ON_ITS_OWN = {"flash-attn"}  # built on install, for whatever CUDA there is
 _ALIASES = {
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
     "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
@@ -88,8 +90,8 @@ def examine(config: Config) -> Report:
         cpu_features=_cpu_features(),
         gpus=_gpus(),
     )
-    _examine_packages(report)
     _examine_torch(report)
+    _examine_packages(report)
     for check, problems in (
         (check_model, report.missing),
         (check_machine, report.missing),
@@ -117,7 +119,9 @@ def _examine_packages(report: Report) -> None:
         version = next((found for alias in _ALIASES.get(name, (name,)) if (found := _version(alias))), "")
         report.packages[name] = version or "not installed"
         if report.gpus and not version:
-            report.notes.append(f"{name} is not installed ({purpose}): pip install 'alignedserve[gpu]'")
+            extra = f"'alignedserve[gpu-cu{report.torch_cuda.partition('.')[0] or 13}]'"
+            wanted = name if name in _ON_ITS_OWN else extra
+            report.notes.append(f"{name} is not installed ({purpose}): pip install {wanted}")
 
 
 def _examine_torch(report: Report) -> None:

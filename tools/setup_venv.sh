@@ -35,8 +35,12 @@ fi
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 
+has_gpu() {
+  [ -e /dev/nvidia0 ] || [ -e /dev/dxg ]
+}
+
 install_torch() {
-  if [ -e /dev/nvidia0 ] || [ -e /dev/dxg ]; then
+  if has_gpu; then
     $pip install -q -c constraints.txt "torch==$torch"  # the CUDA build
   elif ! $pip install -q "torch==$torch+cpu" 2>/dev/null; then
     # The CPU build is not where pip looks; uv knows where it is published.
@@ -48,5 +52,10 @@ install_torch() {
 echo "installing alignedserve${extras:+[$extras]} and what it needs into $venv (some minutes the first time)"
 $pip install -q -c constraints.txt setuptools wheel
 "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || install_torch
-$pip install -q -c constraints.txt --no-build-isolation -e ".${extras:+[$extras]}"
+wanted=$extras
+if has_gpu; then  # NCCL, CuPy and CUDA's bindings, of the CUDA that torch was built for
+  cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "").partition(".")[0])')
+  wanted=${extras:+$extras,}${cuda:+gpu-cu$cuda}
+fi
+$pip install -q -c constraints.txt --no-build-isolation -e ".${wanted:+[$wanted]}"
 echo "$key" > "$stamp"

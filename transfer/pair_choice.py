@@ -23,7 +23,7 @@ AUTO = "auto"
 PAIRED = (NCCL, GLOO)
 """Those that both processes take part in."""
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-INSTALL_NCCL = "pip install 'alignedserve[gpu]', or 'alignedserve[gpu-cu13]' for CUDA 13"
+INSTALL_NCCL = "pip install 'alignedserve[gpu-cu13]', or 'alignedserve[gpu-cu12]' for CUDA 12"
 _DIRECT = {
     SHARED_MEMORY: "both in host memory of this node",
     PCIE: "between host memory and a GPU of this node",
