@@ -25,13 +25,15 @@ REFUSE_FOR_LOAD = "scheduler.refuse_for_load"
 DECIDED = {"scheduler.policy": "--policy", "cluster.prefill": "--prefill", "cluster.decode": "--decode"}
 # What else of the configuration a run reads: whole sections, or single keys.
 _READ = ("scheduler.", "prefill.", "decode.", "cluster.prefetch", "kv_pool.growth_reserve")
+# How an engine computes, which a run leaves to the cost model.
+_OF_ENGINES = frozenset({"prefill.layerwise_tokens", "decode.graphs", "decode.graph_sizes", "decode.overlap"})
 _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}
 ITERATION_GAP = "iteration_gap_s"
 
 
 def has_effect(key: str) -> bool:
     """Whether a run goes by this `section.key` of the configuration, and no option of the command decides it."""
-    return key.startswith(_READ) and key not in DECIDED
+    return key.startswith(_READ) and key not in DECIDED and key not in _OF_ENGINES
 
 
 @dataclass(frozen=True, slots=True)
