@@ -96,7 +96,7 @@ class Flights:
     def take(self, flight: Flight, following: Flight | None, outcome: Outcome) -> None:
         """Wait for its tokens, and give each request its own. What a row fails by ends that request alone.
 
-        `following`: the iteration that was launched after it, if one was.
+        `following`: the iteration that was launched after it, if one was. Raises what makes the device of no more use.
         A request that is held no more (cancelled, or ended with the iteration before) has run a row for nothing.
         """
         present = []
@@ -108,6 +108,8 @@ class Flights:
             tokens = flight.step.tokens()
         except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
             logger.exception("an iteration of %d requests failed", len(flight.lives))
+            if (fault := self._engine.device_fault()) is not None:  # and every other: another process must take over
+                raise fault from error
             self._meter.end()
             self._meter.pause()
             for _, live in present:

@@ -18,7 +18,8 @@ class DecodeItem:
 
     `token_id` None: the token that the step before this one chooses for its item `previous`. `position` is the place in
     the answer of the token to be chosen: `len(row.output_token_ids)`, and one more where the last is not known yet.
-    `block_ids` are the scheduler's own book: to be read in `launch` only.
+    `block_ids` are the scheduler's own book: to be read in `launch` only. A book grows at its end and nowhere else; who
+    comes back after an eviction has another.
     """
 
     row: SampleRow
@@ -66,6 +67,13 @@ class DecodeEngine(ABC):
     @abstractmethod
     def warm_up(self) -> None:
         """Compute what is slow the first time, over block 0, whose content is lost."""
+
+    def device_fault(self) -> Exception | None:
+        """What keeps this process from computing on its device ever again; None where the next iteration may go well.
+
+        To be asked when an iteration has failed as a whole.
+        """
+        return None
 
     def counters(self) -> Mapping[str, float]:
         """What this kind of engine counts, for metrics, by name. Any thread may ask."""

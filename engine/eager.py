@@ -46,6 +46,9 @@ class EagerDecode(DecodeEngine):
     def warm_up(self) -> None:
         self._runner.warm_up()
 
+    def device_fault(self) -> Exception | None:
+        return self._runner.device_fault()
+
     def _compute(self, items: Sequence[DecodeItem]) -> _Known | _OnDevice:
         if isinstance(self._last, _OnDevice) and any(item.token_id is None for item in items):
             return self._choose(items, self._forward_after(self._last, items))

@@ -70,7 +70,8 @@ class ModelRunner:
         self.loaded = loaded
         self.cache = cache
         self.block_size = cache.shape[4]
-        self._backend = open_backend(backend, cache, loaded.needs)
+        with self._scope():
+            self._backend = open_backend(backend, cache, loaded.needs)
         parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
         on_cpu = loaded.device.type == "cpu"
         self._threads = PassThreads(parameters, info.layers, info.kv_heads * info.head_dim) if on_cpu else None
@@ -92,11 +93,12 @@ class ModelRunner:
     def forward_batch(self, batch: PackedBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """`forward` for a batch that is built already."""
         loaded = self.loaded
-        self._backend.begin(batch)
         kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
         threads = contextlib.nullcontext() if self._threads is None else self._threads.held(batch)
-        with threads:
-            logits = self._logits(batch.input_ids, batch.position_ids, on_layer, **kwargs)
+        with self._scope():
+            self._backend.begin(batch)
+            with threads:
+                logits = self._logits(batch.input_ids, batch.position_ids, on_layer, **kwargs)
         if not loaded.keeps_logits:
             logits = logits[batch.logit_rows]
         return logits.float()
@@ -112,8 +114,9 @@ class ModelRunner:
 
         Returns logits in the model's dtype, `[rows, vocab_size]`.
         """
-        self._backend.begin_table(table)
-        return self._logits(input_ids, position_ids)
+        with self._scope():
+            self._backend.begin_table(table)
+            return self._logits(input_ids, position_ids)
 
     def _logits(
         self,
@@ -131,6 +134,26 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def device_fault(self) -> Exception | None:
+        """What keeps this process from using its GPU ever again; None where the next pass may go well.
+
+        To be asked after a pass has failed: it waits for the device. An address that does not exist, say, ends the
+        process's whole context, and every call after it fails by the same.
+        """
+        device = self.loaded.device
+        if device.type != "cuda":
+            return None
+        try:
+            torch.cuda.current_stream(device).synchronize()
+        except Exception as error:
+            return error
+        return None
+
+    def _scope(self) -> contextlib.AbstractContextManager[object]:
+        """The model's device is this thread's current one: a thread begins with the first of all that it sees."""
+        device = self.loaded.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def threads(self, items: Sequence[ForwardItem]) -> int:
         """How many threads of the CPU the pass of `items` is computed by; 0 on a GPU."""

@@ -312,6 +312,7 @@ class PrefillLoop:
             logits = self._runner.forward(items, copies.on_layer if copies is not None else None)
         except Exception as error:  # a pass that failed ends its own requests and no other's
             logger.exception("a prefill pass of %d prompts failed", len(plan))
+            self._require_device()
             for chunk in plan:
                 self._fail(self._jobs[chunk.key], outcome, error)
                 self._chunks.done(chunk)
@@ -325,6 +326,11 @@ class PrefillLoop:
             self.pass_meter.add(tokens, cached, seconds, self._predicted_s(plan))
         self.passes += 1
         self._post(outcome)
+
+    def _require_device(self) -> None:
+        """Raises what makes the GPU of no more use to this process: another must take over."""
+        if (fault := self._runner.device_fault()) is not None:
+            raise fault
 
     def _predicted_s(self, plan: Sequence[Chunk]) -> float:
         """0 without a cost model."""
@@ -351,6 +357,7 @@ class PrefillLoop:
                     self._complete(job, part[-1:], outcome)
             except Exception as error:
                 logger.exception("prompt %s failed", chunk.key.request_id)
+                self._require_device()
                 self._fail(job, outcome, error)
 
     def _copies(self, plan: Sequence[Chunk]) -> PassCopies | None:

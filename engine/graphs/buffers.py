@@ -70,7 +70,7 @@ class StepBuffers:
         )
         self._columns = np.zeros((COLUMNS, capacity), dtype=np.int32)
         self._owners: list[SampleRow] = []  # of each row, in the iteration before
-        self._held: list[list[int]] = []  # each row's blocks as the device has them: how many, the first and the last
+        self._held: list[tuple[Sequence[int], int]] = []  # each row's book of blocks, and how many the device has of it
         self._top_p = self._columns[Column.TOP_P : Column.TOP_P + 2].reshape(-1).view(np.float64)
         self._device = device
 
@@ -168,12 +168,11 @@ class StepBuffers:
         """How many of the item's blocks the device has already in this row, which is the item's from now on."""
         if row == len(self._owners):
             self._owners.append(item.row)
-            self._held.append([0, 0, 0])
-        held = self._held[row]
-        count, first, last = held
-        ids = item.block_ids
-        stays = self._owners[row] is item.row and 0 < count <= needed and ids[0] == first and ids[count - 1] == last
-        held[:] = needed, ids[0], ids[needed - 1]
+            self._held.append(((), 0))
+        book, count = self._held[row]
+        # The same list has only grown. After an eviction the request has another, maybe with the same first and last.
+        stays = self._owners[row] is item.row and book is item.block_ids and 0 < count <= needed
+        self._held[row] = item.block_ids, needed
         if stays:
             return count
         self._owners[row] = item.row

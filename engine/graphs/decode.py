@@ -96,6 +96,9 @@ class GraphDecode(DecodeEngine):
             "decode_graph_bytes": self.graph_memory_bytes,
         }
 
+    def device_fault(self) -> Exception | None:
+        return self._runner.device_fault()
+
     def warm_up(self) -> None:
         with torch.inference_mode(), self._device.scope():
             self._eager.warm_up()
@@ -138,7 +141,7 @@ class GraphDecode(DecodeEngine):
 
     def _launch(self, items: Sequence[DecodeItem]) -> _Step:
         last, fits = self._last, len(items) <= self._passes.sizes[-1]
-        if isinstance(last, _GraphStep) and last.outside:
+        if last is not None and last.outside:
             last.settle()  # the Sampler needs the logits, which are about to be overwritten
         if all(item.token_id is not None for item in items) or (fits and isinstance(last, _GraphStep) and last.chains):
             return self._compute(items, fits)
@@ -209,7 +212,12 @@ def _resolved(items: Sequence[DecodeItem], last: _Step | None) -> tuple[list[Dec
 
 
 class _Step(DecodeStep):
-    """Asked for its tokens by the engine too, where the next iteration needs them on the host."""
+    """Asked for its tokens by the engine too, where the next iteration needs them on the host.
+
+    `outside`: rows of a graph's for which the Sampler has still to look at the logits.
+    """
+
+    outside: Sequence[int] = ()
 
     def __init__(self) -> None:
         self._results: Results | None = None
@@ -287,6 +295,7 @@ class _PartStep(_Step):
     def __init__(self, step: _Step | None, lost: dict[int, Exception], count: int) -> None:
         super().__init__()
         self._step, self._lost, self._count = step, lost, count
+        self.outside = step.outside if step is not None else ()
 
     def _find(self) -> Results:
         found = iter(self._step.settle() if self._step is not None else ())

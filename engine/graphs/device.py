@@ -111,14 +111,26 @@ class CudaGraphs(GraphDevice):
             try:
                 run()
             except BaseException:
-                # It says again what has failed. (torch 2.11's allocator then believes for good that a capture goes on,
-                # and `empty_cache` fails: pytorch/pytorch#180395.)
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                self._give_up(graph, pool)
                 raise
             graph.capture_end()
         replay: Replay = graph.replay
         return replay
+
+    def _give_up(self, graph: Any, pool: Any) -> None:
+        """End a capture that has failed, and what torch 2.11 leaves of it (pytorch/pytorch#180395, mended in 2.12).
+
+        Its allocator believes that the capture goes on, so that `empty_cache` fails, and the device's generator that it
+        is part of it, so that nothing can be drawn any more.
+        """
+        with contextlib.suppress(RuntimeError):  # it says again what has failed
+            graph.capture_end()
+        index = torch.cuda.current_device()
+        library: Any = torch._C
+        with contextlib.suppress(RuntimeError):  # the capture's end has done it
+            library._cuda_endAllocateToPool(index, pool)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(torch.Generator(self._device).manual_seed(generator.initial_seed()))
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -152,7 +164,7 @@ class CudaGraphs(GraphDevice):
                 run()
 
         # A pool of its own: one whose last graph is gone is not to be captured into again.
-        return self.seconds(self._captured(several, None), count=5) / MEASURED_CALLS
+        return self.seconds(self._captured(several, _cuda.graph_pool_handle()), count=5) / MEASURED_CALLS
 
     def memory_bytes(self) -> int:
         free, total = _cuda.mem_get_info(self._device)

@@ -191,6 +191,16 @@ def test_what_fails_as_a_whole_ends_its_requests_and_one_that_joined_the_next_go
     assert client(cell, 2).reason == "length"
 
 
+def test_a_device_that_is_of_no_more_use_ends_the_loop_and_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = cell_of(script(0), script(1))
+    monkeypatch.setattr(cell.engine, "device_fault", lambda: RuntimeError("an illegal memory access"))
+    cell.engine.fail_next = True
+    cell.turn()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cell.turn()
+    assert [client(cell, number).reason for number in range(2)] == ["", ""]  # another process takes them over
+
+
 @pytest.mark.parametrize("after", [2, 3])
 def test_a_row_that_fails_ends_its_request_alone_also_where_the_next_would_be_its_last(after: int) -> None:
     cell = cell_of(script(0, most=after + 2, fails_at=2), script(1))

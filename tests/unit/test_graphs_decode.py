@@ -223,6 +223,25 @@ def test_a_row_of_broken_numbers_fails_alone_and_so_does_what_follows_it(
     assert [[results[row] for results in steps] for row in (0, 2)] == [greedy[row][:2] for row in (0, 2)]
 
 
+def test_what_the_host_chooses_behind_a_lost_row_is_chosen_before_its_logits_are_overwritten(
+    llama: LoadedModel, greedy: list[list[SampledToken]]
+) -> None:
+    runner = runner_of(llama)
+    engine = graphs_of(runner)
+    requests = open_requests(runner, [GREEDY, {**GREEDY, "logprobs": 0}, GREEDY])
+    runner.cache[requests[0].blocks[0]] = float("nan")
+    first = engine.launch([request.item(None) for request in requests[:2]])
+    rows = {id(request): row for row, request in enumerate(requests[:2])}
+    second = engine.launch([request.item(rows) for request in requests[:2]])
+    third = engine.launch([requests[2].item(None)])
+    results = [step.tokens() for step in (first, second, third)]
+    assert [type(results[turn][0]) for turn in (0, 1)] == [NumericsError] * 2
+    found = [results[0][1], results[1][1], results[2][0]]
+    assert all(isinstance(result, SampledToken) for result in found)
+    expected = [greedy[1][0], greedy[1][1], greedy[2][0]]
+    assert [getattr(result, "token_id", None) for result in found] == [token.token_id for token in expected]
+
+
 def test_larger_batches_than_were_captured_are_computed_eagerly_between_graphs(
     llama: LoadedModel, greedy: list[list[SampledToken]]
 ) -> None:
@@ -369,7 +388,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("kind", ["llama", "opt", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "opt", "gemma2"])
 def test_a_gpus_graphs_give_the_eager_tokens(kind: str, tmp_path: Path) -> None:
     loaded = load(kind, tmp_path, "cuda", max_position_embeddings=64)
     samplings = [*SAMPLED, *OUTSIDE]
@@ -383,6 +402,24 @@ def test_a_gpus_graphs_give_the_eager_tokens(kind: str, tmp_path: Path) -> None:
     assert found == [[result.token_id for result in answer] for answer in expected]
     assert engine.counts.eager == 0
     assert engine.graph_memory_bytes > 0
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_on_a_gpu_decode_whether_they_can_be_captured_or_not(dtype: str, tmp_path: Path) -> None:
+    """torch multiplies groups of fp32 by reading their sizes on the host, of bf16 by one kernel of Hopper's."""
+    loaded = load("qwen3_moe", tmp_path, "cuda", dtype, max_position_embeddings=64)
+    engine = graphs_of(runner_of(loaded, "triton"), (1, 2, 4))
+    assert engine.sizes in ((), (1, 2, 4))
+    requests = open_requests(engine._runner, [GREEDY] * 3)
+    decode(engine, requests, random.Random(3), most=4)
+    assert all(len(request.results) == TOKENS for request in requests)
+    assert (engine.counts.replays > 0) == bool(engine.sizes)
+    if dtype == "float32":
+        assert [request.results for request in requests] == reference(loaded, [GREEDY] * 3, "triton")
+    elif torch.cuda.get_device_capability() == (9, 0):
+        assert engine.sizes == (1, 2, 4)
 
 
 @gpu
@@ -402,6 +439,10 @@ def test_a_model_that_waits_for_a_gpu_decodes_without_graphs(tmp_path: Path, mon
     requests = open_requests(runner, [GREEDY] * 3)
     decode(engine, requests, random.Random(1))
     assert [request.results for request in requests] == reference(loaded, [GREEDY] * 3, "triton")
+    monkeypatch.undo()  # nothing of the capture that failed is left: memory, random numbers and graphs are as before
+    torch.cuda.empty_cache()
+    assert 0.0 <= float(torch.rand(1, device="cuda")) <= 1.0
+    assert graphs_of(runner).sizes == SIZES
 
 
 @gpu

@@ -163,6 +163,14 @@ def test_a_row_that_stays_sends_its_new_blocks_only() -> None:
     assert lengths.tolist() == [61, 31, 0, 0, 0, 0]
 
 
+def test_a_row_that_comes_back_is_sent_whole_though_its_ends_are_where_they_were() -> None:
+    batches = Batches(2)
+    row = SampleRow(SamplingParams(temperature=0.0), [], [])
+    batches.send([item(row, 10, [1, 2, 3])])
+    batches.send([item(row, 11, [1, 7, 3])])  # it was evicted meanwhile, and nothing else ran in its row
+    assert batches.sent == [3, 1]
+
+
 def test_every_way_to_draw_reaches_its_row_and_padding_draws_nothing() -> None:
     batches = Batches(4)
     hot = SampleRow(SamplingParams(temperature=1.5, top_p=0.7, top_k=3, min_p=0.25, seed=9), [], [])
