@@ -107,8 +107,10 @@ class PrefillInstance:
         self.buffers = await asyncio.to_thread(self._make_buffers, geometry, plan)
         writers = self._writers(plan)
         pool_store = await self._pool.attach(geometry, writers)
-        from_pool = {kind: self._connect(pool_store, buffer.store) for kind, buffer in self.buffers.items()}
-        to_pool = {kind: self._connect(buffer.store, pool_store) for kind, buffer in self.buffers.items()}
+        stores = {kind: buffer.store for kind, buffer in self.buffers.items()}
+        # Passes touch no buffer: candidates are brought in beside a pass, not behind it.
+        from_pool = {kind: self._connect(pool_store, store, computed=False) for kind, store in stores.items()}
+        to_pool = {kind: self._connect(store, pool_store, computed=False) for kind, store in stores.items()}
         offload = self._connect(cache_store, pool_store)
         fetch = self._connect(pool_store, cache_store)
         self.channels = [offload, fetch, *from_pool.values(), *to_pool.values()]
@@ -168,8 +170,9 @@ class PrefillInstance:
         logger.info("layer-wise offload from %d tokens on (0: never), by %s", tokens, costs)
         return tokens
 
-    def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
-        return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)
+    def _connect(self, source: BlockStore, destination: BlockStore, *, computed: bool = True) -> Channel:
+        slow = self._config.cluster.allow_slow_channel
+        return connect(source, destination, allow_slow=slow, computed=computed)
 
     def _make_buffers(self, geometry: KvGeometry, plan: StorePlan) -> dict[BufferKind, CandidateBuffer]:
         sizes = {BufferKind.BATCH: plan.batch_buffer, BufferKind.REQUESTS: plan.requests_buffer}

@@ -5,8 +5,10 @@ With tensors on "cpu" everything here works too, without streams: that is how it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -128,13 +130,15 @@ class DeviceChannel(QueuedChannel):
         name: str,
         *,
         allow_pageable: bool = False,
+        computed: bool = True,
         max_pending: int = MAX_PENDING_COPIES,
     ) -> None:
         """`allow_pageable`: host memory that cannot be locked is no `trouble`; copies stay slow, and a warning says so.
 
+        `computed` False: what this process computes reads and writes neither store, so that no copy waits for it.
         Returns at once: copies may be asked for while the host's side is still being locked.
         """
-        self._name, self._allow_pageable = name, allow_pageable
+        self._name, self._allow_pageable, self._computed = name, allow_pageable, computed
         self._stores = source, destination
         self._tensors = _tensor(source), _tensor(destination)
         self._flat = self._tensors[0].view(-1), self._tensors[1].view(-1)
@@ -146,6 +150,9 @@ class DeviceChannel(QueuedChannel):
             _pinning(self._devices[0]).pin(store) if self._devices and isinstance(store, HostBlockStore) else None
             for store in (source, destination)
         ]
+        if self._stream is not None and not computed:  # but for what has been asked for by now: it made the stores
+            for device in self._devices:
+                self._stream.wait_stream(torch.cuda.current_stream(device))
         self._within_one = len(self._devices) == 2 and self._devices[0] == self._devices[1]
         if self._within_one:
             self._warm_up()
@@ -177,7 +184,7 @@ class DeviceChannel(QueuedChannel):
         if (kernel := self._kernel(cuts)) is None:
             return
         first = np.zeros(1, dtype=np.int64)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             kernel.copy_blocks(*(torch.empty_like(blocks[:1]) for blocks in self._tensors), (first, first), cuts)
         self._stream.synchronize()
 
@@ -189,7 +196,7 @@ class DeviceChannel(QueuedChannel):
 
     def _ready(self) -> list[torch.cuda.Event]:
         events = []
-        for device in self._devices:
+        for device in self._devices if self._computed else ():
             with torch.cuda.device(device):
                 event = _cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -200,7 +207,7 @@ class DeviceChannel(QueuedChannel):
         if self._stream is None:
             self._issue(copy)
             return None
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             try:
                 for event in copy.ready:
                     self._stream.wait_event(event)
@@ -255,6 +262,13 @@ class DeviceChannel(QueuedChannel):
         if part not in self._cuts:
             self._cuts[part] = paired_cuts(*self._stores, part)
         return self._cuts[part]
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Make `stream` and its device current. Back on the first GPU afterwards, torch makes no context there."""
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def attach_device_store(handle: StoreHandle, *, geometry: KvGeometry) -> DeviceBlockStore:

@@ -69,9 +69,10 @@ def choose_channel(
     return ChannelChoice(kind, f"between host memory and {both} of this node")
 
 
-def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False) -> Channel:
+def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False, computed: bool = True) -> Channel:
     """A channel between two stores that are open in this process. Raises what `choose_channel` raises.
 
+    `computed`: whether what this process computes on a GPU touches either store, so that copies must wait for it.
     Tests have every channel of a process wrapped through `WRAPPER_VARIABLE` in its environment.
     """
     choice = choose_channel(source.handle(), destination.handle(), allow_slow=allow_slow)
@@ -81,7 +82,7 @@ def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = F
         return wrapped(HostChannel(source, destination))
     from alignedserve.transfer.device import DeviceChannel  # imports torch
 
-    return wrapped(DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow))
+    return wrapped(DeviceChannel(source, destination, choice.name, allow_pageable=allow_slow, computed=computed))
 
 
 def wrapped(channel: Channel) -> Channel:

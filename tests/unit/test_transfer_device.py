@@ -164,6 +164,19 @@ def test_a_copy_waits_for_what_computes_its_source() -> None:
 
 @gpu
 @needs_gpu
+def test_a_copy_of_what_nothing_computes_waits_for_no_pass() -> None:
+    buffer, host = device_store("buffer", 64, "cuda:0"), host_store("pool", 64)
+    channel = connect(host, buffer, computed=False)
+    channel.copy([0], [0]).wait(30)  # behind what made the store
+    torch.cuda._sleep(2_000_000_000)
+    assert channel.copy(range(64), range(64)).wait(30)
+    assert not torch.cuda.current_stream().query()
+    assert torch.equal(buffer.blocks.cpu(), host_bytes(host))
+    channel.close()
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("locked", [False, True])
 def test_layers_of_scattered_blocks_go_to_a_gpu_and_back(locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, host = device_store("cache", 64, "cuda:0"), host_store("pool", 64)

@@ -11,7 +11,7 @@ import torch
 from alignedserve.errors import TransferError
 from alignedserve.geometry import StoreSlice
 from alignedserve.transfer.block_store import BlockStore, ByteArray, HostBlockStore
-from alignedserve.transfer.device import DeviceBlockStore
+from alignedserve.transfer.device import DeviceBlockStore, on_stream
 from alignedserve.transfer.handles import slice_block_bytes
 from alignedserve.transfer.host_channel import cut_view
 from alignedserve.transfer.runs import IdArray, part_cut
@@ -122,7 +122,7 @@ class DeviceBlocks(PackedBlocks):
         if self._stream is None:
             self.gather(part, self.upload(ids), packed)
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             self._after(ready)
             staging = self._staged(packed.numel())
             self.gather(part, self.upload(ids), staging)
@@ -133,7 +133,7 @@ class DeviceBlocks(PackedBlocks):
         if self._stream is None:
             self.scatter(part, self.upload(ids), packed)
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             self._after(ready)
             staging = self._staged(packed.numel())
             staging.copy_(packed, non_blocking=True)

@@ -129,7 +129,9 @@ class NcclTransport(Transport):
     def _begin(self, portion: Portion, blocks: DeviceBlocks) -> torch.Tensor:
         needed = portion.staging_bytes(self._piece_bytes)
         if not self._staging or self._staging[0].numel() < needed:
-            self._staging = [torch.empty(needed, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            # Not of the default stream's memory, which that may still write to: its allocator only minds itself.
+            with self._packing.current():
+                self._staging = [torch.empty(needed, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self._packing.wait(portion.ready)
         self._wire.wait(portion.ready)
         with self._packing.current():
