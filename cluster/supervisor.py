@@ -21,7 +21,7 @@ from alignedserve.cluster.fencer import Fencer
 from alignedserve.cluster.integrity import check_cluster
 from alignedserve.cluster.launcher import Launcher
 from alignedserve.cluster.members import Phase, Slot
-from alignedserve.cluster.plan import Node, PlannedRole, Shape, plan_roles
+from alignedserve.cluster.plan import Node, PlannedRole, Shape, plan_roles, resolve_device
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
@@ -59,7 +59,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.address = ""
         self.home = Node("")
         self.core: SupervisorCore
-        self._tree: Mapping[str, Any] = to_tree(config)
+        self._tree: Mapping[str, Any] = {}
         self._launcher = launcher
         self._replaceable = replaceable
         self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=new_incarnation())
@@ -85,6 +85,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
         self.home = _choose_home(self.config, nodes)
+        self.config = self.config.on_device(resolve_device(self.config, self.home.gpus))
+        self._tree = to_tree(self.config)
         found = await self._launcher.find()
         told = max((running.view for running in found), key=lambda view: view.version, default=sv.ClusterView())
         shape = Shape(told.prefill, told.decode) if told.prefill else Shape.configured(self.config)

@@ -177,7 +177,7 @@ def largest_passes(config: Config, role: str, max_positions: int, block_size: in
     """
     if role == DECODE:
         return [[ForwardItem([0], block_size - 1, [0]) for _ in range(config.decode.max_running)]]
-    budget = config.prefill.token_budget
+    budget = config.prefill.pass_tokens
     prompts = min(config.prefill.max_requests, max(1, budget // 2))
     few = -(-budget // max_positions)
     return [_prompts(budget, count, block_size) for count in sorted({few, max(few, prompts)})]

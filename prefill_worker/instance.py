@@ -159,7 +159,7 @@ class PrefillInstance:
 
     def _measured_length(self, runner: ModelRunner, cache: BlockStore) -> int:
         """0: layer by layer is never faster."""
-        geometry, budget = cache.geometry, self._config.prefill.token_budget
+        geometry, budget = cache.geometry, self._config.prefill.pass_tokens
         try:
             costs = measure(runner, cache, self._connect, budget)
         except TransferError as error:
@@ -194,7 +194,7 @@ class PrefillInstance:
         The second may use the pool's reserve, and the first may not: else a full pool and full buffers would wait for
         each other.
         """
-        standing = min(self._config.prefill.queue_tokens // plan.block_size, max(1, plan.pool // 16))
+        standing = min(self._config.prefill.queued_tokens // plan.block_size, max(1, plan.pool // 16))
         process = pb.ProcessKey(role="write_back", id=self._process.id, incarnation=self._process.incarnation)
         token = self._settings.token
         self.returns = PoolWriter(process, token, 0, self._on_pool_wait)

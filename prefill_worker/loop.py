@@ -201,7 +201,7 @@ class PrefillLoop:
         while True:
             plan: list[Chunk] = []
             if self._inbox.empty():
-                plan = self._chunks.plan(self._config.token_budget, self._config.max_requests)
+                plan = self._chunks.plan(self._config.pass_tokens, self._config.max_requests)
                 for lead in self._chunks.take_fetches():
                     self._start_fetch(self._jobs[lead])
             if plan:

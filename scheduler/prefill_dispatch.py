@@ -23,7 +23,7 @@ class PrefillDispatch:
                 books.reject(books.open(list(group.keys)), refusal, now_s)
                 continue
             loads = (view.load for view in books.instances.open_prefill())
-            able = able_to_prefill(loads, group.tokens, books.config.prefill.queue_tokens, group.kept_tokens)
+            able = able_to_prefill(loads, group.tokens, books.config.prefill.queued_tokens, group.kept_tokens)
             if not able or not self._make_room(group):
                 return
             load = choose_prefill(able, group.work_tokens)  # last: predicting takes longest, and the pool is often full

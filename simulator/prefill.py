@@ -75,7 +75,7 @@ class PrefillInstance:
 
     def _compute(self) -> None:
         config, clock = self._cell.config.prefill, self._cell.clock
-        plan = [] if self._busy else self.chunks.plan(config.token_budget, config.max_requests)
+        plan = [] if self._busy else self.chunks.plan(config.pass_tokens, config.max_requests)
         if not plan:
             return
         self._busy = True

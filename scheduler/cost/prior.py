@@ -82,5 +82,5 @@ def cost_model_factory(config: Config) -> Callable[[], CostModel]:
 
         cost = configured_cost(config.scheduler)
         if cost is not None:
-            return lambda: PriorCostModel(cost, config.prefill.token_budget)
+            return lambda: PriorCostModel(cost, config.prefill.pass_tokens)
     return LinearCostModel

@@ -6,12 +6,16 @@ Later sources win: defaults, a YAML file, `ALIGNEDSERVE_SECTION__KEY` in the env
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
+
+CPU_PASS_TOKENS = 512
+GPU_PASS_TOKENS = 8192  # fewer leave a large GPU waiting for launches and for weights
+QUEUED_TOKENS = 8192
 
 
 def _key(
@@ -63,7 +67,12 @@ class KvPoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    token_budget: int = _key(512, "most prompt tokens that one forward pass computes", low=1, high=1 << 20)
+    token_budget: int = _key(
+        0,
+        f"most prompt tokens that one forward pass computes; 0: {CPU_PASS_TOKENS} on a CPU, {GPU_PASS_TOKENS} on a GPU",
+        low=0,
+        high=1 << 20,
+    )
     max_requests: int = _key(256, "most requests in one forward pass", low=1, high=65536)
     cache_blocks: int = _key(0, "KV blocks of an instance's own cache; 0: from the model and free memory", low=0)
     batch_buffer_blocks: int = _key(0, "blocks of the candidate batch buffer; 0: as decode.max_batch_share", low=0)
@@ -75,7 +84,18 @@ class PrefillConfig:
         "prompts of so many tokens go to the pool layer by layer; 0: none, -1: as measured on a GPU, none on a CPU",
         low=-1,
     )
-    queue_tokens: int = _key(8192, "prompt tokens handed to an instance ahead of its computing", low=1)
+    queue_tokens: int = _key(
+        0, f"prompt tokens handed to an instance ahead of its computing; 0: {QUEUED_TOKENS}, or two passes", low=0
+    )
+
+    @property
+    def pass_tokens(self) -> int:
+        """`token_budget`, or a CPU's; a GPU's is there once `Config.on_device` put it."""
+        return self.token_budget or CPU_PASS_TOKENS
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.queue_tokens or max(QUEUED_TOKENS, 2 * self.pass_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +243,12 @@ class Config:
                 f"kv_pool.copy_timeout_s ({self.kv_pool.copy_timeout_s:g}) must be at least four times "
                 f"supervisor.heartbeat_s ({limits.heartbeat_s:g}), with which copies are looked after"
             )
+
+    def on_device(self, device: str) -> Config:
+        """With what was left to be chosen by where instances run, "cpu" or "cuda"."""
+        if device == "cpu" or self.prefill.token_budget:
+            return self
+        return replace(self, prefill=replace(self.prefill, token_budget=GPU_PASS_TOKENS))
 
     @property
     def served_model_name(self) -> str:

@@ -123,7 +123,7 @@ def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
 def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
     """Everything of an instance but its blocks."""
     if role == PREFILL:
-        tokens = config.prefill.token_budget
+        tokens = config.prefill.pass_tokens
         rows = min(config.prefill.max_requests, tokens)
     else:
         tokens = rows = config.decode.max_running
@@ -250,7 +250,7 @@ def _decode_blocks(config: Config, wanted: Wanted, rest: int) -> dict[str, int]:
 def _prefill_blocks(config: Config, wanted: Wanted, rest: int, decode_cache: int) -> dict[str, int]:
     """The cache is for prompts that are computed now; the buffers take what is left, up to what is of use."""
     settings, least = config.prefill, wanted.least
-    two_prompts = 2 * max(wanted.largest, settings.queue_tokens // config.kv_pool.block_size)
+    two_prompts = 2 * max(wanted.largest, settings.queued_tokens // config.kv_pool.block_size)
     if not config.cluster.prefetch:
         cache = settings.cache_blocks or max(least, min(two_prompts, rest))
         return {"cache": cache, "batch buffer": 0, "requests buffer": 0}

@@ -16,7 +16,7 @@ import pytest
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import runtime_dir
-from alignedserve.config import ClusterConfig, Config, SupervisorConfig
+from alignedserve.config import GPU_PASS_TOKENS, ClusterConfig, Config, SupervisorConfig
 from alignedserve.control.role import RoleHost
 from alignedserve.control.rpc import open_channel
 from alignedserve.errors import AlignedServeError, ModelError
@@ -41,6 +41,15 @@ async def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> None
     while not check():
         assert time.monotonic() < deadline, "did not come true in time"
         await asyncio.sleep(0.02)
+
+
+async def test_what_the_device_decides_is_decided_for_every_role_and_for_the_stores() -> None:
+    config = Config(cluster=ClusterConfig(device="auto", share_gpu=True), supervisor=QUICK)
+    async with LocalCluster(config, gpus=1, module="alignedserve.testing.fake_roles") as cluster:
+        supervisor = cluster.supervisor
+        told = [supervisor._settings(slot).config["prefill"] for slot in supervisor.core.roster.slots.values()]
+    assert {prefill["token_budget"] for prefill in told} == {GPU_PASS_TOKENS}
+    assert supervisor.core.planner._config.prefill.pass_tokens == GPU_PASS_TOKENS
 
 
 async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind() -> None:

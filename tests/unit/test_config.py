@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from alignedserve.cluster.cli import main
-from alignedserve.config import Config
+from alignedserve.config import Config, PrefillConfig
 from alignedserve.config_sources import from_tree, known_keys, load, to_tree, to_yaml
 from alignedserve.errors import ConfigError, UnknownKeyError
 
@@ -150,3 +150,11 @@ def test_a_key_that_is_none_is_an_error_of_its_own_type() -> None:
 def test_the_command_s_set_takes_a_number_as_python_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--set", "scheduler.tpot_objective_s=1e-3"]) == 0
     assert "tpot_objective_s: 0.001 " in capsys.readouterr().out
+
+
+def test_passes_and_queues_of_prompts_are_longer_on_a_gpu_unless_they_are_given() -> None:
+    on_cpu, on_gpu = (Config().on_device(device).prefill for device in ("cpu", "cuda"))
+    assert (on_cpu.pass_tokens, on_cpu.queued_tokens) == (512, 8192)
+    assert (on_gpu.pass_tokens, on_gpu.queued_tokens) == (8192, 16384)  # computed meanwhile, and the pass after it
+    given = Config(prefill=PrefillConfig(token_budget=300, queue_tokens=400)).on_device("cuda").prefill
+    assert (given.pass_tokens, given.queued_tokens) == (300, 400)

@@ -91,6 +91,11 @@ def test_activations_are_of_the_order_that_such_a_model_takes() -> None:
     assert activation_bytes(unknown, 512, 256) == pytest.approx(activation_bytes(SEVEN_B, 512, 256), rel=0.5)
 
 
+def test_the_longer_passes_of_a_gpu_are_planned_for() -> None:
+    on_gpu = fixed_parts(config().on_device("cuda"), SEVEN_B, "prefill")["activations"]
+    assert on_gpu - fixed_parts(config(), SEVEN_B, "prefill")["activations"] > 7000 * 4 * 11008 * 2
+
+
 def test_a_model_that_is_too_large_is_refused_with_what_is_missing_and_every_part() -> None:
     with pytest.raises(ResourceError) as refused:
         plan(devices([16 * GIB], [12 * GIB]))

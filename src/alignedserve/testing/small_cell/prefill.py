@@ -51,7 +51,7 @@ class Prefill:
 
     def compute(self) -> None:
         config = self.cell.config.prefill
-        plan = [] if self.busy else self.chunks.plan(config.token_budget, config.max_requests)
+        plan = [] if self.busy else self.chunks.plan(config.pass_tokens, config.max_requests)
         for key in self.chunks.take_fetches():
             self.cell.after(self.cell.delay(0.002), self, self.fetched, key)
         if plan:
