@@ -22,23 +22,28 @@ from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import ConfigError
 
+CPU_S, GPU_S = 60.0, 25.0  # by default; with its start a GPU's profile takes less than a minute
 PASSES_SHARE = 0.4  # of the time, for passes alone; the rest for passes in a cluster
 LEAST_CLUSTER_S = 15.0  # of workers that report once a second
 LEAST_SLOWDOWN = 0.9  # less is no noise
 LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
 
 
-def run_profile(config: Config, out: str, limit_s: float, in_cluster: bool = True) -> int:
+def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: bool = True) -> int:
     """Writes the file whole or not at all. Raises ConfigError where that, or the measuring, cannot be; ModelError.
 
+    `limit_s` None: as is usual on the device.
     `in_cluster`: serve in a small cluster too, for what its processes take from each other (not on a GPU).
     """
+    device = resolve_device(config, count_gpus())
+    config = config.on_device(device)
+    if limit_s is None:
+        limit_s = CPU_S if device == "cpu" else GPU_S
     if not (math.isfinite(limit_s) and limit_s >= LEAST_S):
         raise ConfigError(f"--seconds must be at least {LEAST_S:g}, not {limit_s:g}")
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
-    device = resolve_device(config, count_gpus())
     in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
     alone_s = limit_s * (PASSES_SHARE if in_cluster else 1.0)
     print(f"measuring passes of {config.model.path} alone, about {alone_s:.3g} s", file=sys.stderr)

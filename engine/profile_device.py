@@ -55,6 +55,7 @@ GPU_GRID = Grid(
 
 NO_SPLIT = "triton_no_split"
 SPLIT_SHARE = 0.65  # of the time for passes: prompts are measured in that mode too
+LEAST_SHARE = 0.25  # of the whole time, for passes: compiling and capturing may take the rest
 LAUNCHES = 4  # of a pass that is timed, one after the other
 COPIED_BYTES = 1 << 30
 SQUARE = 8192  # rows and columns of the matrices that are multiplied
@@ -179,8 +180,9 @@ def measure_passes(
     """Fill a store with noise, and run the plan's passes over it by each of `benches`, made by a backend's name.
 
     The first is of the kernel that splits and has all kinds of passes; a second has decodes alone. `host_overhead_s` of
-    each of `host_requests` is measured last, on the first.
+    each of `host_requests` is measured last, on the first. What making benches takes is part of `limit_s`.
     """
+    begun_s = time.monotonic()
     plan = plan_measurements(loaded.info.max_positions, grid=grid)
     store = allocate_cache(
         loaded.info.geometry(BLOCK_SIZE),
@@ -192,11 +194,15 @@ def measure_passes(
     bench = make_split(store)
     runner = bench.runner
     found = DevicePasses(plan, [], 0, {KERNEL_MODES[0]: split}, {})
-    found.rounds = measure(bench.run, plan, limit_s * (SPLIT_SHARE if others else 1.0), time.monotonic)
+    made_s = time.monotonic() - begun_s
+    passes_s = max(LEAST_SHARE * limit_s, limit_s - made_s * (1 + len(others)))  # another takes as long to make
+    found.rounds = measure(bench.run, plan, passes_s * (SPLIT_SHARE if others else 1.0), time.monotonic)
     for name, make in others:
         found.backends[KERNEL_MODES[1]] = name
         found.no_split = [replace(one, seconds=[]) for one in plan if not one.shape.chunks]
-        measure(make(store).run, found.no_split, limit_s * (1.0 - SPLIT_SHARE), time.monotonic)
+        other = make(store)
+        left_s = max((1.0 - SPLIT_SHARE) * LEAST_SHARE * limit_s, limit_s - (time.monotonic() - begun_s))
+        measure(other.run, found.no_split, left_s, time.monotonic)
     found.host_s = {count: host_overhead_s(runner, store.shape[0], count) for count in host_requests}
     return found
 
@@ -213,11 +219,14 @@ def gpu_benches(
 
     def bench(store: torch.Tensor, name: str) -> DevicePassBench:
         runner = ModelRunner(loaded, store, name)
-        engine = decode_engine(runner, as_served, lambda done, total: None)
+        # What was worth compiling of the model is compiled once the first is made.
+        engine_config = as_served.engine if name == split else replace(as_served.engine, compile="off")
+        engine = decode_engine(runner, replace(as_served, engine=engine_config), lambda done, total: None)
         engine.warm_up()
         return DevicePassBench(runner, engine, CudaTimer())
 
-    refused = {candidate.name: candidate.refusal for candidate in refusals(loaded.needs)}
+    needs = replace(loaded.needs, block_size=BLOCK_SIZE)  # the model's own are of its probe's blocks
+    refused = {candidate.name: candidate.refusal for candidate in refusals(needs)}
     split = config.engine.attention if config.engine.attention != NO_SPLIT else AUTO
     names = [split] if refused[NO_SPLIT] else [split, NO_SPLIT]
     return {name: partial(bench, name=name) for name in names}
