@@ -162,7 +162,28 @@ import itertools, json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from alignedserve.engine.backends.triton_prefill import choose_tile
-from alignedserve.engine.backends.triton_prefill_kernels import TILE_COLUMNS, prefill_tiles
+from alignedserve.engine.backends.triton_prefill_kernels import (
+    MERGE_COLUMNS, MERGE_ROWS, TILE_COLUMNS, merge_pieces, prefill_tiles,
+)
+
+def merged(head_dim, full):
+    constants = {
+        "kv_heads": 8, "group": 3, "head_dim": head_dim, "padded": triton.next_power_of_2(head_dim),
+        "columns": MERGE_COLUMNS, "merge_rows": MERGE_ROWS,
+    }
+    constants |= {} if full else {"sinks": None, "lse": None}
+    types = {"merges": "*i32", **dict.fromkeys(("sinks", "out"), "*bf16")}
+    types |= dict.fromkeys(("lse", "pieces", "pieces_lse"), "*fp32") | dict.fromkeys(constants, "constexpr")
+    names = merge_pieces.arg_names
+    even = [n for n, name in enumerate(names) if types.get(name, "i32")[0] == "*" or types.get(name, "i32") == "i32"]
+    source = triton.compiler.ASTSource(
+        fn=merge_pieces,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs=constants,
+        attrs={(n,): [["tt.divisibility", 16]] for n in even},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return {"shared": made.metadata.shared, "ptx": made.asm["ptx"]}
 
 def compiled(head_dim, itemsize, rows, full):
     tile, kv = choose_tile(head_dim, itemsize, rows), {2: "*bf16", 4: "*fp32"}[itemsize]
@@ -189,17 +210,24 @@ def compiled(head_dim, itemsize, rows, full):
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {"shared": made.metadata.shared, "ptx": made.asm["ptx"]}
 
-print(json.dumps([compiled(*shape) for shape in json.loads(sys.argv[1])]))
+tiles, merges = json.loads(sys.argv[1])
+print(json.dumps([[compiled(*shape) for shape in tiles], [merged(*shape) for shape in merges]]))
 """
 
 
 def test_it_compiles_for_an_h200_within_its_shared_memory() -> None:
     """In a process of its own: the interpreter changes Triton's language for the whole process."""
     shapes = [(128, 2, 4096, False), (256, 2, 4096, True), (80, 2, 16, False)]
+    merges = [(128, False), (80, True)]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", COMPILES, json.dumps(shapes)]
+    command = [sys.executable, "-c", COMPILES, json.dumps([shapes, merges])]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    for shape, made in zip(shapes, json.loads(done.stdout), strict=True):
+    tiles, put_together = json.loads(done.stdout)
+    for made in put_together:
+        assert made["shared"] <= 48 * 1024
+        assert "ld.global.v4" in made["ptx"]  # 16 bytes of a piece at a time
+        assert "ld.local" not in made["ptx"]
+    for shape, made in zip(shapes, tiles, strict=True):
         assert made["shared"] <= 227 * 1024, shape
         assert "wgmma.mma_async" in made["ptx"], shape
         assert "cp.async.cg.shared.global" in made["ptx"], shape
