@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
 
 from gpu_suite import __main__ as suite  # noqa: E402
 from gpu_suite import report  # noqa: E402
-from gpu_suite.cases import bandwidth, iteration, pool, prefill, throughput, tokens, transfers  # noqa: E402
+from gpu_suite.cases import bandwidth, iteration, kernels, pool, prefill, throughput, tokens, transfers  # noqa: E402
 from gpu_suite.groups import GROUPS, MOST_S, Group, planned_s  # noqa: E402
 from gpu_suite.models import random_model, read_weight_bytes  # noqa: E402
 from gpu_suite.offline import Job, Offline, decode_engine  # noqa: E402
@@ -134,7 +134,10 @@ def test_a_group_that_crashes_or_hangs_takes_nothing_from_the_others(tmp_path: P
         "Recorder(Path(sys.argv[1]), 'g').figure('before', 1.0, '', row='prefill'); "
     )
 
-    def command(group: Group, args: argparse.Namespace, work: Path) -> list[str]:
+    limits_s: dict[str, float] = {}
+
+    def command(group: Group, args: argparse.Namespace, work: Path, limit_s: float) -> list[str]:
+        limits_s[group.name] = limit_s
         text = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks/gpu')!r}); {write}{code[group.name]}"
         return [sys.executable, "-c", text, str(report.records_file(work, group.name))]
 
@@ -145,6 +148,8 @@ def test_a_group_that_crashes_or_hangs_takes_nothing_from_the_others(tmp_path: P
     ran.run()
     status = {name: ended["status"] for name, ended in ran.ended.items()}
     assert status == {"sound": "ok", "crashes": "failed", "hangs": "out of time", "late": "ok"}
+    assert limits_s["hangs"] == 2.0
+    assert 40.0 < limits_s["late"] < 58.0  # its own 30 s, and what the others left of theirs
     kept = json.loads((tmp_path / "results.json").read_text())["groups"]
     assert all(group["records"][0]["figure"] == "before" for group in kept.values())
     assert {file.name for file in tmp_path.iterdir()} == {"work", "results.json", "table.md", "logs.txt"}
@@ -261,6 +266,26 @@ def test_both_sides_of_the_throughput_answer_the_same_requests(tmp_path: Path) -
     assert found["6 requests, ours over transformers'"]["value"] == pytest.approx(
         found["our engine"]["value"] / found["transformers"]["value"], rel=1e-6
     )
+
+
+def test_transformers_that_has_not_answered_in_time_is_ended_and_counts_as_answered_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "THEIRS_S", 0.0)
+    of = context(tmp_path)
+    throughput.run(of)
+    found = figures(of)
+    assert found["transformers, at most"]["detail"]["answered"] == 0
+    assert found["6 requests, ours over transformers', at least"]["value"] < 10.0
+
+
+def test_a_kernel_that_there_was_no_time_for_is_no_kernel_that_was_right(tmp_path: Path) -> None:
+    of = context(tmp_path)
+    of.ends_s = 0.0
+    kernels._kernels_of(of, kernels.SMALL[0])
+    (failed,) = [record for record in read_records(of.work / "test.jsonl") if "error" in record]
+    assert failed["row"] == "kernels"
+    assert "torch torch.float16" in failed["error"]
 
 
 def test_copies_of_the_pool_are_set_against_a_large_one(tmp_path: Path) -> None:

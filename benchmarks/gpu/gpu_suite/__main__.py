@@ -44,7 +44,7 @@ class Suite:
         args: argparse.Namespace,
         groups: Sequence[Group],
         work: Path,
-        command_of: Callable[[Group, argparse.Namespace, Path], list[str]] | None = None,
+        command_of: Callable[[Group, argparse.Namespace, Path, float], list[str]] | None = None,
     ) -> None:
         """`work`: a folder for what is not kept. `command_of`: what runs a group, instead of `run_group`."""
         self._args = args
@@ -56,11 +56,14 @@ class Suite:
         self.ended: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Those that only compare side by side, then the others one after the other."""
+        """Those that only compare side by side, then the others one after the other; each has what others left too."""
         self._write()
+        planned_s = 0.0
         together = [group for group in self._groups if not group.timed]
         for batch in ([together] if together else []) + [[group] for group in self._groups if group.timed]:
-            running = [started for group in batch if (started := self._start(group)) is not None]
+            left_over_s = max(0.0, planned_s - (time.monotonic() - self._begun_s))
+            planned_s += max(group.budget_s for group in batch)
+            running = [started for group in batch if (started := self._start(group, left_over_s)) is not None]
             written_s = time.monotonic()
             while running:
                 time.sleep(0.05)
@@ -70,11 +73,9 @@ class Suite:
                     self._write()
                     written_s = time.monotonic()
 
-    def _left_s(self) -> float:
-        return self._args.limit_s - (time.monotonic() - self._begun_s)
-
-    def _start(self, group: Group) -> _Running | None:
-        left_s = self._left_s()
+    def _start(self, group: Group, left_over_s: float) -> _Running | None:
+        left_s = self._args.limit_s - (time.monotonic() - self._begun_s)
+        limit_s = min(group.budget_s + left_over_s, left_s)
         if left_s < 5.0:
             self._end(group, "not run", "the time for all groups was over", 0.0)
             return None
@@ -83,7 +84,7 @@ class Suite:
             environment["TRITON_INTERPRET"] = "1"
         with self._log(group.name).open("wb") as log:
             process = subprocess.Popen(
-                self._command_of(group, self._args, self._work),
+                self._command_of(group, self._args, self._work, limit_s),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -92,8 +93,8 @@ class Suite:
             )
         now_s = time.monotonic()
         self.ended[group.name] = {"status": "running", "reason": "it had not ended yet", "seconds": 0.0}
-        print(f"{group.name}: started, at most {group.budget_s:g} s", flush=True)
-        return _Running(group, process, now_s, now_s + min(group.budget_s, left_s))
+        print(f"{group.name}: started, at most {limit_s:.0f} s", flush=True)
+        return _Running(group, process, now_s, now_s + limit_s)
 
     def _over(self, one: _Running) -> bool:
         status, now_s = one.process.poll(), time.monotonic()
@@ -132,8 +133,8 @@ class Suite:
         return self._work / f"{group}.log"
 
 
-def _command(group: Group, args: argparse.Namespace, work: Path) -> list[str]:
-    command = [sys.executable, "-m", "gpu_suite.run_group", group.name]
+def _command(group: Group, args: argparse.Namespace, work: Path, limit_s: float) -> list[str]:
+    command = [sys.executable, "-m", "gpu_suite.run_group", group.name, "--limit-s", f"{limit_s:.1f}"]
     command += ["--device", args.device, "--work", str(work), "--out", str(args.out)]
     return [*command, "--quick"] if args.quick else command
 

@@ -25,10 +25,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="for files that are to be kept")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31), help="of the random inputs")
+    parser.add_argument("--limit-s", type=float, default=0.0, help="it is ended after so long (default: its budget)")
     args = parser.parse_args()
+    limit_s = args.limit_s or BY_NAME[args.group].budget_s
     faulthandler.enable()
-    faulthandler.dump_traceback_later(BY_NAME[args.group].budget_s - 5.0, exit=False)  # where a group hangs
-    ends_s = time.monotonic() + BY_NAME[args.group].budget_s - SPARE_S
+    faulthandler.dump_traceback_later(max(1.0, limit_s - 5.0), exit=False)  # where a group hangs
+    ends_s = time.monotonic() + limit_s - SPARE_S
     for folder in (args.work, args.out):
         folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(records_file(args.work, args.group), args.group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from alignedserve.engine.backends.base import AttentionBackend, AttentionNeeds, 
 from alignedserve.engine.backends.registry import BACKENDS
 from alignedserve.testing.attention import TOLERANCE, PagedCase, paged_case
 from gpu_suite.machine import ROOT
-from gpu_suite.record import Context
+from gpu_suite.record import Context, Recorder
+from gpu_suite.report import records_file
 
 TESTS_S = 70.0  # less than the group has
 LAYER = 1
@@ -70,17 +72,46 @@ def run(context: Context) -> None:
 
 
 def _all_kernels(context: Context) -> None:
-    """Shape by shape, so that the most usual are there when the time is over; the worst error of each is kept."""
-    names = [name for name in BACKENDS.names() if name != "torch"] + ["torch"]
-    dtypes = (torch.bfloat16, torch.float16)
-    for shape in SMALL if context.small else SHAPES:
-        for dtype in dtypes:
-            for name in names:
-                if context.time_left_s <= 0:
-                    context.record.note("no time for", backend=name, shape=str(shape), dtype=str(dtype))
-                    continue
-                with context.record.case(f"{name}, {shape}, {dtype}", row="kernels"):
-                    _compare(context, name, shape, dtype)
+    """Each shape in a process of its own on a GPU: mostly they wait for a compiler, which keeps one core busy."""
+    shapes = SMALL if context.small else SHAPES
+    if not context.on_gpu:
+        for shape in shapes:
+            _kernels_of(context, shape)
+        return
+    spawn, fields = multiprocessing.get_context("spawn"), (context.device, context.quick, context.work, context.out)
+    running = [
+        (shape, spawn.Process(target=_in_process, args=(*fields, context.seed + number, context.ends_s, shape)))
+        for number, shape in enumerate(shapes)
+    ]
+    for _, process in running:
+        process.start()
+    for shape, process in running:
+        process.join(max(0.0, context.time_left_s + 5.0))
+        if process.exitcode != 0:
+            process.kill()
+            with context.record.case(str(shape), row="kernels"):
+                raise RuntimeError(f"not all of {shape} was compared: its process ended with {process.exitcode}")
+
+
+def _in_process(device: str, quick: bool, work: Path, out: Path, seed: int, ends_s: float, shape: Shape) -> None:
+    _kernels_of(
+        Context(device, quick, work, out, Recorder(records_file(work, "kernels"), "kernels"), seed, ends_s), shape
+    )
+
+
+def _kernels_of(context: Context, shape: Shape) -> None:
+    """By every backend in both dtypes; the worst error of each is kept."""
+    left_out = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for name in [name for name in BACKENDS.names() if name != "torch"] + ["torch"]:
+            if context.time_left_s <= 0:
+                left_out.append(f"{name} {dtype}")
+                continue
+            with context.record.case(f"{name}, {shape}, {dtype}", row="kernels"):
+                _compare(context, name, shape, dtype)
+    if left_out:
+        with context.record.case(str(shape), row="kernels"):
+            raise TimeoutError(f"no time for {shape}: {', '.join(left_out)}")
 
 
 def _compare(context: Context, name: str, shape: Shape, dtype: torch.dtype) -> None:
