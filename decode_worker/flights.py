@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from alignedserve.control.convert import failure_event, token_event
 from alignedserve.decode_worker.held import Held, Outcome
@@ -31,6 +32,11 @@ class Flight:
     lengths: list[int]  # tokens of KV before it
     last: set[int]  # rows of requests that end with it, by their length
     rows: dict[RequestKey, int]
+    block_lists: list[Sequence[int]]  # of each row; blocks that it was given since are in there too
+
+    def touches(self, block_ids: Iterable[int]) -> bool:
+        """Whether the device may read or write one of these blocks for it."""
+        return not set(chain.from_iterable(self.block_lists)).isdisjoint(block_ids)
 
     def row_of(self, live: LiveRequest | None) -> int | None:
         """The request's row; None where it is not in this iteration."""
@@ -87,7 +93,8 @@ class Flights:
         self._meter.begin()
         step = self._engine.launch(items)
         self._scheduler.advance([(key, row in last) for row, key in enumerate(keys)])
-        return Flight(step, keys, lives, lengths, last, {key: row for row, key in enumerate(keys)})
+        rows = {key: row for row, key in enumerate(keys)}
+        return Flight(step, keys, lives, lengths, last, rows, [item.block_ids for item in run])
 
     def may_follow(self, flight: Flight) -> bool:
         """Whether the next iteration can be launched before this one's tokens are taken."""

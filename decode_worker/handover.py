@@ -33,17 +33,21 @@ class Handover:
         self._block_size = block_size
         self.links: dict[str, BufferLink] = {}
 
-    def pull(self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int) -> Completion:
+    def pull(
+        self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
+    ) -> Completion:
         """Start to copy what lies at `stored` into `block_ids` of the cache, but for the first `resident` blocks.
+
+        `settled`: no iteration under way has any of those that are written to: the copy need not wait for one.
 
         Where that fails it is tried once more; from the pool, if that holds all of it and checksums say so. (Without
         them nobody knows whether those blocks are still the request's: they are released when it is lost elsewhere.)
         Raises TransferError where its store is not attached.
         """
         part = slice(resident, len(block_ids))
-        first = again = Route(self._source(stored.store_id), stored.block_ids[part], stored.checksums[part])
+        first = again = Route(self._source(stored.store_id), stored.block_ids[part], stored.checksums[part], settled)
         if self._copier.verify and stored.pool_tokens == stored.kv_tokens:
-            again = Route(self._from_pool, stored.pool_block_ids[part], stored.pool_checksums[part])
+            again = Route(self._from_pool, stored.pool_block_ids[part], stored.pool_checksums[part], settled)
         return self._copier.copy([first, again], block_ids[resident:], stored.spec.key.request_id)
 
     def _source(self, store_id: str) -> Channel:

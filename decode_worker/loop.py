@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from alignedserve.control.convert import key_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
@@ -39,7 +39,14 @@ STARVATION_POLL_S = 0.25
 EVICTIONS_FAIL_S = 5.0  # what cannot be evicted for so long, tried again and again, is given up
 
 Result = TypeVar("Result")
-Pull = Callable[[pb.StoredRequest, Sequence[int], int], Completion]
+
+
+class Pull(Protocol):
+    """Starts a copy into the cache: see `Handover.pull`."""
+
+    def __call__(
+        self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
+    ) -> Completion: ...
 
 
 class DecodeLoop:
@@ -353,11 +360,17 @@ class DecodeLoop:
             self._inbox.put(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
 
         try:
-            self._pull(held.stored, join.block_ids, join.resident_blocks).add_callback(ended)
+            self._pull(held.stored, join.block_ids, join.resident_blocks, settled=self._settled(join)).add_callback(
+                ended
+            )
         except TransferError as error:
             failed = Completion("hand-over")
             failed.finish(error)
             ended(failed)
+
+    def _settled(self, join: Join) -> bool:
+        """Whether the device is through with the blocks that are written to: one iteration at most is under way."""
+        return self._under_way is None or not self._under_way.touches(join.block_ids[join.resident_blocks :])
 
     def _on_copied_in(self, key: RequestKey, error: TransferError | None, outcome: Outcome) -> None:
         held = self._held[key]

@@ -103,7 +103,9 @@ def loop_overhead_s(runner: ModelRunner, blocks: int, requests: int) -> float:
     return statistics.median(recorder.seconds)
 
 
-def _copied_already(stored: pb.StoredRequest, block_ids: Sequence[int], resident: int) -> Completion:
+def _copied_already(
+    stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
+) -> Completion:
     copied = Completion("profile")
     copied.finish(None)
     return copied

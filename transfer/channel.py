@@ -66,11 +66,17 @@ class Channel(ABC):
 
     @abstractmethod
     def copy(
-        self, source_ids: Sequence[int], destination_ids: Sequence[int], *, layers: tuple[int, int] | None = None
+        self,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        *,
+        layers: tuple[int, int] | None = None,
+        settled: bool = False,
     ) -> Completion:
         """Begin to copy block `source_ids[i]` to block `destination_ids[i]`; never blocks.
 
         `layers` (begin, end, numbered in the whole model): only these, so that a prefill can stream layer by layer.
+        `settled`: nothing that this process has asked of a device so far touches the blocks: it is not waited for.
         Raises TransferError where ids are wrong, the layers are not in both stores, the queue is full or the channel
         is closed; later failures are in the completion.
         """
@@ -167,7 +173,12 @@ class QueuedChannel(Channel):
         return self._counters
 
     def copy(
-        self, source_ids: Sequence[int], destination_ids: Sequence[int], *, layers: tuple[int, int] | None = None
+        self,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        *,
+        layers: tuple[int, int] | None = None,
+        settled: bool = False,
     ) -> Completion:
         if len(source_ids) != len(destination_ids):
             raise TransferError(f"{len(source_ids)} blocks cannot be copied to {len(destination_ids)}")
@@ -183,7 +194,7 @@ class QueuedChannel(Channel):
                 raise TransferError(f"the channel {completion.label} is closed")
             if self._pending >= self._max_pending:
                 raise TransferError(f"the channel {completion.label} has {self._pending} copies waiting: too many")
-            self._queue.append(Copy(sources, destinations, part, completion, self._ready()))
+            self._queue.append(Copy(sources, destinations, part, completion, None if settled else self._ready()))
             self._pending += 1
             self._changed.notify()
         return completion

@@ -25,6 +25,7 @@ class Route:
     channel: Channel
     source_ids: Sequence[int]
     checksums: Sequence[int] = ()
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class Copier:
     def _begin(self, job: _Job, attempt: int) -> None:
         route = job.routes[attempt]
         try:
-            copy = route.channel.copy(route.source_ids, job.destination_ids)
+            copy = route.channel.copy(route.source_ids, job.destination_ids, settled=route.settled)
         except TransferError as error:
             self._failed(job, attempt, error)
             return

@@ -209,7 +209,7 @@ class DeviceChannel(QueuedChannel):
             return None
         with on_stream(self._stream):
             try:
-                for event in copy.ready:
+                for event in copy.ready or ():
                     self._stream.wait_event(event)
                 self._issue(copy)
             except BaseException:

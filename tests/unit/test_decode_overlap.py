@@ -104,8 +104,21 @@ def test_what_comes_in_takes_blocks_that_a_needless_row_still_writes_to() -> Non
     held = set(cell.allocator.blocks_of(script(0).key))
     cell.turn()  # it has ended, and its needless row is under way
     assert cell.engine.needless == 1
+    settled = cell.settled_pulls
     cell.turn()
     assert held & set(cell.allocator.blocks_of(script(1).key))
+    assert cell.settled_pulls == settled
+    cell.settle()
+    cell.check_ended()
+
+
+def test_a_copy_into_blocks_that_nothing_under_way_uses_waits_for_no_iteration() -> None:
+    cell = cell_of(script(0))
+    cell.turn()
+    cell.offer(cell.add(script(1)))
+    settled = cell.settled_pulls
+    cell.turn()
+    assert cell.settled_pulls == settled + 1
     cell.settle()
     cell.check_ended()
 

@@ -66,7 +66,7 @@ def serve(
     scheduler = IterationScheduler(DecodeConfig(), BlockAllocator(BLOCKS, "cache"), BLOCK_SIZE)
     outcomes = queue.SimpleQueue[Outcome]()
 
-    def pull(stored: pb.StoredRequest, block_ids: Sequence[int], resident: int) -> Completion:
+    def pull(stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False) -> Completion:
         runner.forward([ForwardItem(list(stored.spec.prompt_token_ids), 0, list(block_ids), "none")])
         copied = Completion("hand-over")
         copied.finish()

@@ -81,7 +81,7 @@ def test_the_live_meter_is_told_what_lies_in_the_cache_before_the_pass(loaded: L
     runner = ModelRunner(loaded, allocate_cache(loaded.info.geometry(BLOCK_SIZE), BLOCKS, "cpu"))
     scheduler = IterationScheduler(DecodeConfig(), BlockAllocator(BLOCKS, "cache"), BLOCK_SIZE)
 
-    def pull(stored: pb.StoredRequest, block_ids: Sequence[int], resident: int) -> Completion:
+    def pull(stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False) -> Completion:
         copied = Completion("hand-over")
         copied.finish()
         return copied

@@ -103,7 +103,12 @@ class FaultyChannel(Channel):
         return self._inner.trouble()
 
     def copy(
-        self, source_ids: Sequence[int], destination_ids: Sequence[int], *, layers: tuple[int, int] | None = None
+        self,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        *,
+        layers: tuple[int, int] | None = None,
+        settled: bool = False,
     ) -> Completion:
         with self._lock:
             fault = self._draw() if len(source_ids) else None
@@ -127,14 +132,14 @@ class FaultyChannel(Channel):
 
         def begin() -> None:
             try:
-                self._inner.copy(sources, destinations, layers=layers).add_callback(ended)
+                self._inner.copy(sources, destinations, layers=layers, settled=settled).add_callback(ended)
             except TransferError as error:
                 outer.finish(error)
 
         if fault in ("delay", "stuck"):
             self._hold(outer, begin, draw.random() * self._plan.delay_s if fault == "delay" else None)
             return outer
-        self._inner.copy(sources, destinations, layers=layers).add_callback(ended)
+        self._inner.copy(sources, destinations, layers=layers, settled=settled).add_callback(ended)
         return outer
 
     def release(self, most: int | None = None) -> None:

@@ -53,6 +53,7 @@ class ScriptedCell:
     def __post_init__(self) -> None:
         self.clients: dict[RequestKey, Client] = {}
         self.pulls: list[Pull] = []
+        self.settled_pulls = 0  # that wait for no iteration
         self.evictions: list[EvictionOrder] = []
         self.drained = False
         self.allocator = BlockAllocator(self.blocks, "cache")
@@ -140,7 +141,12 @@ class ScriptedCell:
 
     # what the loop does
 
-    def _pull(self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int) -> Completion:
+    def _pull(
+        self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
+    ) -> Completion:
+        busy = not self.engine.busy_blocks().isdisjoint(block_ids[resident:])
+        assert not (busy and settled), "a copy would write to what an iteration under way uses"
+        self.settled_pulls += settled
         kept = stored.kv_tokens
         text = self._text(self.clients[key_from_proto(stored.spec.key)], kept)
         shared = resident * self.block_size

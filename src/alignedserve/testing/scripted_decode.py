@@ -73,6 +73,7 @@ class ScriptedStep(DecodeStep):
     results: list[SampledToken | Exception]
     numbers: list[int]
     fault: Exception | None
+    blocks: set[int]  # that the device reads or writes for it
     taken: bool = False
 
     def tokens(self) -> list[SampledToken | Exception]:
@@ -113,6 +114,10 @@ class ScriptedDecode(DecodeEngine):
         for position, token in enumerate(tokens, start):
             self.cache[self._slot(block_ids, position)] = token
 
+    def busy_blocks(self) -> set[int]:
+        """Of steps that may be under way on the device."""
+        return {block for step in self.steps if not step.taken for block in step.blocks}
+
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         block = block_ids[position // self.block_size]
         assert 0 <= block < self.blocks
@@ -125,7 +130,8 @@ class ScriptedDecode(DecodeEngine):
         results = [fault or self._compute(item) for item in items]
         assert len({item.row.sampling.seed for item in items}) == len(items)
         self.steps = [step for step in self.steps if not step.taken]
-        self.steps.append(ScriptedStep(results, [item.row.sampling.seed for item in items], fault))
+        blocks = {block for item in items for block in item.block_ids}
+        self.steps.append(ScriptedStep(results, [item.row.sampling.seed for item in items], fault, blocks))
         self.most_ahead = max(self.most_ahead, len(self.steps))
         return self.steps[-1]
 

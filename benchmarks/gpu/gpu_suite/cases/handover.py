@@ -1,4 +1,7 @@
-"""A request of 2k tokens joins a running batch: how long that takes beyond the copy of its KV."""
+"""A request of 2k tokens joins a running batch: how long that takes beyond the copy of its KV.
+
+The copy's time is that of the same requests while nothing else runs: beside a batch a copy also waits for its turn.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from alignedserve.testing.driver import Answer
 from gpu_suite.record import Context
 from gpu_suite.serving import REPORTED_S, Cell, medium_model, pool_gib, running
 
-BATCH, TOKENS, JOINING, JOINS = 64, 1024, 2048, 12
+BATCH, TOKENS, JOINING, JOINS, ALONE = 64, 1024, 2048, 12, 4
 
 
 def run(context: Context) -> None:
@@ -35,30 +38,42 @@ async def _run(context: Context) -> None:
         "scheduler": {"min_batch_requests": min(batch, 16), "join_window": 8.0},
     }
     async with running(context, str(medium_model(context)), "handover", **sections) as cell:
+        await _join(context, cell, joining)  # what is slow the first time
+        alone, _ = await _joins(context, cell, joining, ALONE)
         # Long enough that it runs until the last has joined.
         held = [_submit(context, cell, tokens, 2500) for _ in range(batch)]
         await _until_decoding(held)
         await _join(context, cell, joining)  # what is slow the first time
-        await asyncio.sleep(REPORTED_S)
-        before = _copied((await cell.cluster.status()).metrics)
-        joined = [await _join(context, cell, joining) for _ in range(joins)]
+        beside, joined = await _joins(context, cell, joining, joins)
         running_still = sum(not answer.done.is_set() for answer in held)
-        await asyncio.sleep(REPORTED_S)
-        after = _copied((await cell.cluster.status()).metrics)
         cell.driver.cancel(held)
         await asyncio.sleep(REPORTED_S)
+    _report(context, joined, alone, beside, running_still, held)
+
+
+async def _joins(context: Context, cell: Cell, tokens: int, count: int) -> tuple[dict[str, float], list[Answer]]:
+    """So many requests, one after the other; and of a copy into the cache meanwhile the seconds and the bytes."""
+    await asyncio.sleep(REPORTED_S)
+    before = _copied((await cell.cluster.status()).metrics)
+    joined = [await _join(context, cell, tokens) for _ in range(count)]
+    await asyncio.sleep(REPORTED_S)
+    after = _copied((await cell.cluster.status()).metrics)
     copies = after["copies"] - before["copies"]
-    if copies < joins:
-        raise ValueError(f"{copies:g} copies into the cache for {joins} requests that joined")
-    copy_s = (after["busy_s"] - before["busy_s"]) / copies
-    _report(context, joined, copy_s, (after["bytes"] - before["bytes"]) / copies, running_still, held)
+    if copies < count:
+        raise ValueError(f"{copies:g} copies into the cache for {count} requests that joined")
+    return {name: (after[name] - before[name]) / copies for name in ("busy_s", "bytes")}, joined
 
 
 def _report(
-    context: Context, joined: list[Answer], copy_s: float, copy_bytes: float, running_still: int, held: list[Answer]
+    context: Context,
+    joined: list[Answer],
+    alone: dict[str, float],
+    beside: dict[str, float],
+    running_still: int,
+    held: list[Answer],
 ) -> None:
     handovers = [_stage(answer, Stage.HANDOVER) for answer in joined]
-    beyond = [seconds - copy_s for seconds in handovers]
+    beyond = [seconds - alone["busy_s"] for seconds in handovers]
     gaps = [
         later - sooner for answer in held for sooner, later in zip(answer.times_s, answer.times_s[1:], strict=False)
     ]
@@ -68,8 +83,9 @@ def _report(
         "s",
         row="handover",
         samples=beyond,
-        copy_s=copy_s,
-        copy_bytes=copy_bytes,
+        copy_s=alone["busy_s"],
+        copy_beside_the_batch_s=beside["busy_s"],
+        copy_bytes=beside["bytes"],
         handover_s=statistics.median(handovers),
         iteration_s=statistics.median(gaps) if gaps else None,
         still_running=running_still,
