@@ -36,7 +36,7 @@ def load(
     """
     tree: Tree = {}
     if file:
-        _merge_tree(tree, _read_yaml(file), file, _number_of_yaml)
+        _merge_tree(tree, _read_yaml(file), file, _meant_in_yaml)
     _merge_environment(tree, os.environ if environ is None else environ)
     for name, value in (flags or {}).items():
         if value is not None:
@@ -89,8 +89,11 @@ def _read_yaml(file: str) -> Mapping[str, Any]:
     return raw
 
 
-def _number_of_yaml(name: str, value: Any, origin: str) -> Any:
-    """`1e-3` for a float is the number that it is in YAML 1.2; all else stays as it was read."""
+def _meant_in_yaml(name: str, value: Any, origin: str) -> Any:
+    """As YAML 1.2 has it: `1e-3` for a float is a number, `off` for a choice a word; all else stays as it was read."""
+    if isinstance(value, bool) and _kind(name, origin) is str:
+        word = "on" if value else "off"
+        return word if word in _choices(name) else value
     if isinstance(value, str) and _EXPONENT.fullmatch(value) and _kind(name, origin) is float:
         return float(value)
     return value
@@ -163,6 +166,13 @@ def _kind(name: str, origin: str) -> type:
     section, _, key = name.partition(".")
     kind: type = get_type_hints(SECTIONS[section])[key]
     return kind
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    """What a known key takes; empty: it is no choice."""
+    section, _, key = name.partition(".")
+    choices: tuple[str, ...] = next(f.metadata["choices"] for f in fields(SECTIONS[section]()) if f.name == key)
+    return choices
 
 
 def _typed(name: str, value: Any, kind: type, origin: str) -> Any:

@@ -100,9 +100,18 @@ def test_a_file_s_exponent_is_a_number_for_a_float_and_a_name_for_a_text(
     assert config.model.served_name == "1e-3"
 
 
+def test_off_and_on_of_a_file_are_words_where_the_key_takes_them(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("decode: {graphs: off, overlap: on}\nengine: {compile: off}\n")
+    config = load(str(file), {})
+    assert (config.decode.graphs, config.decode.overlap, config.engine.compile) == ("off", "on", "off")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("decode: {graphs: on}", "decode.graphs must be str, not True"),
+        ("model: {served_name: off}", "model.served_name must be str, not False"),
         ("decode: {cache_blocks: 1e3}", "decode.cache_blocks must be int, not '1e3'"),
         ("cluster: {prefetch: 1e0}", "cluster.prefetch must be bool, not '1e0'"),
         ("scheduler: {max_wait_s: '5'}", "scheduler.max_wait_s must be float, not '5'"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from transformers import AutoConfig  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
@@ -29,6 +30,7 @@ from gpu_suite.rows import BY_KEY, ROWS  # noqa: E402
 from gpu_suite.trace import STEP, idle_of  # noqa: E402
 
 from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
+from alignedserve.testing.models import KINDS, make_model  # noqa: E402
 
 DOCUMENT = ROOT / "docs/measurements/gpu.md"
 
@@ -68,6 +70,25 @@ def test_an_unknown_group_is_refused_with_the_names_of_all() -> None:
 
 
 # ---- what is kept
+
+
+def test_what_is_not_installed_is_said_before_any_group_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "NEEDED", {"json": "json", "no_such_module": "no-such-package"})
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["run.sh", "--device", "cpu", "--only", "pool", "--out", str(out)])
+    with pytest.raises(SystemExit, match=r"no-such-package.*PYTHON") as refused:
+        suite.main()
+    assert "json" not in str(refused.value)
+    assert not out.exists()
+
+
+def test_a_machine_without_a_gpu_is_told_of_the_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "count_gpus", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="--device cpu"):
+        suite.require_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    suite.require_gpu()
 
 
 def test_a_case_that_fails_is_recorded_with_its_traceback_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -239,6 +260,13 @@ def test_rounding_is_what_lower_precision_is_off_by() -> None:
 
 
 # ---- each group at toy size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_can_have_the_shape_that_a_gpu_compares(kind: str, tmp_path: Path) -> None:
+    make_model(kind, tmp_path, seed=1, **{**tokens.SHAPE, "hidden_size": 64, "head_dim": 16, "intermediate_size": 32})
+    made = AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    assert made.num_hidden_layers == tokens.SHAPE["num_hidden_layers"]
 
 
 def test_models_tokens_are_compared_with_transformers(tmp_path: Path) -> None:

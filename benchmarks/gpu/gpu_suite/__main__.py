@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -19,11 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alignedserve.cluster.gpus import count_gpus
 from gpu_suite import machine, report
 from gpu_suite.groups import BY_NAME, GROUPS, MOST_S, Group, planned_s
 from gpu_suite.record import read_records
 
 HERE = Path(__file__).resolve().parents[1]
+NEEDED = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "grpc": "grpcio",
+    "google.protobuf": "protobuf",
+    "pytest": "pytest",
+}
+"""Modules without which nothing is right, and their packages. Without CuPy, only NCCL is not measured."""
 KEPT_LOG_BYTES = 400_000  # of each group
 WRITE_EVERY_S = 3.0
 
@@ -156,6 +167,31 @@ def chosen(only: str) -> list[Group]:
     return [group for group in GROUPS if group.name in names]
 
 
+def require_packages() -> None:
+    """Raises SystemExit, with their names, where this interpreter lacks packages."""
+    if missing := [package for module, package in NEEDED.items() if not _found(module)]:
+        raise SystemExit(
+            f"{sys.executable} has no {', '.join(missing)}: install that, or name another interpreter with PYTHON"
+        )
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it would be in
+        return False
+
+
+def require_gpu() -> None:
+    """Raises SystemExit where this machine has no NVIDIA GPU: each group would fail in its own words."""
+    if count_gpus():
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no NVIDIA GPU here; --device cpu proves the code at toy size, and measures nothing")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh", description=__doc__)
     parser.add_argument("--only", default="", metavar="GROUP[,GROUP]", help="these groups (default: all that fit)")
@@ -171,6 +207,9 @@ def main() -> int:
             print(f"{group.name:<12} {group.budget_s:>4.0f} s  {group.what}{' (only with --only)' * group.extra}")
         print(f"together at most {planned_s():g} s")
         return 0
+    require_packages()
+    if args.device == "cuda":
+        require_gpu()
     args.limit_s = args.limit_s or max(MOST_S, sum(group.budget_s for group in groups if args.only))
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ token and hides errors. `make_model` writes `config.json`, `model.safetensors` a
 from __future__ import annotations
 
 import json
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -179,4 +180,6 @@ def _build_config(kind: str, overrides: dict[str, Any]) -> Any:
     if kind == "opt":
         values["ffn_dim"] = values.pop("intermediate_size", values["ffn_dim"])
         values["word_embed_proj_dim"] = values["hidden_size"]
+    if "layer_types" in base and "layer_types" not in overrides:
+        values["layer_types"] = list(islice(cycle(base["layer_types"]), values["num_hidden_layers"]))
     return AutoConfig.for_model(model_type, **values)
