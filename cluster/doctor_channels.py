@@ -11,7 +11,7 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.scheduler.pairing import pair_up
 from alignedserve.transfer.links import ask_driver
 from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing
-from alignedserve.transfer.topology import ChannelChoice, Place, link_rank
+from alignedserve.transfer.topology import ChannelChoice, PeerAccess, Place, link_rank
 
 Row = dict[str, str]
 HERE = "here"
@@ -43,8 +43,25 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
     return roles, rows, problems
 
 
+def check_pairs(config: Config) -> str:
+    """What can be known of `cluster.channel` before a start: the next best that was allowed, in a line; "" else.
+
+    The driver is not asked. Raises ResourceError where a pair cannot have the channel that is named.
+    """
+    planned = {role.id: role for role in plan_roles(config, count_gpus())}
+    for _, _, ours, theirs in _copies(config.cluster, planned, reach=_reached):
+        choice = _choose(config.cluster, ours, theirs, reach=_reached)
+        if choice.slow:
+            return f"warning: the channel is {choice.name}: {choice.reason}"
+    return ""
+
+
+def _reached(source: str, destination: str) -> bool:
+    return True
+
+
 def _copies(
-    cluster: ClusterConfig, planned: dict[str, PlannedRole]
+    cluster: ClusterConfig, planned: dict[str, PlannedRole], reach: PeerAccess = ask_driver
 ) -> Iterator[tuple[str, str, PlannedRole, PlannedRole]]:
     """Source and destination; the instance that copies, which has one of them, and whose memory the other side is."""
     pool = planned["kv_pool-0"]
@@ -55,19 +72,21 @@ def _copies(
             yield pool.id, f"{role.id}/cache", role, pool
 
     def rank(decode_id: str, prefill_id: str) -> int:
-        return link_rank(Place(HERE, planned[decode_id].device), Place(HERE, planned[prefill_id].device), ask_driver)
+        return link_rank(Place(HERE, planned[decode_id].device), Place(HERE, planned[prefill_id].device), reach)
 
     for decode_id, prefill_id in pair_up(cluster.prefill, cluster.decode, rank) if cluster.prefetch else ():
         yield pool.id, f"{prefill_id}/buffers", planned[prefill_id], pool
         yield f"{prefill_id}/buffers", f"{decode_id}/cache", planned[decode_id], planned[prefill_id]
 
 
-def _choose(cluster: ClusterConfig, ours: PlannedRole, theirs: PlannedRole) -> ChannelChoice:
+def _choose(
+    cluster: ClusterConfig, ours: PlannedRole, theirs: PlannedRole, reach: PeerAccess = ask_driver
+) -> ChannelChoice:
     """Raises ResourceError. With the pool an instance copies by where it is, whatever pairs use."""
     wanted = cluster.channel if theirs.role == "prefill" else "auto"
     places = (ours.id, Place(HERE, ours.device)), (theirs.id, Place(HERE, theirs.device))
     slow = cluster.allow_slow_channel
-    return choose_pair_channel(wanted, *places, ask_driver, no_nccl=cupy_missing(), allow_slow=slow)
+    return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), allow_slow=slow)
 
 
 def _measure(channel: str, ours: str, theirs: str, problems: list[str]) -> tuple[str, str]:

@@ -118,6 +118,15 @@ def check_machine(config: Config) -> None:
             raise ConfigError(f"log.dir: {config.log.dir} cannot be written to")
 
 
+def check_channel(config: Config) -> str:
+    """A line for a pair that gets the next best channel, as was allowed; "" else. Raises ResourceError."""
+    if config.cluster.channel == "auto":
+        return ""
+    from alignedserve.cluster.doctor_channels import check_pairs  # and numpy, which a start without does not need
+
+    return check_pairs(config)
+
+
 def check_ports(config: Config) -> None:
     """Raises ResourceError, naming the port, where one is taken."""
     if config.gateway.port == config.gateway.grpc_port:

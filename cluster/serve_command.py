@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -17,9 +18,11 @@ from typing import Any
 from alignedserve import __version__
 from alignedserve.cluster.console import Console
 from alignedserve.cluster.descendants import Descendants
-from alignedserve.cluster.plan import MODEL_ROLES
+from alignedserve.cluster.gpus import count_gpus
+from alignedserve.cluster.plan import MODEL_ROLES, resolve_device
 from alignedserve.cluster.preflight import (
     check_api_keys,
+    check_channel,
     check_cost_model,
     check_machine,
     check_model,
@@ -62,6 +65,8 @@ def serve(config: Config) -> int:
     if session.owned:
         check_machine(config)
         check_ports(config)
+        if note := check_channel(config):
+            print(note, file=sys.stderr)
         clean_stale()
     return _ServeCommand(config, session).run(str(folder))
 
@@ -296,9 +301,11 @@ class _ServeCommand:
 
     def _greet(self, folder: str) -> None:
         cluster = self._config.cluster
+        # What a cluster of others has is seen when the supervisor is there.
+        device = resolve_device(self._config, count_gpus()) if self._session.owned else cluster.device
         self._console.line(
             f"alignedserve {__version__}: {self._config.served_model_name} ({folder}), {cluster.prefill} prefill and "
-            f"{cluster.decode} decode instances, device {cluster.device}"
+            f"{cluster.decode} decode instances, device {device}"
         )
         if note := model_note(Path(folder)):
             self._console.line(note)

@@ -9,8 +9,9 @@ pytest.importorskip("torch")
 from alignedserve.cluster import doctor_channels
 from alignedserve.cluster.doctor_channels import examine_channels
 from alignedserve.cluster.live_command import busy_channels
+from alignedserve.cluster.preflight import check_channel
 from alignedserve.config_sources import from_tree
-from alignedserve.errors import TransferError
+from alignedserve.errors import ResourceError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.paired.measure import measure_channel
 
@@ -52,6 +53,26 @@ def test_a_channel_that_cannot_be_had_or_does_not_work_is_missing(monkeypatch: p
     assert problems[0] == "channel shared-memory between cpu and cpu does not work: no such memory"
     assert "cluster.channel is 'nccl'" in problems[1]
     assert "KV is in host memory" in problems[1]
+
+
+def test_what_pairs_cannot_have_is_known_before_a_start() -> None:
+    tree = {"device": "cpu", "channel": "nccl"}
+    with pytest.raises(ResourceError, match="KV is in host memory"):
+        check_channel(from_tree({"cluster": tree}))
+    assert "channel is shared-memory" in check_channel(from_tree({"cluster": {**tree, "allow_slow_channel": True}}))
+    for fine in ({**tree, "channel": "gloo"}, {**tree, "channel": "auto"}, {**tree, "prefetch": False}):
+        assert check_channel(from_tree({"cluster": fine})) == ""
+
+
+def test_a_driver_is_not_asked_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_channels, "count_gpus", lambda: 2)
+    monkeypatch.setattr(doctor_channels, "cupy_missing", lambda: "no cupy")
+    tree = {"device": "cuda", "channel": "cuda-ipc"}
+    assert check_channel(from_tree({"cluster": tree})) == ""
+    with pytest.raises(ResourceError, match="memory of a GPU"):
+        check_channel(from_tree({"cluster": {**tree, "channel": "shared-memory"}}))
+    with pytest.raises(ResourceError, match="no cupy"):
+        check_channel(from_tree({"cluster": {**tree, "channel": "nccl"}}))
 
 
 def test_a_running_clusters_channels_are_read_from_its_metrics() -> None:
