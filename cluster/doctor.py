@@ -102,9 +102,10 @@ def examine(config: Config) -> Report:
             check(config)
         except AlignedServeError as error:
             problems.append(error.message)
+    startable = not report.missing  # a channel that is missing says nothing of attention
     report.roles, report.channels, problems = examine_channels(config)
     report.missing += problems
-    if not report.missing:
+    if startable:
         _examine_attention(report, config)
     return report
 

@@ -246,7 +246,9 @@ def test_doctor_tells_which_attention_backends_serve_the_model_and_why_not() -> 
     assert set(refusals) >= {"torch", "triton", "triton_no_split", "flash_attn", "varlen"}
 
 
-def test_doctor_misses_what_a_named_attention_backend_lacks() -> None:
-    done = run("doctor", "--device", "cpu", ALIGNEDSERVE_ENGINE__ATTENTION="triton")
+def test_doctor_misses_what_a_named_attention_backend_lacks_and_what_a_channel_lacks() -> None:
+    named = {"ALIGNEDSERVE_ENGINE__ATTENTION": "triton", "ALIGNEDSERVE_CLUSTER__CHANNEL": "nccl"}
+    done = run("doctor", "--device", "cpu", **named)
     assert done.returncode == 1
     assert "missing: engine.attention: triton cannot serve this here: " in done.stdout
+    assert "missing: cluster.channel is 'nccl'" in done.stdout
