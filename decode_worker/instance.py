@@ -36,7 +36,7 @@ from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
-from alignedserve.transfer.device import reached_devices
+from alignedserve.transfer.device import compile_copies, reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.segments import SegmentClient
 
@@ -107,6 +107,7 @@ class DecodeInstance:
         self._cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
         )
+        await asyncio.to_thread(compile_copies, self._cache_store)  # here, not when the first buffer is attached
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
         writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan), self._on_pool_wait)
         self.writer = writer

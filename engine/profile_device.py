@@ -76,17 +76,20 @@ class Timer(ABC):
 
 
 class CudaTimer(Timer):
-    """By the device's own clock, on the current stream."""
+    """By the device's own clock, on its current stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: Any = None
 
     def begin(self) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._events[0].record()
+        with torch.cuda.device(self._device):
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
 
     def seconds(self) -> float:
-        self._events[1].record()
+        with torch.cuda.device(self._device):
+            self._events[1].record()
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) * 1e-3
 
@@ -223,7 +226,7 @@ def gpu_benches(
         engine_config = as_served.engine if name == split else replace(as_served.engine, compile="off")
         engine = decode_engine(runner, replace(as_served, engine=engine_config), lambda done, total: None)
         engine.warm_up()
-        return DevicePassBench(runner, engine, CudaTimer())
+        return DevicePassBench(runner, engine, CudaTimer(runner.loaded.device))
 
     needs = replace(loaded.needs, block_size=BLOCK_SIZE)  # the model's own are of its probe's blocks
     refused = {candidate.name: candidate.refusal for candidate in refusals(needs)}

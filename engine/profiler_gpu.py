@@ -44,7 +44,7 @@ def profile_gpu(
     """
     begun_s, info, device = time.monotonic(), loaded.info, loaded.device
     others = OtherWork()
-    rates = device_rates(device, CudaTimer())
+    rates = device_rates(device, CudaTimer(device))
     blocks = bandwidth_by_blocks(device)
     count = torch.cuda.device_count()
     links = device_copies(info.geometry(config.kv_pool.block_size), [torch.device("cuda", n) for n in range(count)])

@@ -27,6 +27,7 @@ from alignedserve.transfer.handles import CUDA, HOST, StoreHandle
 from alignedserve.transfer.pieces import Pieces, pieces_of
 from alignedserve.transfer.pinning import PinnedStore, Pinning
 from alignedserve.transfer.runs import Cut, common_part, paired_cuts
+from alignedserve.transfer.topology import CUDA_IPC
 
 logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # most of it has no types
@@ -269,6 +270,12 @@ def on_stream(stream: Any) -> Iterator[None]:
     """Make `stream` and its device current. Back on the first GPU afterwards, torch makes no context there."""
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
+
+
+def compile_copies(store: BlockStore) -> None:
+    """Compile what copies blocks between `store` and others on its GPU: seconds, the first time. Nothing on a CPU."""
+    if isinstance(store, DeviceBlockStore) and store.device != "cpu":
+        DeviceChannel(store, store, CUDA_IPC).close()
 
 
 def attach_device_store(handle: StoreHandle, *, geometry: KvGeometry) -> DeviceBlockStore:

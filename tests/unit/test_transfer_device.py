@@ -16,6 +16,7 @@ from alignedserve.transfer.device import (  # noqa: E402
     DeviceBlockStore,
     DeviceChannel,
     attach_device_store,
+    compile_copies,
     reached_devices,
 )
 from alignedserve.transfer.handles import HOST  # noqa: E402
@@ -148,6 +149,15 @@ def test_a_gpu_reaches_itself() -> None:
 @needs_gpu
 def test_blocks_go_to_a_gpu_and_back() -> None:
     check_there_and_back("cuda:0")
+
+
+@gpu
+@needs_gpu
+def test_what_copies_within_a_gpu_is_compiled_ahead_and_leaves_the_store_as_it_is() -> None:
+    cache = device_store("cache", 4, "cuda:0")
+    before = cache.blocks.clone()
+    compile_copies(cache)
+    assert torch.equal(cache.blocks, before)
 
 
 @gpu
