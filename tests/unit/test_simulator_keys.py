@@ -23,6 +23,9 @@ class Watched:
         self._value, self._read, self._name = value, read, name
 
     def __getattr__(self, key: str) -> Any:
+        made_of_keys = getattr(type(self._value), key, None)
+        if self._name and isinstance(made_of_keys, property) and made_of_keys.fget is not None:
+            return made_of_keys.fget(self)
         value = getattr(self._value, key)
         if not self._name:
             return Watched(value, self._read, f"{key}.")
