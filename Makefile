@@ -8,7 +8,7 @@ BENCHMARKS := $(filter-out benchmarks/soak.py,$(wildcard benchmarks/[a-z]*.py))
 
 export PYTHON
 
-.PHONY: help setup setup-test setup-dev serve test test-all fuzz bench proto lint format types wheel clean
+.PHONY: help setup setup-test setup-docs setup-dev serve test test-all fuzz chaos soak bench docs proto lint format types wheel clean
 
 help:
 	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up, and serve a model"
@@ -16,6 +16,7 @@ help:
 	@echo "make fuzz [FUZZ=50]                                walk the state machines of the tests so many times longer"
 	@echo "make chaos                                         kill and stop every role under load; prints a table"
 	@echo "make soak [ARGS='--minutes 20']                    resident memory of each process under load"
+	@echo "make docs                                          build the documentation's site into build/site"
 	@echo "make bench                                         run the benchmarks of the main job"
 	@echo "make lint | format | types | proto | wheel | clean for developers"
 
@@ -24,6 +25,10 @@ setup:
 
 setup-test:
 	@tools/setup_venv.sh $(VENV) test
+
+setup-docs:
+	@tools/setup_venv.sh $(VENV) docs
+	@tools/pkgview.sh
 
 setup-dev:
 	@tools/setup_venv.sh $(VENV) dev
@@ -50,6 +55,10 @@ soak: setup-test
 bench: setup-test
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 
+docs: setup-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the site is in build/site: $(BIN)/mkdocs serve shows it, and builds it again as pages change"
+
 proto:
 	tools/protoc.sh
 
@@ -65,7 +74,7 @@ types: setup-dev
 	$(BIN)/mypy
 
 wheel: setup-dev
-	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist . ./distributions/client
 
 clean:
 	rm -rf build dist *.egg-info src/*.egg-info .pkgview .pytest_cache .mypy_cache .ruff_cache

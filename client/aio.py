@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+import functools
+import os
+import weakref
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 
 from alignedserve.cancellation import task_is_cancelled
-from alignedserve.client.attempts import Attempts
-from alignedserve.client.calls import DEFAULT_ADDRESS, DEFAULT_RESUME_S, Call, CallPlanner, open_stub
-from alignedserve.client.options import ChatTurn, Options
-from alignedserve.client.types import Chunk, Completion, ModelCard
+from alignedserve.client.attempts import DEFAULT_BACKOFF, DEFAULT_RESUME_S, Attempts, Backoff, Tries
+from alignedserve.client.batch import DEFAULT_CONCURRENCY, Batch
+from alignedserve.client.calls import Call, CallPlanner, open_stub
+from alignedserve.client.connections import (
+    DEFAULT_ADDRESS,
+    DEFAULT_CONNECT_TIMEOUT_S,
+    Rotation,
+    Transport,
+    parse_addresses,
+)
+from alignedserve.client.failures import EndedEarlyError
+from alignedserve.client.messages import join_chunks
+from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress
+from alignedserve.client.tasks import run_batch
+from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
+from alignedserve.errors import AlignedServeError
 from alignedserve.proto.inference_pb2 import GenerateChunk
 
 Result = TypeVar("Result")
@@ -25,16 +40,29 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     Cancelling the task that waits for a chunk cancels the request as well.
     """
 
-    def __init__(self, call: Call[Chunk], send: Callable[[Call[Chunk]], Any], patience_s: float) -> None:
-        self._attempts = Attempts(call, patience_s)
+    def __init__(self, attempts: Attempts, send: Callable[[Attempts], Any], cut: asyncio.Event) -> None:
+        self._attempts = attempts
         self._send = send
-        self._parse = call.parse
+        self._chunks: list[Chunk] = []
         self._closed = False
-        self._responses = send(call)
+        self._cut = cut  # ends a pause between two tries: this was closed, or its client
+        self._responses = send(attempts)
 
     @property
-    def request_id(self) -> str | None:
+    def request_id(self) -> str:
+        """The name of the request, for `AsyncClient.cancel` and logs."""
         return self._attempts.request_id
+
+    @property
+    def client_timings(self) -> ClientTimings:
+        """Seconds until now as this client measures them: `ttft_s` is there from the first token on."""
+        return self._attempts.timings()
+
+    async def completion(self) -> Completion:
+        """Read what is left, and return the whole answer; see `ChunkStream.completion`."""
+        async for _ in self:
+            pass
+        return join_chunks(self._chunks, self._attempts.timings())
 
     def __aiter__(self) -> Self:
         return self
@@ -42,29 +70,34 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     async def __anext__(self) -> Chunk:
         while True:
             try:
-                message = await _answer(self._attempts.call, self._responses.read())
+                message = await _answer(self._attempts, self._responses.read())
+                ended = not isinstance(message, GenerateChunk)  # grpc.aio.EOF, which has no type
+                if ended and not self._attempts.complete:
+                    raise EndedEarlyError
             except grpc.RpcError as error:
                 if self._attempts.complete and not self._closed:
                     raise StopAsyncIteration from None  # all is there but the word that it is
                 await self._go_on(error)
                 continue
-            if not isinstance(message, GenerateChunk):  # grpc.aio.EOF
+            if ended:
                 raise StopAsyncIteration
             self._attempts.take(message)
-            return self._parse(message)
+            chunk: Chunk = self._attempts.call.parse(message, self._attempts.timings())
+            self._chunks.append(chunk)
+            return chunk
 
     async def _go_on(self, error: grpc.RpcError) -> None:
         wait_s = None if self._closed else self._attempts.again(error)
         if wait_s is None:
             raise self._attempts.error(error) from error
-        await asyncio.sleep(wait_s)
-        if self._closed:
-            raise self._attempts.call.closed_here() from error
-        self._responses = self._send(self._attempts.call)
+        if await _cut_within(wait_s, self._cut):
+            raise self._attempts.call.closed_here(self.request_id) from error
+        self._responses = self._send(self._attempts)
 
     async def close(self) -> None:
         """Cancel the request unless its last chunk has been read. May be called again."""
         self._closed = True
+        self._cut.set()
         self._responses.cancel()
 
     async def __aenter__(self) -> Self:
@@ -93,19 +126,29 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
         application: str | None = None,
         timeout_s: float | None = None,
         api_key: str | None = None,
+        max_retries: int = 2,
+        backoff: Backoff = DEFAULT_BACKOFF,
         resume_s: float = DEFAULT_RESUME_S,
+        tls: bool | grpc.ChannelCredentials = False,
+        root_certificates: bytes | str | os.PathLike[str] | None = None,
+        server_name: str | None = None,
+        connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S,
+        keepalive_s: float | None = None,
     ) -> None:
-        self._planner = CallPlanner(address, model, application, timeout_s, api_key, resume_s)
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
+        self._planner = CallPlanner(model, application, timeout_s, api_key, max_retries)
+        self._transport = Transport(tls, root_certificates, server_name, connect_timeout_s, keepalive_s)
+        self._tries = Tries(Rotation(parse_addresses(address)), backoff, resume_s)
+        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._cut = asyncio.Event()
+        self._cuts = weakref.WeakSet([self._cut])  # of all that may be in a pause between two tries
 
     async def generate(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[Options]
@@ -145,6 +188,90 @@ class AsyncClient:
         """
         return self._follow(self._planner.chat_stream(messages, options))
 
+    @overload
+    async def generate_many(
+        self,
+        prompts: Iterable[BatchItem] | AsyncIterable[BatchItem],
+        *,
+        concurrency: int = ...,
+        progress: Progress = ...,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[Options],
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate_many(
+        self,
+        prompts: Iterable[BatchItem] | AsyncIterable[BatchItem],
+        *,
+        concurrency: int = ...,
+        progress: Progress = ...,
+        return_exceptions: bool,
+        **options: Unpack[Options],
+    ) -> list[Completion | AlignedServeError]: ...
+
+    async def generate_many(
+        self,
+        prompts: Iterable[BatchItem] | AsyncIterable[BatchItem],
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress = False,
+        return_exceptions: bool = False,
+        **options: Unpack[Options],
+    ) -> Any:
+        """Complete many prompts, several at a time; see `Client.generate_many` for arguments and errors.
+
+        `prompts` may be an asynchronous iterable as well. Cancelling the task that waits cancels what is open at the
+        server.
+
+        Example:
+            answers = await client.generate_many(["Return the", "Raise a"], max_tokens=32, concurrency=8)
+        """
+        batch = Batch(prompts, self._planner.generate_item, options, concurrency, progress, return_exceptions)
+        self._check_open()
+        return await run_batch(batch, prompts, functools.partial(self._ask, begun=True))
+
+    @overload
+    async def chat_many(
+        self,
+        conversations: Iterable[ChatItem] | AsyncIterable[ChatItem],
+        *,
+        concurrency: int = ...,
+        progress: Progress = ...,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[Options],
+    ) -> list[Completion]: ...
+
+    @overload
+    async def chat_many(
+        self,
+        conversations: Iterable[ChatItem] | AsyncIterable[ChatItem],
+        *,
+        concurrency: int = ...,
+        progress: Progress = ...,
+        return_exceptions: bool,
+        **options: Unpack[Options],
+    ) -> list[Completion | AlignedServeError]: ...
+
+    async def chat_many(
+        self,
+        conversations: Iterable[ChatItem] | AsyncIterable[ChatItem],
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress = False,
+        return_exceptions: bool = False,
+        **options: Unpack[Options],
+    ) -> Any:
+        """Answer many conversations, several at a time; see `Client.chat_many`.
+
+        Example:
+            questions = ["What does len return?", "What does open return?"]
+            answers = await client.chat_many([[Message("user", text)] for text in questions], max_tokens=32)
+        """
+        batch = Batch(conversations, self._planner.chat_item, options, concurrency, progress, return_exceptions)
+        self._check_open()
+        return await run_batch(batch, conversations, functools.partial(self._ask, begun=True))
+
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a running request, whoever sent it; see `Client.cancel`.
 
@@ -162,14 +289,16 @@ class AsyncClient:
         return await self._ask(self._planner.models(timeout_s))
 
     async def close(self) -> None:
-        """Close the connection; see `Client.close`.
+        """Close the connections; see `Client.close`.
 
         Example:
             await client.close()
         """
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close(None)
+        for cut in list(self._cuts):
+            cut.set()
+        for channel, _ in self._channels.values():
+            await channel.close(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -179,37 +308,68 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _ask(self, call: Call[Result]) -> Result:
-        attempts = Attempts(call, self._planner.patience_s(call))
+    async def _ask(self, call: Call[Result], *, begun: bool = False) -> Result:
+        """The result of a call; `begun`: its batch has."""
+        attempts = self._tries.of(call)
         while True:
             try:
-                return call.parse(await _answer(call, self._send(attempts.call)))
+                response = await _answer(attempts, self._send(attempts, begun=begun))
             except grpc.RpcError as error:
                 wait_s = attempts.again(error)
                 if wait_s is None:
                     raise attempts.error(error) from error
-            await asyncio.sleep(wait_s)
+            else:
+                result: Result = attempts.result(response)
+                return result
+            if await _cut_within(wait_s, self._cut):
+                raise call.closed_here(attempts.request_id)
 
     def _follow(self, call: Call[Chunk]) -> AsyncChunkStream:
-        return AsyncChunkStream(call, self._send, self._planner.patience_s(call))
+        cut = asyncio.Event()
+        self._cuts.add(cut)
+        return AsyncChunkStream(self._tries.of(call), self._send, cut)
 
-    def _send(self, call: Call[Any]) -> Any:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this client has been closed")
+
+    def _send(self, attempts: Attempts, *, begun: bool = False) -> Any:
+        if self._closed and (begun or attempts.again_sent):
+            raise attempts.call.closed_here(attempts.request_id)
+        self._check_open()
         loop = asyncio.get_running_loop()
-        if self._loop is None:  # a channel of grpc.aio is bound to the loop that it is made in
-            self._channel = grpc.aio.insecure_channel(self._planner.address, options=self._planner.channel_options())
-            self._stub, self._loop = open_stub(self._channel), loop
+        if self._loop is None:
+            self._loop = loop
         elif self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one for each loop")
-        return getattr(self._stub, call.method)(call.message, timeout=call.timeout_s, metadata=call.metadata)
+        address, call = attempts.address, attempts.call
+        if address not in self._channels:  # a channel of grpc.aio is bound to the loop that it is made in
+            channel = self._open(address)
+            self._channels[address] = (channel, open_stub(channel))
+        method = getattr(self._channels[address][1], call.method)
+        return method(call.message, timeout=call.timeout_s, metadata=call.metadata)
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        credentials, options = self._transport.credentials(), self._transport.options(address)
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, credentials, options=options)
 
 
-async def _answer(call: Call[Any], response: Any) -> Any:
+async def _cut_within(seconds: float, cut: asyncio.Event) -> bool:
+    """Wait between two tries; True, at once, where there is to be no other."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await cut.wait()
+    except TimeoutError:
+        return False
+
+
+async def _answer(attempts: Attempts, response: Any) -> Any:
     """Wait for a response. Raises grpc.RpcError, and CancelledError where this side closed the call."""
     try:
         return await response
     except asyncio.CancelledError:
         if task_is_cancelled():
             raise
-        raise call.closed_here() from None  # gRPC's word for a call that its own side closed
+        raise attempts.call.closed_here(attempts.request_id) from None  # gRPC's word where its own side closed it

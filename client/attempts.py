@@ -1,46 +1,101 @@
-"""One call over as many connections as it takes: what was delivered before one broke is not asked for again."""
+"""One call, sent as often as it takes: what was delivered before a connection broke is not asked for again."""
 
 from __future__ import annotations
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
 from alignedserve.client.calls import Call
-from alignedserve.client.failures import may_go_on
-from alignedserve.errors import AlignedServeError, DeadlineError
+from alignedserve.client.connections import Rotation
+from alignedserve.client.failures import Failure, kind_of, retry_after_s
+from alignedserve.client.types import ClientTimings
+from alignedserve.errors import AlignedServeError, ConfigError, DeadlineError
 from alignedserve.proto import inference_pb2 as pb
 
-_FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 1.0
 _LEAST_TIMEOUT_S = 0.001
 
 
-class Attempts:
-    """`call` is the one to send next; `take` each chunk of a stream, `again` whatever it fails with.
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long a client waits before it asks again after a refusal, in seconds.
 
-    `patience_s` is how long it may take from a failure to the next token, in seconds; 0: the first failure is final.
+    `first_s`, then twice as long each time, at most `longest_s`, each times a random number from 0.5 to 1. Where the
+    server says how long (Retry-After), that, and up to a tenth more; a server that asks for more than
+    `retry_after_limit_s` is not asked again.
     """
 
-    def __init__(self, call: Call[Any], patience_s: float) -> None:
+    first_s: float = 0.5
+    longest_s: float = 8.0
+    retry_after_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_s <= self.longest_s or not self.retry_after_limit_s >= 0:
+            raise ConfigError(f"a backoff needs 0 <= first_s <= longest_s and retry_after_limit_s >= 0, got {self}")
+
+    def wait_s(self, failures: int, asked_s: float | None = None) -> float:
+        """Before the next attempt, after so many `failures` that have been waited for, in seconds."""
+        drawn_s = min(self.first_s * 2.0 ** min(failures, 64), self.longest_s) * random.uniform(0.5, 1.0)
+        return drawn_s if asked_s is None else max(drawn_s, asked_s * random.uniform(1.0, 1.1))
+
+
+DEFAULT_BACKOFF = Backoff()
+DEFAULT_RESUME_S = 15.0
+_RECONNECT = Backoff(0.05, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """Where a client's calls are tried, and for how long; see `Client` for the fields."""
+
+    rotation: Rotation
+    backoff: Backoff = DEFAULT_BACKOFF
+    resume_s: float = DEFAULT_RESUME_S
+
+    def __post_init__(self) -> None:
+        if not self.resume_s >= 0:  # a NaN too
+            raise ConfigError(f"resume_s must be at least 0, got {self.resume_s}")
+
+    def of(self, call: Call[Any]) -> Attempts:
+        """The attempts of one call."""
+        return Attempts(call, self)
+
+
+class Attempts:
+    """`call` is the one to send next, to `address`; `take` each chunk of a stream, `again` whatever it fails with."""
+
+    def __init__(self, call: Call[Any], tries: Tries) -> None:
         self.call = call
-        self.request_id: str | None = getattr(call.message, "request_id", "") or None
+        self.request_id: str = getattr(call.message, "request_id", "")
         self.complete = False  # the last chunk has come
+        self.address = tries.rotation.next()
+        self._rotation = tries.rotation
+        self._backoff = tries.backoff
         self._first = call
-        self._patience_s = patience_s
-        self._deadline_s = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        # What generates nothing is asked again as often as what nobody has taken.
+        self._resume_s = tries.resume_s if call.generates else None
+        self._begun_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._deadline_s = None if call.timeout_s is None else self._begun_s + call.timeout_s
+        self._model = ""  # of the first chunk: no other one goes on with it
         self._seed: int | None = None  # in use since the first chunk
         self._max_tokens: int | None = None  # as well
         self._delivered: dict[int, pb.Delivered] = {}
+        self._begun = False  # a server has had it
         self._failing_since_s: float | None = None
-        self._failures = 0
+        self._failures = 0  # since the last token
+        self._retries = 0
+        self._unreached: set[str] = set()
+        self._sent = 1
 
     def take(self, chunk: pb.GenerateChunk) -> None:
         """Note what it delivers, and take out what an earlier connection's first chunk has delivered."""
         self.request_id = chunk.request_id
+        self._begun = True
+        self._model = self._model or chunk.model
         if self._seed is not None:
             chunk.ClearField("prompt_token_ids")
         elif chunk.HasField("seed"):
@@ -50,22 +105,44 @@ class Attempts:
         delivered.token_ids.extend(chunk.choice.token_ids)
         delivered.finish_reason = chunk.choice.finish_reason
         if chunk.choice.token_ids:
+            if self._first_token_s is None:
+                self._first_token_s = time.monotonic()
             self._failures, self._failing_since_s = 0, None
+            self._rotation.worked(self.address)
         self.complete = chunk.HasField("usage")
 
+    def result(self, response: Any) -> Any:
+        """What the response stands for."""
+        self._rotation.worked(self.address)
+        return self.call.parse(response, self.timings())
+
+    @property
+    def again_sent(self) -> bool:
+        """Whether `call` is not the first try."""
+        return self._sent > 1
+
+    def timings(self) -> ClientTimings:
+        """What of it this client has measured until now."""
+        first_s = None if self._first_token_s is None else self._first_token_s - self._begun_s
+        return ClientTimings(time.monotonic() - self._begun_s, first_s, self._sent)
+
     def again(self, error: grpc.RpcError) -> float | None:
-        """Seconds to wait before `call` is sent, which goes on with this one. None: the failure is final."""
+        """Seconds to wait before `call` is sent to `address`: it goes on with this one. None: the failure is final."""
         now_s = time.monotonic()
-        begun = bool(self._failures or self._delivered)
-        if self._failing_since_s is None:
-            self._failing_since_s = now_s
-        tired = now_s - self._failing_since_s >= self._patience_s
+        kind = kind_of(error, begun=self._begun)
+        if kind in (Failure.BROKEN, Failure.UNREACHED):
+            self._rotation.failed(self.address)
         # Without its seed (a server that does not tell) an answer that has begun cannot go on as it began.
-        if tired or self._late(now_s) or not may_go_on(error, begun=begun) or (self._delivered and self._seed is None):
+        if kind is Failure.FINAL or self._late(now_s) or (self._delivered and self._seed is None):
             return None
-        wait_s = min(_FIRST_WAIT_S * 2.0**self._failures, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
-        self._failures += 1
+        if kind is Failure.BROKEN and self._resume_s is not None:
+            self._begun = True
+        wait_s = self._wait_to_resume_s(now_s, error) if self._begun else self._wait_to_retry_s(now_s, error, kind)
+        if wait_s is None:
+            return None
+        self.address = self._rotation.next()
         self.call = self._next_call(now_s + wait_s)
+        self._sent += 1
         return wait_s
 
     def error(self, error: grpc.RpcError) -> AlignedServeError:
@@ -73,22 +150,53 @@ class Attempts:
         if self._late(time.monotonic()):  # whatever was tried last
             limit_s = self._first.timeout_s
             ids = {"request_id": self.request_id} if self.request_id else {}
-            return DeadlineError(f"the call did not end within its {limit_s:g} s", address=self._first.address, **ids)
-        return self._first.error(error, self.request_id)
+            return DeadlineError(f"the call did not end within its {limit_s:g} s", address=self.address, **ids)
+        return self._first.error(error, self.address, self.request_id)
+
+    def _wait_to_resume_s(self, now_s: float, error: grpc.RpcError) -> float | None:
+        """A server has had the call: for `resume_s` without a token, one that goes on with it is waited for."""
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        if now_s - self._failing_since_s >= (self._resume_s or 0.0):
+            return None
+        wait_s = _RECONNECT.wait_s(self._failures, retry_after_s(error))
+        self._failures += 1
+        return wait_s if self._deadline_s is None else min(wait_s, self._deadline_s - now_s)
+
+    def _wait_to_retry_s(self, now_s: float, error: grpc.RpcError, kind: Failure) -> float | None:
+        """No server has taken the call: it is tried `max_retries` times, each time at every address there is."""
+        if kind is Failure.UNREACHED:
+            self._unreached.add(self.address)
+            if len(self._unreached) < len(self._rotation.addresses):
+                return 0.0
+        self._unreached.clear()
+        asked_s = retry_after_s(error)
+        if self._retries >= self._first.max_retries or (asked_s or 0.0) > self._backoff.retry_after_limit_s:
+            return None
+        wait_s = self._backoff.wait_s(self._retries, asked_s)
+        if self._deadline_s is not None and now_s + wait_s >= self._deadline_s:
+            return None  # there is no time for it, and what was refused says more than that time is over
+        self._retries += 1
+        return wait_s
 
     def _late(self, now_s: float) -> bool:
         return self._deadline_s is not None and now_s >= self._deadline_s
 
     def _next_call(self, now_s: float) -> Call[Any]:
+        timeout_s = None if self._deadline_s is None else max(self._deadline_s - now_s, _LEAST_TIMEOUT_S)
+        if self._resume_s is None:
+            return replace(self._first, timeout_s=timeout_s)
         message = pb.GenerateRequest()
         message.CopyFrom(self._first.message)
-        message.request_id = self.request_id or ""
+        message.request_id = self.request_id
+        if self._model:
+            message.model = self._model
         if self._seed is not None:
             message.seed = self._seed
         if self._max_tokens is not None:
             message.max_tokens = self._max_tokens
-        message.resume.extend(self._delivered.get(index, pb.Delivered()) for index in range(message.n or 1))
-        if self._deadline_s is None:
-            return replace(self._first, message=message)
-        message.timeout_s = max(self._deadline_s - now_s, _LEAST_TIMEOUT_S)
-        return replace(self._first, message=message, timeout_s=message.timeout_s)
+        if self._begun:
+            message.resume.extend(self._delivered.get(index, pb.Delivered()) for index in range(message.n or 1))
+        if timeout_s is not None:
+            message.timeout_s = timeout_s
+        return replace(self._first, message=message, timeout_s=timeout_s)

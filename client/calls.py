@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
 from alignedserve.client import messages
 from alignedserve.client.failures import error_from_status
-from alignedserve.client.options import ChatTurn, Options
-from alignedserve.client.types import Chunk, Completion, ModelCard
+from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options
+from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
 from alignedserve.errors import AlignedServeError, CancelledError, ConfigError, InvalidRequestError
 from alignedserve.proto import inference_pb2 as pb
 from alignedserve.proto.common_pb2 import Empty
 from alignedserve.proto.inference_pb2_grpc import InferenceStub
 
-DEFAULT_ADDRESS = "127.0.0.1:9000"
 API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
-DEFAULT_RESUME_S = 15.0
 _LONGEST_TIMEOUT_S = 1e9  # gRPC overflows on longer ones
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_OF_THE_CLIENT = ("max_retries",)  # options that the server never hears of
+_INPUTS = ("prompt", "prompt_token_ids", "messages")
 
 Result = TypeVar("Result")
 
@@ -35,71 +35,80 @@ class Call(Generic[Result]):
 
     method: str
     message: Any
-    parse: Callable[[Any], Result]
+    parse: Callable[[Any, ClientTimings], Result]
     timeout_s: float | None
     metadata: tuple[tuple[str, str], ...] = field(repr=False)  # the API key is in it
-    address: str
+    max_retries: int
 
-    def error(self, error: grpc.RpcError, request_id: str | None = None) -> AlignedServeError:
-        """The typed error for a gRPC failure of this call; `request_id` is what the server has named it."""
-        known = request_id or getattr(self.message, "request_id", "")
-        ids = {"request_id": known} if known else {}
-        return error_from_status(error, self.timeout_s, address=self.address, **ids)
+    @property
+    def generates(self) -> bool:
+        """Whether tokens come of it: one that is broken off goes on where it was."""
+        return self.method in ("Generate", "Stream")
 
-    def closed_here(self) -> CancelledError:
+    def error(self, error: grpc.RpcError, address: str, request_id: str) -> AlignedServeError:
+        """The typed error for a gRPC failure of this call."""
+        ids = {"request_id": request_id} if request_id else {}
+        return error_from_status(error, self.timeout_s, address=address, **ids)
+
+    def closed_here(self, request_id: str = "") -> CancelledError:
         """The error for a call that was cut short by closing its stream or its client."""
-        return CancelledError(f"the {self.method} call was closed by this client", address=self.address)
+        ids = {"request_id": request_id} if request_id else {}
+        return CancelledError(f"the {self.method} call was closed by this client", **ids)
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlanner:
     """What holds for all calls of one client; makes the calls. See `Client` for the fields."""
 
-    address: str = DEFAULT_ADDRESS
     model: str | None = None
     application: str | None = None
     timeout_s: float | None = None
     api_key: str | None = field(default=None, repr=False)
-    resume_s: float = DEFAULT_RESUME_S
+    max_retries: int = 2
 
     def __post_init__(self) -> None:
-        if not self.resume_s >= 0:  # a NaN too
-            raise ConfigError(f"resume_s must be at least 0, got {self.resume_s}")
-        if "://" in self.address and self.address.split("://")[0] in ("http", "https", "grpc"):
-            raise ConfigError(f"address must be HOST:PORT of the gRPC port, without a scheme: {self.address!r}")
         if self.api_key is None and (found := os.environ.get(API_KEY_VARIABLE, "").strip()):
             object.__setattr__(self, "api_key", found)
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise ConfigError(f"api_key (or {API_KEY_VARIABLE}) must be printable ASCII without spaces")
         self._limit(None)
-
-    def channel_options(self) -> list[tuple[str, Any]]:
-        """gRPC channel arguments: long answers pass, and a server that comes back is found within two seconds."""
-        options: list[tuple[str, Any]] = [
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 2000),
-        ]
-        if self.address.rsplit(":", 1)[0] in _LOOPBACK:  # `http_proxy` in the environment is not meant for these
-            options.append(("grpc.enable_http_proxy", 0))
-        return options
-
-    def patience_s(self, call: Call[Any]) -> float:
-        """How long the call is tried again. Those that generate nothing are as well called again by whoever called."""
-        return self.resume_s if call.method in ("Generate", "Stream") else 0.0
+        self._retries(None)
 
     def generate(self, prompt: str | None, token_ids: Iterable[int] | None, options: Options) -> Call[Completion]:
-        return self._whole(messages.prompt_request(prompt, token_ids, options))
+        return self._whole(messages.prompt_request(prompt, token_ids, _sent(options)), options)
 
     def stream(self, prompt: str | None, token_ids: Iterable[int] | None, options: Options) -> Call[Chunk]:
-        return self._streamed(messages.prompt_request(prompt, token_ids, options))
+        return self._streamed(messages.prompt_request(prompt, token_ids, _sent(options)), options)
 
     def chat(self, turns: Iterable[ChatTurn], options: Options) -> Call[Completion]:
-        return self._whole(messages.chat_request(turns, options))
+        return self._whole(messages.chat_request(turns, _sent(options)), options)
 
     def chat_stream(self, turns: Iterable[ChatTurn], options: Options) -> Call[Chunk]:
-        return self._streamed(messages.chat_request(turns, options))
+        return self._streamed(messages.chat_request(turns, _sent(options)), options)
+
+    def generate_item(self, item: BatchItem, shared: Options) -> Call[Completion]:
+        """The call for one item of `generate_many`: its own options go before those that all share."""
+        if isinstance(item, str):
+            return self.generate(item, None, shared)
+        if not isinstance(item, Mapping):
+            return self.generate(None, cast(Iterable[int], item), shared)
+        given = {name: item[name] for name in _INPUTS if item.get(name) is not None}  # type: ignore[literal-required]
+        if len(given) != 1:
+            wanted = "prompt, prompt_token_ids or messages"
+            raise InvalidRequestError(
+                f"a request needs one of {wanted}, got {', '.join(given) or 'none'}", param="prompt"
+            )
+        own = {name: value for name, value in item.items() if name not in _INPUTS}
+        options = cast(Options, {**shared, **own})
+        if "messages" in given:
+            return self.chat(given["messages"], options)
+        return self.generate(given.get("prompt"), given.get("prompt_token_ids"), options)
+
+    def chat_item(self, item: ChatItem, shared: Options) -> Call[Completion]:
+        """The call for one item of `chat_many`."""
+        if isinstance(item, Mapping):
+            return self.generate_item(item, shared)
+        return self.chat(cast(Iterable[ChatTurn], item), shared)
 
     def cancel(self, request_id: str, timeout_s: float | None) -> Call[bool]:
         if not request_id:
@@ -110,26 +119,46 @@ class CallPlanner:
     def models(self, timeout_s: float | None) -> Call[tuple[ModelCard, ...]]:
         return self._call("ListModels", Empty(), messages.parse_models, self._limit(timeout_s))
 
-    def _whole(self, message: pb.GenerateRequest) -> Call[Completion]:
-        return self._call("Generate", message, messages.parse_completion, self._complete(message))
+    def _whole(self, message: pb.GenerateRequest, options: Options) -> Call[Completion]:
+        limit_s, retries = self._complete(message), self._retries(options.get("max_retries"))
+        return self._call("Generate", message, messages.parse_completion, limit_s, retries)
 
-    def _streamed(self, message: pb.GenerateRequest) -> Call[Chunk]:
-        return self._call("Stream", message, messages.parse_chunk, self._complete(message))
+    def _streamed(self, message: pb.GenerateRequest, options: Options) -> Call[Chunk]:
+        limit_s, retries = self._complete(message), self._retries(options.get("max_retries"))
+        return self._call("Stream", message, messages.parse_chunk, limit_s, retries)
 
     def _complete(self, message: pb.GenerateRequest) -> float | None:
         """Put this client's defaults in, and give the call's limit back, in seconds."""
         message.model = message.model or self.model or ""
+        # Named here: a request that is sent again takes its own place, and errors name it, answered or not.
+        message.request_id = message.request_id or f"req-{uuid.uuid4().hex}"
         limit_s = self._limit(message.timeout_s if message.HasField("timeout_s") else None)
         message.ClearField("timeout_s")
         if limit_s is not None:
             message.timeout_s = limit_s  # the gateway's own limit: it holds when the proxy dies with gRPC's deadline
         return limit_s
 
-    def _call(self, method: str, message: Any, parse: Callable[[Any], Result], limit_s: float | None) -> Call[Result]:
+    def _call(
+        self,
+        method: str,
+        message: Any,
+        parse: Callable[[Any, ClientTimings], Result],
+        limit_s: float | None,
+        max_retries: int | None = None,
+    ) -> Call[Result]:
         metadata = [("application", self.application)] if self.application else []
         if self.api_key:
             metadata.append(("authorization", f"Bearer {self.api_key}"))
-        return Call(method, message, parse, limit_s, tuple(metadata), self.address)
+        retries = self.max_retries if max_retries is None else max_retries
+        return Call(method, message, parse, limit_s, tuple(metadata), retries)
+
+    def _retries(self, max_retries: int | None) -> int:
+        chosen = self.max_retries if max_retries is None else max_retries
+        if not isinstance(chosen, int) or chosen < 0:
+            raise InvalidRequestError(
+                f"max_retries must be an integer of at least 0, got {chosen!r}", param="max_retries"
+            )
+        return chosen
 
     def _limit(self, timeout_s: float | None) -> float | None:
         """The call's limit in seconds, None for none: its own, else this client's."""
@@ -139,3 +168,8 @@ class CallPlanner:
         if not chosen > 0:  # a NaN too
             raise InvalidRequestError(f"timeout_s must be greater than 0, got {chosen}", param="timeout_s")
         return chosen
+
+
+def _sent(options: Options) -> Options:
+    """Those of the options that go to the server."""
+    return cast(Options, {name: value for name, value in options.items() if name not in _OF_THE_CLIENT})

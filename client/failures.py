@@ -9,6 +9,8 @@ the error needs beyond its message stands in brackets at the end of the details,
 
 from __future__ import annotations
 
+import enum
+import math
 import re
 from typing import Any
 
@@ -48,6 +50,9 @@ _BROKEN = re.compile(r"RST_STREAM|http2 header with status: 50\d")
 # No server has seen such a call.
 _UNREACHED = re.compile(r"failed to connect|Connection refused|DNS resolution failed|resolver")
 
+# Serve's proxy names a service to ask, which this client does not ask.
+_NO_APPLICATION = re.compile(r"Application (?:metadata not set|('.*') not found)\. Ping .*ListApplications", re.DOTALL)
+
 
 def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: Any) -> AlignedServeError:
     """The error that a failed call stands for.
@@ -59,6 +64,9 @@ def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: 
     status = error.code()
     message, words = _split(error.details() or status.name)
     kind = _kind(status, message, words)
+    if unknown := _NO_APPLICATION.match(message):
+        message = _application_hint(unknown[1])
+        words.setdefault("param", "application")
     if status is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
         message = f"{message} (the limit was {timeout_s:g} s)"
     details["status"] = status.name
@@ -66,26 +74,65 @@ def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: 
         details["code"] = words["code"]
     if issubclass(kind, RequestError):
         details["param"] = words.get("param")
-    if issubclass(kind, OverloadedError) and (retry_after_s := _seconds(words.get("retry-after-s"))) is not None:
-        details["retry_after_s"] = retry_after_s
+    if issubclass(kind, OverloadedError | UnavailableError) and (wait_s := retry_after_s(error)) is not None:
+        details["retry_after_s"] = wait_s
     return kind(message, **details)
 
 
-def may_go_on(error: grpc.RpcError, *, begun: bool) -> bool:
-    """Whether the call may go on over another connection: this one broke, or its server is ending.
+def _application_hint(asked: str | None) -> str:
+    if asked is None:
+        return "several applications run there, or none: name the one that is meant (application=...)"
+    return f"no application is called {asked} there (application=...)"
 
-    `begun`: a server has had the call. Then it is worth waiting for one that can be reached and has room.
-    """
+
+class EndedEarlyError(grpc.RpcError):
+    """A stream that ended as if all were well, before its last chunk had come: whatever is in between broke it."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "the stream ended before the answer was whole"
+
+
+class Failure(enum.Enum):
+    """What a failed call means for the next attempt."""
+
+    FINAL = "final"
+    """The server's answer: another attempt would get the same."""
+    BROKEN = "broken"
+    """The connection broke, or the server behind it is ending: the call goes on through another one."""
+    REFUSED = "refused"
+    """The server has no room, or something that it needs is not there: later it may take the call."""
+    UNREACHED = "unreached"
+    """No server has seen the call."""
+
+
+def kind_of(error: grpc.RpcError, *, begun: bool) -> Failure:
+    """Which of them this is. `begun`: a server has had the call, so that one that knows nothing of it must be new."""
     status = error.code()
     message, words = _split(error.details() or "")
     if "code" in words:
-        return words["code"] == "shutting_down" or (begun and words["code"] in ("unavailable", "overloaded"))
-    if status is grpc.StatusCode.UNAVAILABLE:
-        return begun or not _UNREACHED.search(message)
-    if status in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) or _BROKEN.search(message):
-        return True
-    # A proxy that has just started knows no application.
-    return begun and status in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+        return _BY_CODE.get(words["code"], Failure.FINAL)
+    if status is grpc.StatusCode.UNAVAILABLE and _UNREACHED.search(message):
+        return Failure.UNREACHED
+    broken = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+    if status in broken or _BROKEN.search(message):
+        return Failure.BROKEN
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and not _TOO_LARGE.search(message):
+        return Failure.REFUSED
+    if status in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
+        # Not a gateway's word: a proxy that has just started knows no application, or the address is wrong.
+        return Failure.BROKEN if begun else Failure.REFUSED
+    return Failure.FINAL
+
+
+_BY_CODE = {"shutting_down": Failure.BROKEN, "unavailable": Failure.REFUSED, "overloaded": Failure.REFUSED}
+
+
+def retry_after_s(error: grpc.RpcError) -> float | None:
+    """Seconds that the server asks to wait before the next attempt, where it said so."""
+    return _seconds(_split(error.details() or "")[1].get("retry-after-s"))
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:
@@ -109,6 +156,7 @@ def _kind(status: grpc.StatusCode, message: str, words: dict[str, str]) -> type[
 
 def _seconds(word: str | None) -> float | None:
     try:
-        return float(word) if word is not None else None
+        seconds = float(word) if word is not None else math.nan
     except ValueError:
         return None
+    return seconds if 0 <= seconds < math.inf else None

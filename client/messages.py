@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from alignedserve.client.options import ChatTurn, Options
-from alignedserve.client.types import Choice, Chunk, Completion, Logprob, Message, ModelCard, Timings, Usage
+from alignedserve.client.types import (
+    Choice,
+    Chunk,
+    ClientTimings,
+    Completion,
+    Logprob,
+    Message,
+    ModelCard,
+    Timings,
+    Usage,
+)
 from alignedserve.errors import InvalidRequestError
 from alignedserve.proto import inference_pb2 as pb
 from alignedserve.proto.common_pb2 import LogitBias
@@ -92,18 +102,19 @@ def _extend(target: Any, name: str, values: Iterable[Any]) -> None:
         raise InvalidRequestError(f"{name}: {error}", param=name) from error
 
 
-def parse_completion(message: pb.GenerateResponse) -> Completion:
+def parse_completion(message: pb.GenerateResponse, client_timings: ClientTimings) -> Completion:
     return Completion(
         request_id=message.request_id,
         model=message.model,
         prompt_token_ids=tuple(message.prompt_token_ids),
         choices=tuple(_choice(choice) for choice in message.choices),
         usage=_usage(message.usage),
+        client_timings=client_timings,
         timings=_timings(message.timings) if message.HasField("timings") else None,
     )
 
 
-def parse_chunk(message: pb.GenerateChunk) -> Chunk:
+def parse_chunk(message: pb.GenerateChunk, client_timings: ClientTimings) -> Chunk:
     choice = message.choice
     return Chunk(
         request_id=message.request_id,
@@ -119,12 +130,33 @@ def parse_chunk(message: pb.GenerateChunk) -> Chunk:
     )
 
 
-def parse_models(message: pb.ModelList) -> tuple[ModelCard, ...]:
+def parse_models(message: pb.ModelList, client_timings: ClientTimings) -> tuple[ModelCard, ...]:
     return tuple(ModelCard(card.id, card.max_positions) for card in message.models)
 
 
-def parse_found(message: pb.CancelResponse) -> bool:
+def parse_found(message: pb.CancelResponse, client_timings: ClientTimings) -> bool:
     return message.found
+
+
+def join_chunks(chunks: Sequence[Chunk], client_timings: ClientTimings) -> Completion:
+    """The whole answer that a stream's chunks are, all of them in order."""
+    last = chunks[-1]
+    assert last.usage is not None, "only the last chunk has it"
+    choices = []
+    for index in sorted({chunk.index for chunk in chunks}):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        ends = [chunk.finish_reason for chunk in mine if chunk.finish_reason]
+        choices.append(
+            Choice(
+                index=index,
+                text="".join(chunk.text for chunk in mine),
+                token_ids=tuple(token for chunk in mine for token in chunk.token_ids),
+                finish_reason=ends[-1],
+                logprobs=tuple(entry for chunk in mine for entry in chunk.logprobs),
+            )
+        )
+    prompt = next((chunk.prompt_token_ids for chunk in chunks if chunk.prompt_token_ids), ())
+    return Completion(last.request_id, last.model, prompt, tuple(choices), last.usage, client_timings, last.timings)
 
 
 def _choice(message: pb.Choice) -> Choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypedDict
 
 from alignedserve.client.types import Message
@@ -21,9 +21,11 @@ class Options(TypedDict, total=False):
     model: str | None
     """A served model's name; may be left out where only one is served."""
     request_id: str | None
-    """A name of your own, for `cancel`, logs and errors; unique among running requests. The server makes one up."""
+    """A name of your own, for `cancel`, logs and errors; unique among running requests. Otherwise one is made up."""
     timeout_s: float | None
     """Seconds until the request is given up with `DeadlineError`, a stream's last chunk included. `math.inf`: never."""
+    max_retries: int | None
+    """How often it is asked for again after a refusal; see `Client`. The server does not hear of it."""
     wait_objective_s: float | None
     """The longest that it should wait between its prefill (or an eviction) and its next token; 0.01 to 86,400 s."""
 
@@ -61,3 +63,24 @@ class Options(TypedDict, total=False):
     """Answers to the same prompt; 1 to 16."""
     include_timings: bool | None
     """Ask for `timings`: seconds in each stage."""
+
+
+class Request(Options, total=False):
+    """One request of a batch, as a dict: exactly one of the three inputs, and options of its own."""
+
+    prompt: str | None
+    """Text, tokenised by the server."""
+    prompt_token_ids: Iterable[int] | None
+    """Tokens instead."""
+    messages: Iterable[ChatTurn] | None
+    """A conversation instead."""
+
+
+BatchItem: TypeAlias = str | Sequence[int] | Request
+"""What `generate_many` takes: a prompt, a prompt's token ids, or a `Request`."""
+
+ChatItem: TypeAlias = Sequence[ChatTurn] | Request
+"""What `chat_many` takes: a conversation, or a `Request`."""
+
+Progress: TypeAlias = bool | Callable[[int, int | None], object]
+"""True: a progress bar of `tqdm`. A function: called with how many have ended, and of how many (None: not known)."""

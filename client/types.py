@@ -55,6 +55,24 @@ class Timings:
     decode_id: str
     bubble_s: float | None = None
 
+    @property
+    def total_s(self) -> float:
+        """Seconds in all stages together: from the request's arrival at the gateway to its last token."""
+        return self.queue_s + self.prefill_s + self.pool_s + self.prefetch_s + self.handover_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimings:
+    """Seconds as this client measured them from the call on, retries, waits and broken connections included.
+
+    `ttft_s` is the time to the first token; None for an answer that came whole, and before a stream's first token.
+    `attempts` counts how often the request was sent (1: everything went well).
+    """
+
+    total_s: float
+    ttft_s: float | None = None
+    attempts: int = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -69,13 +87,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole answer to one request: `n` choices. `timings` is None unless `include_timings` asked for it."""
+    """The whole answer to one request: `n` choices.
+
+    `client_timings` are the seconds that this client has seen; `timings`, those of each stage in the cluster, are None
+    unless `include_timings` asked for them.
+    """
 
     request_id: str
     model: str
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     usage: Usage
+    client_timings: ClientTimings
     timings: Timings | None = None
 
     @property

@@ -24,13 +24,17 @@ from alignedserve.errors import AlignedServeError, UnavailableError
 
 _M_ARENA_MAX = -8
 _ERROR_POLL_S = 0.25
+LEAVE_LATE_S = 5.0
 
 
 class RoleActor:
     """Runs one role on an event loop of its own, in a thread; the process ends when the role does."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], namespace: str = "") -> None:
+        """`namespace` is the one in Ray that all roles of the cluster have their names in."""
         self._settings = RoleSettings(**settings)
+        self._namespace = namespace
+        _require_node(self._settings)
         environment = role_environment(self._settings)
         os.environ.update(environment)  # before anything heavy is imported
         if arenas := environment.get("MALLOC_ARENA_MAX"):
@@ -53,11 +57,11 @@ class RoleActor:
             "view": view.SerializeToString() if view is not None else b"",
         }
 
-    async def set_supervisor(self, address: str) -> None:
-        """The supervisor is somewhere else now; node agents pass it on."""
+    async def set_supervisor(self, address: str, leave: bool = False) -> None:
+        """The supervisor is somewhere else now; `leave`: go there at once."""
         role = self._seat.role if self._seat is not None else None
-        if role is not None and hasattr(role, "set_supervisor"):
-            self._loop.call_soon_threadsafe(role.set_supervisor, address)
+        if role is not None:
+            self._loop.call_soon_threadsafe(role.leave_for if leave else role.set_supervisor, address)
 
     async def assume(self, settings: dict[str, Any]) -> None:
         """A spare takes this role. Returns once it has; raises UnavailableError where it has another."""
@@ -86,6 +90,8 @@ class RoleActor:
             self._error = AlignedServeError(f"{type(error).__name__}: {error}")
             time.sleep(2 * _ERROR_POLL_S)
         finally:
+            if self._seat is not None and self._seat.role.orphaned:
+                _leave_nothing(self._namespace)
             # Threads of the engine or of Ray must not hold up the end of a process whose role is over.
             os._exit(status)
 
@@ -98,6 +104,23 @@ class RoleActor:
 
     async def _assume(self, seat: Seat, settings: RoleSettings) -> None:
         seat.assume(settings)
+
+
+def _leave_nothing(namespace: str) -> None:
+    """Nobody else gives back the room that the cluster has in Ray. Ray may be what has died: it is not waited for."""
+    from alignedserve.cluster.ray_groups import LEAVE_S, leave_nothing
+
+    name = ray.get_runtime_context().get_actor_name() or ""
+    leaving = threading.Thread(target=leave_nothing, args=(namespace, name), name="leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_S + LEAVE_LATE_S)
+
+
+def _require_node(settings: RoleSettings) -> None:
+    """Raises UnavailableError where Ray has moved the actor's bundle since: the settings are another node's."""
+    here = ray.get_runtime_context().get_node_id()
+    if not here.startswith(settings.node_id.rpartition("-")[2]):
+        raise UnavailableError(f"{settings.id} was meant for node {settings.node_id}, and came up on {here[:6]}")
 
 
 class PrefillWorker(RoleActor):

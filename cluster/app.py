@@ -15,21 +15,28 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
+import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.schema import LoggingConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus, LoggingConfig
 
-from alignedserve import logs
+from alignedserve import __version__, logs
 from alignedserve.admin import admin_key
 from alignedserve.cluster import haproxy_exec
 from alignedserve.cluster.actors import ACTORS, RoleActor
+from alignedserve.cluster.handover import newer_leader
+from alignedserve.cluster.inheritance import end_predecessors, from_nothing, inherit
+from alignedserve.cluster.ray_groups import NAMESPACE
 from alignedserve.cluster.ray_launcher import RayLauncher
 from alignedserve.cluster.records import Record
-from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
-from alignedserve.cluster.supervisor import Identity, Supervisor
+from alignedserve.cluster.runtime_dir import remove_cluster_dir
+from alignedserve.cluster.supervisor import Supervisor
 from alignedserve.config import Config
-from alignedserve.config_sources import Tree, from_tree, to_tree
+from alignedserve.config_sources import Tree, from_arguments, from_tree, to_tree
+from alignedserve.errors import ConfigError
 from alignedserve.gateway.serve_ports import close_internal_port
+from alignedserve.scheduler.systems import served_settings
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +45,9 @@ ROLES_END_S = 8.0
 REPLICA_ENDS_S = 8.0  # as above
 ATTENDED_WITHIN_S = 5.0  # a command that is there looks once a second
 COMMAND_ENDS_S = 15.0
-REPLACED_WITHIN_S = 30.0
 HUNG_AFTER_S = 5.0
 RETRY_AFTER_S = 30.0
+LOOK_S = 8.0  # a role that does not answer takes five
 LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
@@ -63,38 +70,63 @@ class SupervisorDeployment:
     """
 
     async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:  # type: ignore[misc]
+        self._ended = False
+        self._begun = asyncio.Event()
+        try:
+            await self._begin(tree, actors)
+        except BaseException:
+            self._ended = True
+            raise
+        finally:
+            self._begun.set()
+
+    async def _begin(self, tree: Tree, actors: Mapping[str, type[RoleActor]]) -> None:
         close_internal_port()
         self._config = from_tree(tree)
         logs.setup(self._config.log, "supervisor", "supervisor-0")
         context = serve.get_replica_context()
-        launcher = RayLauncher(f"alignedserve-{context.app_name}", self._config, actors)
-        self._identity = await _identity(launcher, tree)
+        launcher = RayLauncher(f"{NAMESPACE}{context.app_name}", self._config, actors)
+        inheritance = await inherit(launcher, self._config, _code())
+        if inheritance.change.replaced_for:
+            await end_predecessors(inheritance, launcher)
+            launcher, inheritance = RayLauncher(launcher.namespace, self._config, actors), from_nothing()
+        self._identity, self._launcher = inheritance.identity, launcher
         self._record = Record(
             self._identity.cluster_id,
-            http_url(self._config),
+            await asyncio.to_thread(http_url, self._config, context.app_name),
             os.getpid(),
             time.time(),
-            self._config.cluster.name,
+            context.app_name,
             self._config.gateway.api_key_file,
             admin_key(self._identity.token),
         )
         self._supervisor = Supervisor(self._config, launcher, self._identity, replaceable=True)
-        self._ended = False
+        self._supervisor.code, self._supervisor.application = _code(), context.app_name
+        self._supervisor.predecessor = inheritance.predecessor
+        self._tree = tree
         self._failed_at = 0.0
         self._attended_at = -math.inf
-        await self._supervisor.start()
+        try:
+            await self._supervisor.start(inheritance.change)
+        except BaseException:
+            if inheritance.before is None:  # else the next one finds what runs
+                await launcher.release()
+            raise
         self._record.write()
-        self._stopper = asyncio.get_running_loop().create_task(self._delete_when_asked(context.app_name))
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._delete_when_asked(context.app_name)), loop.create_task(self._leave())]
 
-    async def join_info(self) -> dict[str, Any]:
-        """What a gateway replica needs in order to join."""
+    async def join_info(self, tree: Tree | None = None) -> dict[str, Any]:
+        """What a gateway replica needs in order to join. `state` is "" where this supervisor leads a cluster of another
+        configuration than `tree`: in an update another will, soon."""
+        leads = not self._supervisor.left_to and tree in (None, self._tree)
         return {
-            "supervisor_address": self._supervisor.address,
+            **(await self.progress() if leads else {"state": "", "failure": None}),
+            "supervisor_address": self._supervisor.left_to or self._supervisor.address,
             "token": self._identity.token,
             "cluster_id": self._identity.cluster_id,
-            "node_id": self._supervisor.home.node_id,
-            "host": self._supervisor.home.host,
-            "agent_socket": self._identity.agent_socket,
+            "node_id": self._supervisor.core.nodes.home.node_id,
+            "host": self._supervisor.core.nodes.home.host,
             "model_path": self._config.model.path,
             "config": to_tree(self._config),
         }
@@ -136,12 +168,16 @@ class SupervisorDeployment:
 
         Serve replaces it then: where nobody waits at a terminal, a start is tried until it succeeds.
         """
+        if self._ended:
+            return
+        if self._supervisor.core.rolling.supervisor_due:
+            raise RuntimeError("a rolling restart replaces this supervisor")
         failure = self._supervisor.core.failure
         if failure is not None:
             self._failed_at = self._failed_at or time.monotonic()
             if time.monotonic() - self._failed_at > RETRY_AFTER_S:
                 raise RuntimeError(f"the cluster cannot start, and is tried again: {failure.message}")
-        if not self._ended and self._idle_s() > HUNG_AFTER_S:
+        if self._idle_s() > HUNG_AFTER_S:
             await asyncio.sleep(1.0)  # where it was the event loop that stood still, the supervisor is next
             if self._idle_s() > HUNG_AFTER_S:
                 logger.error("the supervisor has looked at nothing for %.0f s", self._idle_s())
@@ -153,20 +189,66 @@ class SupervisorDeployment:
 
     async def __del__(self) -> None:
         """End everything: gateways leave first, so that what they are serving is not cut off."""
-        if self.__dict__.get("_ended", True):  # also where the constructor did not come that far
+        if self.__dict__.get("_ended", True):  # also where the constructor has not begun
+            return
+        await self._begun.wait()
+        if self._ended:
             return
         self._ended = True
-        self._stopper.cancel()
-        self._record.remove()
+        for task in self._tasks:
+            task.cancel()
+        # It may be asked to leave the cluster to its successor only now, while it looks.
+        if await self._is_replaced() or await self._is_succeeded() or self._supervisor.left_to:
+            await self._supervisor.close()
+            return
+        try:
+            self._record.remove()
+            await self._see_guests_off()
+        finally:
+            try:
+                await self._supervisor.end_all(ROLES_END_S)
+            finally:
+                await self._supervisor.close()
+        remove_cluster_dir(self._identity.cluster_id)
+
+    async def _see_guests_off(self) -> None:
         grace_s = self._config.gateway.drain_s
         self._supervisor.announce_end(grace_s)
         deadline = time.monotonic() + grace_s + GUESTS_LEAVE_S
         while self._supervisor.core.roster.guests and time.monotonic() < deadline:
             await self._supervisor.wait_changed(0.1)
             self._supervisor.core.tick(time.monotonic())
-        await self._supervisor.end_all(ROLES_END_S)
+
+    async def _is_replaced(self) -> bool:
+        """Whether Serve ends this one for a successor, as a rolling restart asked for: there is none where the
+        application is deleted meanwhile."""
+        if not self._supervisor.core.rolling.supervisor_due:
+            return False
+        try:
+            async with asyncio.timeout(LOOK_S):
+                deleted = await asyncio.to_thread(is_deleted, self._supervisor.application)
+        except Exception:  # whatever Serve raises; roles that no successor comes for end themselves
+            logger.warning("whether the application is deleted cannot be found out", exc_info=True)
+            return True
+        return not deleted
+
+    async def _is_succeeded(self) -> bool:
+        """Whether roles follow a newer supervisor, which could not tell this one: they are its own to end."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                leader = await newer_leader(self._launcher, self._supervisor.core.incarnation)
+        except Exception:  # whatever Ray raises while it is shut down itself
+            logger.warning("whether another supervisor leads the cluster cannot be found out", exc_info=True)
+            return False
+        if leader:
+            logger.warning("the supervisor at %s leads the cluster: ending nothing", leader)
+        return bool(leader)
+
+    async def _leave(self) -> None:
+        """A successor leads the cluster, in an update: let the roles go to it, and end nothing."""
+        await self._supervisor.wait_left()
+        self._ended = True
         await self._supervisor.close()
-        remove_cluster_dir(self._identity.cluster_id)
 
     async def _delete_when_asked(self, app_name: str) -> None:
         """`alignedserve stop` ends the application: the command that deployed it does so, or else this."""
@@ -179,56 +261,81 @@ class SupervisorDeployment:
         await asyncio.to_thread(serve.delete, app_name, _blocking=False)
 
 
-async def _identity(launcher: RayLauncher, tree: Tree) -> Identity:
-    """That of the processes which run already, or a new one.
+def is_deleted(app_name: str) -> bool:
+    """Whether the application is on its way out, by itself or with all of Serve. Blocks."""
+    found = serve.status().applications.get(app_name)
+    return found is not None and found.status == ApplicationStatus.DELETING
 
-    Processes of another configuration belong to the application that this one replaces, which is about to end them.
+
+def http_url(config: Config, app_name: str | None = None) -> str:
+    """Where HTTP is served on this machine: Serve's own options count, whoever set them.
+
+    With `app_name` the route prefix is the application's, as Serve has it; this blocks.
     """
-    deadline = time.monotonic() + REPLACED_WITHIN_S
-    while found := await launcher.find():
-        if all(running.settings.config == tree for running in found):
-            first = found[0].settings
-            return Identity(first.cluster_id, first.token, first.agent_socket)
-        if time.monotonic() > deadline:
-            for running in found:
-                await launcher.kill(running.settings.id)
-        await asyncio.sleep(0.2)
-    cluster_id = new_cluster_id()
-    return Identity(cluster_id, new_token(), str(cluster_dir(cluster_id) / "agent.sock"))
-
-
-def http_url(config: Config) -> str:
-    """Where HTTP is served on this machine: Serve's own options count, whoever set them."""
-    host, port = config.gateway.host, config.gateway.port
+    host, port, prefix = config.gateway.host, config.gateway.port, config.gateway.route_prefix
     with contextlib.suppress(Exception):  # its place in Serve is not a public one
         from ray.serve.context import _get_global_client
 
         client: Any = _get_global_client()
         host = os.environ.get(haproxy_exec.HOST) or client.http_config.host
         port = client.http_config.port
+        if app_name is not None:
+            prefix = client.get_serve_details()["applications"][app_name]["route_prefix"] or prefix
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{config.gateway.route_prefix.rstrip('/')}"
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}{prefix.rstrip('/')}"
+
+
+def _code() -> str:
+    """What this process runs, beside its configuration: another one replaces every process."""
+    return f"{__version__} {ray.get_runtime_context().get_runtime_env_string()}"
 
 
 def supervisor_deployment(config: Config) -> Any:
-    """Serve gives it the time that it takes: gateways end first, and they have open requests."""
-    ends_s = config.gateway.drain_s + GUESTS_LEAVE_S + 2 * ROLES_END_S + 5
-    return cast(Any, SupervisorDeployment).options(graceful_shutdown_timeout_s=ends_s)
+    """Serve gives it the time that it takes: gateways end first, and they have open requests. In an update the new one
+    is up before the old one ends, and takes over from it (`handover.py`)."""
+    ends_s = LOOK_S + config.gateway.drain_s + GUESTS_LEAVE_S + 2 * ROLES_END_S + 5
+    return cast(Any, SupervisorDeployment).options(graceful_shutdown_timeout_s=ends_s, max_surge_percent=100)
+
+
+class ArgumentError(ConfigError, RayServeException):
+    """A configuration that is none. Of an exception of its own Serve shows the message alone in `serve status`."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for a configuration (its sections as nested values; what is left out has its default).
+    """The application for a configuration: its sections as nested values, or `section.key` and a text each; what is
+    left out has its default. It is up once it can answer.
 
-    Raises ConfigError for a key or a value that is none.
+    Raises ArgumentError for a key or a value that is none.
+    """
+    try:
+        config = from_arguments(args, served_settings)
+    except ConfigError as error:
+        raise ArgumentError(error.message) from error
+    return application(config, wait_ready=True)
+
+
+def application(config: Config, *, wait_ready: bool) -> Application:
+    """`wait_ready`: its gateways come up when the cluster can answer; else at once, and say what is missing.
+
+    In an update new replicas are up before old ones end (`max_surge_percent`).
     """
     from alignedserve.gateway.app import Gateway
 
-    config = from_tree(args)
     tree = to_tree(config)
     supervisor = supervisor_deployment(config).bind(tree)
     gateway = cast(Any, Gateway).options(
-        num_replicas=config.gateway.replicas,
+        **_replicas(config),
+        max_surge_percent=100,
         graceful_shutdown_timeout_s=config.gateway.drain_s + REPLICA_ENDS_S,
         logging_config=LOGGING,
     )
-    return cast(Application, gateway.bind(tree, supervisor))
+    return cast(Application, gateway.bind(tree, supervisor, wait_ready))
+
+
+def _replicas(config: Config) -> dict[str, Any]:
+    """Serve's options for the number of gateways. A gateway's load is what it has open, requests that wait among it."""
+    gateway = config.gateway
+    if not gateway.max_replicas:
+        return {"num_replicas": gateway.replicas}
+    limits = {"min_replicas": gateway.replicas, "max_replicas": gateway.max_replicas}
+    return {"autoscaling_config": limits | {"target_ongoing_requests": gateway.replica_requests}}

@@ -120,25 +120,27 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     scale = add("scale", "Have another number of instances in a running cluster.")
     scale.add_argument("--prefill", type=int, metavar="N", help="prefill instances; not given: as many as there are")
     scale.add_argument("--decode", type=int, metavar="N", help="decode instances; not given: as many as there are")
-    for command in (stop, scale):
+    restart = add("restart", "Replace every process of a running cluster, one after the other; no request notices.")
+    restart.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        choices=("decode", "prefill", "kv_pool", "scheduler", "node_agent", "gateway", "supervisor"),
+        help="only these; may be given several times",
+    )
+    for command in (stop, scale, restart):
         command.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
         command.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
         command.add_argument("--timeout", type=float, metavar="S", help="wait so long at most, in seconds")
+    idle = add("wait-idle", "Return when no request is open: what a container does before it is ended.")
+    idle.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway (default http://127.0.0.1:8000)")
+    idle.add_argument("--timeout", type=float, default=25.0, metavar="S", help="wait so long at most (default 25)")
     doctor = add("doctor", "Say what this machine offers, and what is missing.")
     _add_configuration(doctor)
     doctor.add_argument("--live", action="store_true", help="have a running cluster recount its stores and books")
     doctor.add_argument("--url", help="with --live: the gateway to ask (default: this user's newest cluster)")
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    profile = add("profile", "Measure this machine with a model, and write a cost model that predicts its passes.")
-    _add_configuration(profile, PROFILE_FLAGS)
-    profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
-    profile.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="measure for so long (default 60, on a GPU 25); starts are extra",
-    )
-    profile.add_argument("--no-cluster", action="store_true", help="only passes alone: no small cluster that serves")
+    _add_profile(add("profile", "Measure this machine with a model, and write a cost model that predicts its passes."))
     from alignedserve.simulator.options import SUMMARY, add_options
 
     add_options(add("simulate", SUMMARY))
@@ -176,14 +178,8 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             from alignedserve.cluster.status_command import show_status
 
             return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
-        case "stop":
-            from alignedserve.cluster.stop_command import stop
-
-            return stop(options.url, options.timeout, options.api_key_file)
-        case "scale":
-            from alignedserve.cluster.scale_command import scale
-
-            return scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
+        case "stop" | "scale" | "wait-idle" | "restart":
+            return _order(options)
         case "policies":
             from alignedserve.cluster.policies_command import list_policies
 
@@ -217,6 +213,27 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             return serve(_configuration(options))
 
 
+def _order(options: argparse.Namespace) -> int:
+    """What is asked of a cluster that runs."""
+    match options.command:
+        case "stop":
+            from alignedserve.cluster.stop_command import stop
+
+            return stop(options.url, options.timeout, options.api_key_file)
+        case "scale":
+            from alignedserve.cluster.scale_command import scale
+
+            return scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
+        case "wait-idle":
+            from alignedserve.cluster.idle_command import wait_idle
+
+            return wait_idle(options.url, options.timeout)
+        case _:
+            from alignedserve.cluster.restart_command import restart
+
+            return restart(options.role, options.url, options.timeout, options.api_key_file)
+
+
 def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     """Flags that set configuration keys. Not given, they are None, so that the layers below show through."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration")
@@ -229,6 +246,14 @@ def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | 
     parser.add_argument(
         "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other key of the configuration"
     )
+
+
+def _add_profile(profile: argparse.ArgumentParser) -> None:
+    _add_configuration(profile, PROFILE_FLAGS)
+    profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
+    seconds = "measure for so long (default 60, on a GPU 25); starts are extra"
+    profile.add_argument("--seconds", type=float, metavar="S", help=seconds)
+    profile.add_argument("--no-cluster", action="store_true", help="only passes alone: no small cluster that serves")
 
 
 def _configuration(options: argparse.Namespace) -> Any:

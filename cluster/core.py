@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from alignedserve.cluster.actions import Action, End, Fence, FenceGuest, Launch
 from alignedserve.cluster.members import Member, Phase, Slot
-from alignedserve.cluster.plan import SPARE, SPARED_ROLES, PlannedRole, Shape
+from alignedserve.cluster.nodes import NodeBook, Placement
+from alignedserve.cluster.plan import SPARE, SPARED_ROLES, Node, PlannedRole, Shape
 from alignedserve.cluster.processes import Sight
+from alignedserve.cluster.rolling import Rolling
 from alignedserve.cluster.roster import Roster
 from alignedserve.cluster.scaling import Scaling, next_shape
 from alignedserve.cluster.store_planner import StorePlanner
+from alignedserve.cluster.views import status_of, view_of
 from alignedserve.cluster.vigil import LATE_S, Vigil
 from alignedserve.config import Config
 from alignedserve.control.role import SERVING_STATES
@@ -26,43 +29,6 @@ ADOPTION_S = 15.0
 STEADY_S = 5.0
 END_S = 8.0
 LONGEST_BACKOFF_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Start the process, or have a spare take the role, where `spare_id` names one."""
-
-    planned: PlannedRole
-    generation: int
-    spare_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Tell the process to end: nothing needs it any more."""
-
-    role_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """End the process, whatever state it is in, and say `ended` once it is known to be dead."""
-
-    role_id: str
-    generation: int
-    hello: sv.RoleHello | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FenceGuest:
-    """The same for a process that somebody else starts, and replaces; say `process_ended`."""
-
-    hello: sv.RoleHello
-    reason: str
-
-
-Action = Launch | End | Fence | FenceGuest
 
 
 class SupervisorCore:
@@ -80,13 +46,21 @@ class SupervisorCore:
         shape: Shape | None = None,
         gpus: int = 0,
         first_version: int = 1,
+        agent_socket: Callable[[Node, int], str] | None = None,
     ) -> None:
+        """`gpus` of the one node that there is until `located` says where instances are to run; `agent_socket`:
+        `NodeBook`'s."""
         self.config = config
         self.view_version = first_version
         self.roster = Roster(planned)
-        self.scaling = Scaling(config, self.roster, gpus, shape or Shape.configured(config))
-        self.planner = StorePlanner(config, planned)
+        self.nodes = NodeBook(self.roster, gpus, agent_socket)
+        self.scaling = Scaling(config, self.roster, self.nodes, shape or Shape.configured(config))
+        self.planner = StorePlanner(config, self.roster, self.nodes)
+        longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
+        self.rolling = Rolling(self.roster, self.scaling, longest_step_s)
         self.was_ready = False
+        self.paused = False
+        """A successor is about to take over: nothing is started or ended any more."""
         self.ending = False
         self.grace_s = 0.0
         self.failure: pb.Failure | None = None
@@ -102,28 +76,52 @@ class SupervisorCore:
         """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
         found = set(running)
         for slot in self.roster.slots.values():
-            if slot.planned.id in found:
+            if slot.planned.id in found and slot.phase is Phase.WAITING:  # else it has joined already
                 slot.enter(Phase.STARTING, now)
                 slot.deadline = now + max(ADOPTION_S, self.config.supervisor.fence_after_s)
+                self.nodes.expect(slot.planned.node_id, now)
         return self.tick(now)
+
+    def located(self, placement: Placement, now: float) -> list[Action]:
+        """What nodes there are, and where instances are to run. Who was on a node that has gone counts as ended."""
+        changed = self.settle(placement, now)
+        return self.tick(now) if changed else []
+
+    def settle(self, placement: Placement, now: float) -> bool:
+        """`located` before `begin`: nothing is started. Whether nodes came or went."""
+        lost = self.nodes.take_in(placement)
+        for slot in [slot for node_id in lost for slot in self.nodes.on(node_id)]:
+            self._lost_with_node(slot, now)
+        for member in [member for member in self.roster.guests.values() if member.hello.node_id in lost]:
+            self.roster.drop_guest(member.key.id)
+        added = self.nodes.open(now)
+        if lost or added:
+            self.scaling.pair()
+            self._touch()
+        return bool(lost or added)
 
     def joined(self, hello: sv.RoleHello, now: float, unix_s: float = 0.0) -> pb.Failure | None:
         """A process said hello on a new stream. Returns why it is refused, or None."""
         key = hello.process
+        if hello.node_id in self.nodes.gone:  # whatever its place is, others may have it by now
+            return _refusal(f"node {hello.node_id} was given up")
         slot = self.roster.slots.get(key.id)
         if slot is None:
             return self._guest_joined(hello, now, unix_s)
         if slot.planned.role != key.role:
             return _refusal(f"{key.id} is a {slot.planned.role}, not a {key.role}")
         old = slot.member
-        if old is not None and key.incarnation < old.key.incarnation:
+        if key.incarnation < slot.incarnation:
             return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
+        if slot.planned.node_id not in ("", hello.node_id):
+            return _refusal(f"{key.id} belongs on node {slot.planned.node_id}, not on {hello.node_id!r}")
         same = old is not None and old.key.incarnation == key.incarnation
         if self.closing or (same and slot.phase is Phase.ENDING):
             return _refusal(f"{key.id} is being ended")
         if not same:
             slot.member = Member(hello, Vigil(now), unix_s)
             slot.device = hello.device
+            slot.incarnation = key.incarnation
             slot.was_ready = False
             slot.deadline = now + self.config.supervisor.start_timeout_s
         elif old is not None:
@@ -138,12 +136,12 @@ class SupervisorCore:
         member = self.roster.member(key)
         if member is None:
             return []
-        before, reached = _news(member), list(member.beat.reaches)
+        before, reached = member.news, list(member.beat.reaches)
         member.vigil.heard(beat, now)
         member.beat = beat
         if list(beat.reaches) != reached:
             self._pair(now)
-        if _news(member) != before:
+        if member.news != before:
             self._touch()
         slot = self.roster.slots.get(key.id)
         if slot is None:
@@ -190,6 +188,7 @@ class SupervisorCore:
         reason = slot.end_reason or reason
         slot.end_reason = ""
         meant = self.ending or slot.draining
+        self.rolling.note_end(role_id, reason)
         logger.log(logging.INFO if meant else logging.WARNING, "%s has ended: %s", role_id, reason)
         if slot.draining:
             self.scaling.forget(slot)
@@ -212,33 +211,62 @@ class SupervisorCore:
         self._touch()
         return self.tick(now)
 
+    def _lost_with_node(self, slot: Slot, now: float) -> None:
+        """It can reach nobody any more: others may take its place, whether or not it has ended yet."""
+        logger.warning("%s has gone with its node", slot.planned.id)
+        slot.device = slot.end_reason = ""
+        if slot.draining:
+            self.scaling.forget(slot)
+            return
+        slot.member = None
+        slot.was_ready = slot.used = False
+        slot.launch_at = now
+        slot.enter(Phase.WAITING, now)
+
     def tick(self, now: float) -> list[Action]:
         """Time has passed: launch what is due, fence what is silent."""
         slept_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         if slept_s > min(LATE_S, self.config.supervisor.fence_after_s / 2):
             self.roster.forgive(slept_s, now)  # nobody else is to blame for what was not heard meanwhile
-        if self.roster.drop_lost_guests(now):
+        limits = self.config.supervisor
+        self.nodes.follow(max(2 * limits.heartbeat_s, limits.fence_after_s / 2), now)
+        if self.roster.drop_lost_guests(now, lambda guest: self._spared(guest, now)):
             self._touch()
-        if self.closing:
+        if self.closing or self.paused:
             return []
-        leaving = self._let_go(now)
+        leaving = [*self._let_go(now), *self._roll(now)]
         due = [self._due(slot, now) for slot in self.roster.slots.values()]
         guests = [self._hung_guest(member, now) for member in self.roster.guests.values()]
         return [action for action in (*leaving, *due, *guests) if action is not None]
 
-    def scale(self, prefill: int, decode: int, available_bytes: int, now: float) -> list[Action]:
-        """Have other numbers of instances; 0: as it is. `available_bytes` of host memory are free.
+    def scale(self, prefill: int, decode: int, free_bytes: Mapping[str, int], now: float) -> list[Action]:
+        """Have other numbers of instances; 0: as it is. `free_bytes` of host memory by node, as far as nodes say it.
 
         Raises AlignedServeError, and changes nothing, where that cannot be.
         """
         shape = next_shape(self.scaling.shape, prefill, decode)
+        self._refuse_while_paused()
+        self.rolling.refuse_others()
         if self.ending or self.failure is not None or not self.was_ready:
             raise UnavailableError("the cluster is still starting, or ending: it cannot be scaled now")
-        self.scaling.check(shape, self.planner.model_info, self.planner.store_plan, available_bytes)
+        self.scaling.check(shape, self.planner.model_info, self.planner.store_plan, free_bytes)
         if shape == self.scaling.shape:
             return []
         self.scaling.change(shape, now)
+        self._touch()
+        return self.tick(now)
+
+    def restart(self, roles: Collection[str], free_bytes: Mapping[str, int], now: float, unix_ns: int) -> list[Action]:
+        """Replace every process of these roles that is older than `unix_ns`, one after the other (`rolling.py`).
+
+        Raises AlignedServeError, and changes nothing, where that cannot be.
+        """
+        self._refuse_while_paused()
+        if self.ending or self.failure is not None or not self.was_ready:
+            raise UnavailableError("the cluster is still starting, or ending: nothing can be restarted now")
+        model, plan = self.planner.model_info, self.planner.store_plan
+        self.rolling.begin(roles, unix_ns, now, lambda shape: self.scaling.check(shape, model, plan, free_bytes))
         self._touch()
         return self.tick(now)
 
@@ -260,50 +288,31 @@ class SupervisorCore:
     # ---- what others see
 
     def view(self) -> sv.ClusterView:
-        return sv.ClusterView(
-            version=self.view_version,
-            peers=[
-                member.peer(lost=lost, fenced=self.roster.is_fenced(member.key.id))
-                for member, lost in self.roster.members()
-            ],
-            model_info=self.planner.model_info,
-            pairs=[
-                sv.Pair(decode_id=d, prefill_id=p, link_rank=self.scaling.link_rank(d, p))
-                for d, p in self.scaling.pairs
-            ],
-            store_plan=self.planner.store_plan,
-            ending=self.ending,
-            told_by=self.incarnation,
-            supervisor=self.supervisor,
-            grace_s=self.grace_s,
-            prefill=self.scaling.shape.prefill,
-            decode=self.scaling.shape.decode,
-            draining=self.scaling.draining,
-        )
+        return view_of(self)
 
     def state(self) -> str:
         if self.failure is not None:
             return "failed"
         if not self.was_ready:
             return "starting"
-        return "degraded" if self.roster.missing() or self.roster.degraded() else "ready"
+        return "degraded" if self.roster.missing() or self.degraded() else "ready"
+
+    def degraded(self) -> list[str]:
+        """What is not as it should be though its role is served, and who waits for a node."""
+        return [*self.roster.degraded(), *self.nodes.waiting(), *self.nodes.silent()]
 
     def status(self, cluster_id: str) -> sv.ClusterStatus:
         """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
-        return sv.ClusterStatus(
-            peers=[member.peer(lost=False, detailed=True) for member, lost in self.roster.members() if not lost],
-            model_info=self.planner.model_info,
-            cluster_id=cluster_id,
-            state=self.state(),
-            missing=self.roster.missing(),
-            degraded=self.roster.degraded(),
-            failure=self.failure,
-            prefill=self.scaling.shape.prefill,
-            decode=self.scaling.shape.decode,
-            scale_failure=pb.Failure(message=self.scaling.failure),
-        )
+        return status_of(self, cluster_id)
 
     # ---- inside
+
+    def _refuse_while_paused(self) -> None:
+        if self.paused:  # the successor has seen already what there is to be
+            raise UnavailableError(
+                "the application is being updated, and another supervisor is taking this cluster over: nothing was "
+                "changed; try again in a few seconds"
+            )
 
     def _touch(self) -> None:
         self.view_version += 1
@@ -341,7 +350,7 @@ class SupervisorCore:
             slot.was_ready = slot.used = True
             slot.ready_at = now
             self.scaling.settle()
-        if member.state != "failed" or slot.phase is Phase.ENDING:
+        if member.state != "failed" or slot.phase is Phase.ENDING or self.paused:
             return []
         failure = member.beat.failure
         if not self.was_ready and issubclass(by_code(failure.code), ModelError | ConfigError):
@@ -362,7 +371,7 @@ class SupervisorCore:
     def _let_go(self, now: float) -> list[Action]:
         """End the instances that were to go, and that nothing needs any more."""
         actions: list[Action] = []
-        if self.ending:
+        if self.ending or self.paused:
             return actions
         for slot, late in self.scaling.due(now):
             if slot.phase is Phase.WAITING:
@@ -378,6 +387,16 @@ class SupervisorCore:
                 actions.append(End(slot.planned.id))
         return actions
 
+    def _roll(self, now: float) -> list[Action]:
+        """Go on with a rolling restart."""
+        if self.ending or not self.was_ready:
+            return []
+        before = self.rolling.state.SerializeToString(deterministic=True)
+        due = self.rolling.step(now, self.incarnation)
+        if self.rolling.state.SerializeToString(deterministic=True) != before:
+            self._touch()
+        return [self._fence(slot, "a rolling restart replaces it", now) for slot in due]
+
     def _due(self, slot: Slot, now: float) -> Action | None:
         limits = self.config.supervisor
         if slot.phase is Phase.WAITING and now >= slot.launch_at and self.failure is None:
@@ -385,13 +404,23 @@ class SupervisorCore:
         if slot.phase is Phase.ENDING and slot.draining and 0.0 < slot.deadline < now:
             slot.deadline = 0.0
             return self._fence(slot, "it was to go, and did not", now)
+        member = slot.member
         if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
+            if member is not None and self._is_cut_off(member.hello.node_id, slot.since, now):
+                return None
             return self._fence(slot, "its connection broke", now)
-        if slot.phase is Phase.JOINED and slot.member:
-            hung = slot.member.vigil.verdict(slot.member.beat, limits, now)
-            if hung:
+        if slot.phase is Phase.JOINED and member:
+            hung = member.vigil.verdict(member.beat, limits, now)
+            if hung and not self._is_cut_off(member.hello.node_id, member.vigil.heard_at, now):
                 return self._fence(slot, hung, now)
+        if slot.awaited:
+            if now <= slot.deadline or self._is_cut_off(slot.planned.node_id, slot.since, now):
+                return None
+            return self._fence(slot, "it was found running, and has not joined in time", now)
         if slot.phase in (Phase.STARTING, Phase.JOINED) and not slot.was_ready and now > slot.deadline:
+            if slot.phase is Phase.JOINED and not self.planner.store_plan and self.nodes.waiting():
+                slot.deadline = now + limits.start_timeout_s  # memory is divided once all instances have a node
+                return None
             state = slot.member.state if slot.member else "not joined"
             reason = f"{slot.planned.id} was not ready in time ({state})"
             if not self.was_ready and slot.planned.role in self.roster.missing():
@@ -399,11 +428,31 @@ class SupervisorCore:
             return self._fence(slot, reason, now)
         return None
 
+    def _is_cut_off(self, node_id: str, silent_since: float, now: float) -> bool:
+        """Whether it is its node that is not reached. Whoever places instances says in time whether that has gone;
+        after `orphan_after_s` processes there have ended themselves. A node without an agent has less credit.
+        """
+        limits = self.config.supervisor
+        credit_s = limits.orphan_after_s if self.nodes.number(node_id) is not None else limits.fence_after_s
+        return now - silent_since < credit_s and self.nodes.is_cut_off(node_id, now)
+
+    def _spared(self, guest: Member, now: float) -> bool:
+        return self._is_cut_off(guest.hello.node_id, self.roster.lost_guests[guest.key.id] - RECONNECT_S, now)
+
     def _launch(self, slot: Slot, now: float) -> Launch | None:
         role = slot.planned.role
         if role == SPARE and (self.ending or not self.roster.all_ready()):
             return None  # it would take the processor from those that start
-        spare = self.roster.ready_spare() if role in SPARED_ROLES else None
+        planned = self.nodes.planned(slot)
+        if planned is None:
+            late = now - slot.launch_at > self.config.supervisor.start_timeout_s
+            if late and self.was_ready and self.scaling.is_new(slot):
+                self.scaling.give_up(f"there is no room for {slot.planned.id}", now)
+            return None
+        if planned.node_id != slot.planned.node_id:
+            slot.device = ""  # another node's
+        slot.planned = planned
+        spare = self.roster.ready_spare(planned.node_id) if role in SPARED_ROLES else None
         slot.enter(Phase.STARTING, now)
         slot.deadline = now + self.config.supervisor.start_timeout_s
         slot.generation += 1
@@ -423,7 +472,7 @@ class SupervisorCore:
         if member.hello.pid == self.own_pid:  # a gateway in this very process, which is running
             return None
         hung = member.vigil.verdict(member.beat, self.config.supervisor, now)
-        if not hung:
+        if not hung or self._is_cut_off(member.hello.node_id, member.vigil.heard_at, now):
             return None
         self.roster.ending_guests.add(key.id)
         self._touch()
@@ -442,12 +491,6 @@ class SupervisorCore:
             logger.error("the cluster cannot start: %s", message)
             self.failure = pb.Failure(code=failure.code if failure else AlignedServeError.code, message=message)
             self._touch()
-
-
-def _news(member: Member) -> tuple[object, ...]:
-    """What others are told of a heartbeat."""
-    beat = member.beat
-    return member.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms), list(beat.reaches)
 
 
 def _refusal(message: str) -> pb.Failure:

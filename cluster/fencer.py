@@ -13,7 +13,6 @@ from alignedserve.cluster.members import Slot
 from alignedserve.cluster.processes import end_process
 from alignedserve.cluster.roster import Roster
 from alignedserve.control.rpc import open_channel
-from alignedserve.errors import UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import node_agent_pb2 as na
 from alignedserve.proto import node_agent_pb2_grpc as na_grpc
@@ -86,19 +85,23 @@ class Fencer:
             await channel.close()
         return True
 
-    async def available_memory_bytes(self) -> int:
-        """What the node has free now, as its agent reads it. Raises UnavailableError where there is no agent."""
-        for agent in self._agents():
-            channel = open_channel(agent.address, self._token)
-            try:
-                said = await na_grpc.NodeAgentStub(channel).Describe(pb.Empty(), timeout=AGENT_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                logger.warning("the node agent does not say what memory is free: %s", error.details())
-            else:
-                return int(said.memory_available_bytes)
-            finally:
-                await channel.close()
-        raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+    async def free_memory_bytes(self, timeout_s: float = AGENT_TIMEOUT_S) -> dict[str, int]:
+        """What each node has free now, by its id, as its agent reads it; those whose agent does not say so are left
+        out."""
+        agents = self._agents()
+        said = await asyncio.gather(*(self._ask_memory(agent, timeout_s) for agent in agents))
+        return {agent.node_id: free for agent, free in zip(agents, said, strict=True) if free is not None}
+
+    async def _ask_memory(self, agent: sv.RoleHello, timeout_s: float) -> int | None:
+        channel = open_channel(agent.address, self._token)
+        try:
+            said = await na_grpc.NodeAgentStub(channel).Describe(pb.Empty(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("%s does not say what memory is free: %s", agent.process.id, error.details())
+            return None
+        finally:
+            await channel.close()
+        return int(said.memory_available_bytes)
 
     def _agent(self, hello: sv.RoleHello) -> sv.RoleHello | None:
         """The agent of the process's node, unless it is the process itself."""

@@ -64,7 +64,7 @@ def serve_host(host: str) -> str:
 def most_connections(config: Config) -> int:
     """What the gateways can hold, and Ray's 4,096 at least, within this process's limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = max(4096, 2 * config.gateway.max_queue * config.gateway.replicas)
+    enough = max(4096, 2 * config.gateway.max_queue * max(config.gateway.replicas, config.gateway.max_replicas))
     # Two descriptors a connection, pipes for a quarter of them, and some for HAProxy itself.
     return enough if hard == resource.RLIM_INFINITY else min(enough, (hard - 200) * 2 // 5)
 

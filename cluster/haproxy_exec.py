@@ -57,7 +57,9 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
     if host := environment.get(HOST):
         shown = f"[{host}]" if ":" in host else host
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{shown}:\g<2>", config)
-    rules = GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS)
+    # One application's refusal says nothing of another's room.
+    several = len(set(re.findall(r"use_backend (http-\S+)", config))) > 1
+    rules = "\n" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS)
     if limit := environment.get(BODY):
         message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
         too_large = _error(message, "invalid_request_error", "request_too_large")

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.cluster.plan import Node
+from alignedserve.cluster.nodes import Placement
+from alignedserve.cluster.plan import Node, PlannedRole, Shape
+from alignedserve.cluster.room import Room
+from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.proto import supervisor_pb2 as sv
 
@@ -21,6 +24,10 @@ class Running:
     settings: RoleSettings
     view: sv.ClusterView = field(default_factory=sv.ClusterView)
 
+    @property
+    def planned(self) -> PlannedRole:
+        return PlannedRole(self.settings.role, self.settings.id, self.settings.device, self.settings.node_id)
+
 
 class Launcher(ABC):
     """Starts and, as the last resort, kills the processes of roles. Used on one event loop.
@@ -29,13 +36,44 @@ class Launcher(ABC):
     it came up, it says itself by joining the supervisor.
     """
 
+    elastic = False
+    """Whether nodes may come that `nodes` does not know yet; after `nodes`."""
+
     @abstractmethod
     async def nodes(self) -> Sequence[Node]:
         """The machines that there are; the supervisor's own first."""
 
     @abstractmethod
+    async def place(
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+    ) -> None:
+        """Have room on nodes for these instances, `(role, id)`, and for no others; which is which, `placement` says.
+
+        `shape`: how many there are to be in the long run; `room`: where there is memory for those that are new.
+        Raises ResourceError where nodes that would have the room can never come.
+        """
+
+    @abstractmethod
+    async def placement(self) -> Placement:
+        """What nodes there are now, and where the instances belong that `place` was told of.
+
+        Raises UnavailableError where that cannot be found out now.
+        """
+
+    @abstractmethod
+    async def vet(self, config: Config) -> None:
+        """Find out whether a cluster of this configuration could start once the one that runs had ended; nothing that
+        runs is touched. Raises AlignedServeError where no node has what it asks for, or can open its model.
+        """
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Give back what was reserved, for good: every instance has ended, or is to."""
+
+    @abstractmethod
     async def find(self) -> Sequence[Running]:
-        """The processes of this cluster that run already."""
+        """The processes of this cluster that run already; also those that do not answer now, without their view, as
+        long as their node counts as alive."""
 
     @abstractmethod
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
@@ -52,8 +90,9 @@ class Launcher(ABC):
         """End the process at once, if there is one; returns when it was told to, which may be before it has ended."""
 
     @abstractmethod
-    async def announce(self, supervisor_address: str) -> None:
-        """Tell the node agents where the supervisor is now: roles that lost it ask them."""
+    async def announce(self, supervisor_address: str, *, leave: bool = False) -> None:
+        """Tell everyone where the supervisor is now: who lost it asks its node's agent, or remembers. `leave`: go there
+        now, also from one that still answers."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from alignedserve.errors import UnavailableError
 
 INTEGRITY_PATH = "/alignedserve/integrity"
 TIMEOUT_S = 20.0
-CHANNEL_HEADER = ("source", "destination", "channel", "copies", "failed", "GB/s")
+CHANNEL_HEADER = ("source", "destination", "channel", "copies", "failed", "bytes", "seconds", "GB/s")
 _TRANSFER = re.compile(
     r"alignedserve_transfer_(?P<what>copies|failed|bytes|busy_seconds)_total\{(?P<labels>.*)\} (?P<value>\S+)"
 )
@@ -57,6 +57,8 @@ def busy_channels(metrics: str) -> list[dict[str, Any]]:
             "channel": channel,
             "copies": int(sums.get("copies", 0)),
             "failed": int(sums.get("failed", 0)),
+            "bytes": int(sums.get("bytes", 0)),
+            "seconds": round(sums.get("busy_seconds", 0.0), 3),
             "GB/s": _gigabytes(sums.get("bytes", 0.0), sums.get("busy_seconds", 0.0)),
         }
         for (source, destination, channel), sums in sorted(found.items())

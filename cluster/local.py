@@ -11,15 +11,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from alignedserve.cluster.gpus import count_gpus
-from alignedserve.cluster.plan import MODEL_ROLES, SPARE, Shape
+from alignedserve.cluster.plan import MODEL_ROLES, SPARE, Node, Shape
 from alignedserve.cluster.process_launcher import NODE_ID, ProcessLauncher
-from alignedserve.cluster.runtime_dir import cluster_dir, new_cluster_id, new_token, remove_cluster_dir
+from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor import Identity, Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
@@ -34,6 +34,7 @@ class LocalCluster:
     Before that every store is recounted: AccountingError where one does not add up.
 
     `environment` is added to that of the roles; their output goes to `output_dir`, a file each, or to this process's.
+    `nodes` and `placed` as `ProcessLauncher` has them: several nodes on this machine.
     """
 
     def __init__(
@@ -43,14 +44,17 @@ class LocalCluster:
         environment: Mapping[str, str] | None = None,
         output_dir: Path | None = None,
         gpus: int | None = None,
+        nodes: Sequence[Node] = (),
+        placed: Mapping[str, str] | None = None,
         module: str = "alignedserve.cluster.role_main",
     ) -> None:
         self.config = config
         self.cluster_id = new_cluster_id()
         self.token = new_token()
-        self.node_id = NODE_ID
-        self.agent_socket = ""
+        self.node_id = nodes[0].node_id if nodes else NODE_ID
         self.launcher = ProcessLauncher(
+            nodes=nodes,
+            placed=placed,
             gpus=count_gpus() if gpus is None else gpus,
             environment=environment,
             output_dir=output_dir,
@@ -59,7 +63,6 @@ class LocalCluster:
         self.supervisor: Supervisor
 
     async def __aenter__(self) -> Self:
-        self.agent_socket = str(cluster_dir(self.cluster_id) / "agent.sock")
         try:
             await self._start_supervisor()
         except BaseException:
@@ -128,7 +131,7 @@ class LocalCluster:
             if failure is not None:
                 raise failure_from_proto(failure)
             if time.monotonic() > deadline:
-                missing = ", ".join(self.supervisor.core.roster.missing() + self.supervisor.core.roster.degraded())
+                missing = ", ".join(self.supervisor.core.roster.missing() + self.supervisor.core.degraded())
                 raise UnavailableError(f"the cluster is {state} after {timeout_s:g} s; not ready: {missing}")
             await self.supervisor.wait_changed(0.5)
 
@@ -158,6 +161,11 @@ class LocalCluster:
         return self.peer(role_id).address
 
     @property
+    def agent_socket(self) -> str:
+        """Of the agent of the supervisor's own node; empty where no instance is there."""
+        return self.supervisor.core.nodes.agent_socket(self.node_id)
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process ids of the roles, by id."""
         return self.launcher.pids
@@ -183,13 +191,13 @@ class LocalCluster:
             "token": self.token,
             "cluster_id": self.cluster_id,
             "node_id": self.node_id,
-            "host": "127.0.0.1",
+            "host": self.supervisor.core.nodes.home.host,
             "agent_socket": self.agent_socket,
             "model_path": self.config.model.path,
             "config": to_tree(self.config),
         }
 
     async def _start_supervisor(self) -> None:
-        identity = Identity(self.cluster_id, self.token, self.agent_socket)
+        identity = Identity(self.cluster_id, self.token)
         self.supervisor = Supervisor(self.config, self.launcher, identity)
         await self.supervisor.start()

@@ -42,6 +42,12 @@ class Member:
     def state(self) -> str:
         return self.beat.state or "starting"
 
+    @property
+    def news(self) -> tuple[object, ...]:
+        """What others are told of its last heartbeat."""
+        beat = self.beat
+        return self.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms), list(beat.reaches)
+
     def peer(self, *, lost: bool, fenced: bool = False, detailed: bool = False) -> sv.Peer:
         """As others see it; what changes all the time is left out but where `detailed`."""
         peer = sv.Peer(
@@ -49,6 +55,7 @@ class Member:
             pid=self.hello.pid,
             node_id=self.hello.node_id,
             address=self.hello.address,
+            device=self.hello.device,
             state="lost" if lost else self.state,
             stores=self.beat.stores,
             started_unix_s=self.joined_unix_s,
@@ -73,6 +80,8 @@ class Slot:
     deadline: float = 0.0
     generation: int = 0
     """Counts the processes that filled this slot: what is said of an earlier one does not touch its successor."""
+    incarnation: int = 0
+    """Of its last process: a successor's is larger, though it may be on a node whose clock is behind."""
     device: str = ""
     """Where the model of its process lay, for the successor to take its place."""
     member: Member | None = None
@@ -92,6 +101,11 @@ class Slot:
         self.since = now
 
     @property
+    def awaited(self) -> bool:
+        """Its process was found running: this supervisor has started none, and it has not joined yet."""
+        return self.phase is Phase.STARTING and self.generation == 0
+
+    @property
     def draining(self) -> bool:
         return self.draining_since is not None
 
@@ -103,8 +117,8 @@ class Slot:
 
     @property
     def place(self) -> Place:
-        """Where its model lies, as far as is known: a process that has not joined is on no node yet."""
-        node_id = self.member.hello.node_id if self.member is not None else ""
+        """Where its model lies, or is to lie, as far as is known."""
+        node_id = self.member.hello.node_id if self.member is not None else self.planned.node_id
         return Place(node_id, self.device or self.planned.device)
 
     @property

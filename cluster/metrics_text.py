@@ -36,6 +36,20 @@ def merge(texts: Iterable[str]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+def with_label(page: str, name: str, value: str) -> str:
+    """The page with one more label on each sample. `value` needs no escaping."""
+    lines = [_labelled(line, f'{name}="{value}"') for line in page.splitlines()]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _labelled(line: str, label: str) -> str:
+    match = _NAME.match(line)
+    if match is None:
+        return line
+    rest = line[match.end() :]
+    return f"{match.group()}{{{label}" + (f",{rest[1:]}" if rest.startswith("{") else "}" + rest)
+
+
 def _family(sample: str, headers: dict[str, dict[str, str]]) -> str:
     if sample in headers:
         return sample

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from alignedserve.cluster.processes import ProcessHandle, open_process
+from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.cluster.supervisor_guard import LOOK_S, SupervisorGuard
 from alignedserve.control.census import Census
@@ -58,6 +59,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
 
     async def on_start(self) -> None:
         self.segments.expect(HANDOVER_S)  # until the first view says who is there
+        await asyncio.to_thread(prepare_socket_folder, self.settings.agent_socket)
         await asyncio.to_thread(self.segments.start)
         self._guarding = asyncio.get_running_loop().create_task(self._guard_supervisor())
         self.set_state("ready")
@@ -111,6 +113,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             handle.close()
         self._handles.clear()
         self.segments.close()
+        leave_socket_folder(self.settings.agent_socket)
 
     def describe(self) -> sv.Heartbeat:
         held = self.segments.segments()
@@ -132,7 +135,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         super()._on_end(reason)
         if self.host is not None and not self.host.view.peers:
             return
-        if reason.startswith("no supervisor"):
+        if self.orphaned:
             # Nobody is left to fence what hangs here, and the others end themselves: this node's lease has run out.
             for handle in self._handles.values():
                 handle.signal(signal.SIGKILL)

@@ -261,7 +261,8 @@ class _Driver:
         while self._open and (left_s := deadline - time.perf_counter()) > 0:
             self._one_ended.clear()
             try:
-                await asyncio.wait_for(self._one_ended.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._one_ended.wait()
             except TimeoutError:
                 return
 

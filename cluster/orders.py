@@ -1,4 +1,4 @@
-"""Commands to a running cluster (`alignedserve scale`, `stop`), through its gateway."""
+"""Commands to a running cluster (`alignedserve scale`, `restart`, `stop`), through its gateway."""
 
 from __future__ import annotations
 

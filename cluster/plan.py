@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
@@ -17,11 +18,15 @@ SPARED_ROLES = (*MODEL_ROLES, "kv_pool", "scheduler")
 
 @dataclass(frozen=True, slots=True)
 class PlannedRole:
-    """One process that should run. `device` is where its model lies ("cpu", "cuda:N"); roles without one have "cpu"."""
+    """One process that should run. `device` is where its model lies ("cpu", "cuda:N"); roles without one have "cpu".
+
+    `node_id` is where it is to run; empty: that is not known yet.
+    """
 
     role: str
     id: str
     device: str = "cpu"
+    node_id: str = ""
 
     @property
     def on_gpu(self) -> bool:
@@ -54,11 +59,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that processes can be started on; `host` is the address that its gRPC servers bind."""
+    """A machine that processes can be started on; `host` is the address that its gRPC servers bind.
+
+    `resources`: what Ray has of it in all, `memory` in bytes among them; empty: unknown.
+    """
 
     node_id: str
     host: str = "127.0.0.1"
     gpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 def resolve_device(config: Config, gpus: int) -> str:
@@ -86,7 +95,7 @@ def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
 def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[PlannedRole]:
     """The roles of a cluster whose instances run on a node with `gpus` GPUs; spares last.
 
-    Raises ResourceError (`check_gpus`).
+    It is the only node, and has no name. Raises ResourceError (`check_gpus`).
     """
     shape = shape or Shape.configured(config)
     check_gpus(config, gpus, shape)
@@ -100,3 +109,14 @@ def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[Pl
     single = [PlannedRole(role, f"{role}-0") for role in ("node_agent", "kv_pool", "scheduler")]
     spares = [PlannedRole(SPARE, f"{SPARE}-{i}") for i in range(config.supervisor.spares)]
     return [*single, *prefill, *decode, *spares]
+
+
+def plan_processes(config: Config, device: str, shape: Shape) -> list[PlannedRole]:
+    """What there is to be beside what each node has for itself, before it is known on which nodes.
+
+    `device`: "cpu" or "cuda", of which an instance gets one of its node's when it is placed.
+    """
+    placeholder = "cuda:0" if device == "cuda" else device
+    instances = [PlannedRole(role, role_id, placeholder) for role, role_id in shape.ids()]
+    spares = [PlannedRole(SPARE, f"{SPARE}-{i}") for i in range(config.supervisor.spares)]
+    return [PlannedRole("scheduler", "scheduler-0"), *instances, *spares]

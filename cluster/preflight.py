@@ -9,10 +9,13 @@ import json
 import os
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import check_gpus
+from alignedserve.cluster.records import read_records
 from alignedserve.config import Config, GatewayConfig
+from alignedserve.control.tls import tls_files
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.memory import available_memory_bytes, describe_bytes
@@ -118,6 +121,11 @@ def check_machine(config: Config) -> None:
             raise ConfigError(f"log.dir: {config.log.dir} cannot be written to")
 
 
+def check_tls() -> None:
+    """Raises ConfigError where traffic between processes is to be encrypted, and cannot be."""
+    tls_files()
+
+
 def check_channel(config: Config) -> str:
     """A line for a pair that gets the next best channel, as was allowed; "" else. Raises ResourceError."""
     if config.cluster.channel == "auto":
@@ -128,14 +136,23 @@ def check_channel(config: Config) -> str:
 
 
 def check_ports(config: Config) -> None:
-    """Raises ResourceError, naming the port, where one is taken."""
-    if config.gateway.port == config.gateway.grpc_port:
-        raise ConfigError(f"gateway.port and gateway.grpc_port are both {config.gateway.port}")
-    _check_port("HTTP port (--port)", config.gateway.host, config.gateway.port)
-    _check_port("gRPC port (--grpc-port)", config.gateway.host, config.gateway.grpc_port)
+    """Raises ResourceError that names every port that is taken, and the cluster of this user that has them."""
+    gateway = config.gateway
+    if gateway.port == gateway.grpc_port:
+        raise ConfigError(f"gateway.port and gateway.grpc_port are both {gateway.port}")
+    ports = {"HTTP port (--port)": gateway.port, "gRPC port (--grpc-port)": gateway.grpc_port}
+    taken = [f"{what} {port}" for what, port in ports.items() if _is_taken(what, gateway.host, port)]
+    if not taken:
+        return
+    verb, other = ("is", "another") if len(taken) == 1 else ("are", "others")
+    whose = ""
+    if own := next((record.url for record in read_records() if urlsplit(record.url).port == gateway.port), None):
+        whose = f", by a cluster of yours (`alignedserve stop --url {own}` ends it)"
+    raise ResourceError(f"{' and '.join(taken)} on {gateway.host} {verb} in use{whose}; choose {other}")
 
 
-def _check_port(what: str, host: str, port: int) -> None:
+def _is_taken(what: str, host: str, port: int) -> bool:
+    """Raises ConfigError where the port cannot be used for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -147,5 +164,6 @@ def _check_port(what: str, host: str, port: int) -> None:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise ResourceError(f"{what} {port} on {host} is in use; choose another") from error
+                return True
             raise ConfigError(f"{what} {port} on {host} cannot be used: {error.strerror}") from error
+    return False

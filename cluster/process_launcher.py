@@ -16,7 +16,12 @@ from pathlib import Path
 from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.node_agent import VIEW_INFO
-from alignedserve.cluster.plan import Node
+from alignedserve.cluster.nodes import Placement
+from alignedserve.cluster.plain_places import PlainPlaces
+from alignedserve.cluster.plan import Node, Shape, check_gpus, resolve_device
+from alignedserve.cluster.room import Room
+from alignedserve.cluster.vetting import vet_node
+from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError, UnavailableError
 from alignedserve.proto import supervisor_pb2 as sv
@@ -38,18 +43,24 @@ class ProcessLauncher(Launcher):
     The children end when this process does. `environment` is added to theirs; their output goes to `output_dir`
     (a file each), or where this process's goes. `gpus` is how many this machine has. `module` is what they run: tests
     have one with roles of their own.
+
+    `nodes`: several, which are all this machine, but have a name, an address and an agent each; `gpus` does not count
+    then. `placed` has the node of instances, by id; others go where the fewest are.
     """
 
     def __init__(
         self,
         *,
         gpus: int = 0,
+        nodes: Sequence[Node] = (),
+        placed: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         output_dir: Path | None = None,
         module: str = "alignedserve.cluster.role_main",
     ) -> None:
         self._module = module
-        self._gpus = gpus
+        self._nodes = list(nodes) or [Node(NODE_ID, "127.0.0.1", gpus)]
+        self._places = PlainPlaces(self._nodes, placed or {})
         self._environment = dict(environment or {})
         self._output_dir = output_dir
         self._children: dict[str, _Child] = {}
@@ -60,14 +71,45 @@ class ProcessLauncher(Launcher):
         return {role_id: child.process.pid for role_id, child in self._children.items() if not child.reaper.done()}
 
     async def nodes(self) -> Sequence[Node]:
-        return [Node(NODE_ID, "127.0.0.1", self._gpus)]
+        return list(self._nodes)
+
+    async def place(
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+    ) -> None:
+        self._places.place([role_id for _, role_id in ids])
+
+    async def placement(self) -> Placement:
+        return self._places.placement()
+
+    async def vet(self, config: Config) -> None:
+        gpus = sum(node.gpus for node in self._nodes)
+        check_gpus(config, gpus)
+        await asyncio.to_thread(vet_node, config, resolve_device(config, gpus))
+
+    async def release(self) -> None:
+        self._places.place([])
+
+    def add_node(self, node: Node) -> None:
+        """From now on there is one more."""
+        self._nodes.append(node)
+
+    async def kill_node(self, node_id: str) -> None:
+        """All of its processes die at once, and it is no more. Whoever is placed on it by name has no place then."""
+        self._nodes[:] = [node for node in self._nodes if node.node_id != node_id]
+        for role_id, child in self._children.items():
+            if child.settings.node_id == node_id:
+                await self.kill(role_id)
 
     async def find(self) -> Sequence[Running]:
         living = [child.settings for child in self._children.values() if not child.reaper.done()]
-        view = await asyncio.to_thread(_ask_agent, living[0]) if living else sv.ClusterView()
-        return [Running(settings, view) for settings in living]
+        agents = list({settings.agent_socket: settings for settings in living if settings.agent_socket}.values())
+        views = await asyncio.gather(*(asyncio.to_thread(_ask_agent, settings) for settings in agents))
+        newest = max(views, key=lambda view: view.version, default=sv.ClusterView())
+        return [Running(settings, newest) for settings in living]
 
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+        if all(node.node_id != settings.node_id for node in self._nodes):
+            raise UnavailableError(f"{settings.id} could not be started: there is no node {settings.node_id}")
         old = self._children.get(settings.id)
         if old is not None:
             await old.reaper
@@ -108,10 +150,11 @@ class ProcessLauncher(Launcher):
             with contextlib.suppress(ProcessLookupError):
                 child.process.kill()
 
-    async def announce(self, supervisor_address: str) -> None:
+    async def announce(self, supervisor_address: str, *, leave: bool = False) -> None:
+        said = json.dumps({"supervisor_address": supervisor_address, "leave": leave})
         for child in self._children.values():
-            if child.settings.role == "node_agent" and not child.reaper.done():
-                await self._tell(child.process, json.dumps({"supervisor_address": supervisor_address}))
+            if not child.reaper.done():
+                await self._tell(child.process, said)
 
     async def close(self) -> None:
         """Forgets the children; `end` ends them."""

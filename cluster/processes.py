@@ -32,7 +32,8 @@ class ProcessHandle:
         ended: asyncio.Future[bool] = loop.create_future()
         loop.add_reader(self.descriptor, lambda: _resolve(ended))
         try:
-            return await asyncio.wait_for(ended, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await ended
         except TimeoutError:
             return False
         finally:

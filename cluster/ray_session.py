@@ -18,6 +18,7 @@ from alignedserve.cluster import haproxy, haproxy_exec
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.gateway import serve_ports
 from alignedserve.memory import usable_cores
@@ -168,9 +169,9 @@ class RaySession:
     @staticmethod
     def build(tree: dict[str, Any]) -> Any:
         """The application; `alignedserve.testing.fake_serve` has another."""
-        from alignedserve.cluster.app import build
+        from alignedserve.cluster.app import application
 
-        return build(tree)
+        return application(from_tree(tree), wait_ready=False)
 
     def progress(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
         """What the supervisor says; None while there is none. It hears that somebody here sees to the end."""

@@ -1,7 +1,7 @@
 """A role as a plain process: settings as JSON on the first line of stdin, then what its launcher has to say.
 
-Later lines have `supervisor_address`, where the supervisor is now, or `assume`, the settings of the role that a spare
-takes.
+Later lines have `supervisor_address`, where the supervisor is now (`leave`: go there at once), or `assume`, the
+settings of the role that a spare takes.
 
 `python -m alignedserve.cluster.role_main` ends when the role does, on SIGTERM, and when stdin closes: its launcher is
 gone then, and nobody is to be left behind.
@@ -93,8 +93,9 @@ async def _follow(lines: asyncio.StreamReader, seat: Seat) -> None:
         said = json.loads(line)
         if "assume" in said:
             seat.assume(RoleSettings(**said["assume"]))
-        elif hasattr(seat.role, "set_supervisor"):
-            seat.role.set_supervisor(said["supervisor_address"])
+        else:
+            follow = seat.role.leave_for if said["leave"] else seat.role.set_supervisor
+            follow(said["supervisor_address"])
 
 
 def main() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from alignedserve.cluster.members import Member, Phase, Slot
-from alignedserve.cluster.plan import REQUIRED_ROLES, SPARE, PlannedRole
+from alignedserve.cluster.plan import MODEL_ROLES, REQUIRED_ROLES, SPARE, PlannedRole
 from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.proto import common_pb2 as pb
 
@@ -18,6 +18,7 @@ class Roster:
     def __init__(self, planned: Sequence[PlannedRole]) -> None:
         self.slots = {role.id: Slot(role) for role in planned}
         self._generations: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}  # of the last process of who has no slot now
         self.guests: dict[str, Member] = {}
         self.lost_guests: dict[str, float] = {}
         """Guests whose stream is gone, and until when they may come back."""
@@ -31,12 +32,33 @@ class Roster:
 
     def add(self, planned: PlannedRole) -> Slot:
         """One more process. What is said late of one that had this id before is not said of it."""
-        slot = Slot(planned, generation=self._generations.get(planned.id, 0))
+        generation = self._generations.get(planned.id, 0)
+        slot = Slot(planned, generation=generation, incarnation=self._incarnations.pop(planned.id, 0))
         self.slots[planned.id] = slot
         return slot
 
+    def sort(self) -> None:
+        """By role, in the order in which people read them."""
+        order = {role: rank for rank, role in enumerate((*REQUIRED_ROLES, SPARE))}
+        slots = sorted(self.slots.values(), key=lambda slot: order[slot.planned.role])
+        self.slots.clear()
+        self.slots.update({slot.planned.id: slot for slot in slots})
+
     def remove(self, role_id: str) -> None:
-        self._generations[role_id] = self.slots.pop(role_id).generation
+        slot = self.slots.pop(role_id)
+        self._generations[role_id], self._incarnations[role_id] = slot.generation, slot.incarnation
+
+    def adopt(self, incarnations: Mapping[str, int]) -> None:
+        """Those of an earlier supervisor's roster."""
+        self._incarnations |= incarnations
+        for role_id in self._incarnations.keys() & self.slots.keys():
+            self.slots[role_id].incarnation = self._incarnations.pop(role_id)
+
+    def incarnations(self) -> dict[str, int]:
+        """Of the last process that joined, by id: also of instances that have gone, since their ids are used again."""
+        gone = {name: last for name, last in self._incarnations.items() if name.rpartition("-")[0] in MODEL_ROLES}
+        there = {name: slot.incarnation for name, slot in self.slots.items()}
+        return {name: last for name, last in (gone | there).items() if last}
 
     def members(self) -> list[tuple[Member, bool]]:
         """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
@@ -53,9 +75,10 @@ class Roster:
         """Whether no gateway holds a request or takes one."""
         return all(member.state == DRAINED for member in self.guests.values())
 
-    def drop_lost_guests(self, now: float) -> bool:
-        """Forget those whose time is over; whether there were any."""
-        over = [role_id for role_id, until in self.lost_guests.items() if now >= until]
+    def drop_lost_guests(self, now: float, spared: Callable[[Member], bool]) -> bool:
+        """Forget those whose time is over, but for the `spared`; whether there were any."""
+        due = [role_id for role_id, until in self.lost_guests.items() if now >= until]
+        over = [role_id for role_id in due if not spared(self.guests[role_id])]
         for role_id in over:
             self.drop_guest(role_id)
         return bool(over)
@@ -82,8 +105,10 @@ class Roster:
         """Whether every role that the cluster needs is; spares come after that."""
         return all(slot.ready or slot.draining for slot in self.slots.values() if slot.planned.role != SPARE)
 
-    def ready_spare(self) -> Slot | None:
-        return next((slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready), None)
+    def ready_spare(self, node_id: str = "") -> Slot | None:
+        """One on that node, where it matters."""
+        spares = (slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready)
+        return next((slot for slot in spares if not node_id or slot.planned.node_id == node_id), None)
 
     def missing(self) -> list[str]:
         """Roles of which no instance is ready."""

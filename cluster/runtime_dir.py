@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -36,7 +38,11 @@ def record_dirs() -> list[Path]:
 
 def temp_dir() -> Path:
     """`/tmp/alignedserve-<uid>`, for what may take room on disk; the path is short, as those of sockets must be."""
-    return _private(Path("/tmp") / f"alignedserve-{os.geteuid()}")
+    return _private(_temp_path())
+
+
+def _temp_path() -> Path:
+    return Path("/tmp") / f"alignedserve-{os.geteuid()}"
 
 
 def _private(folder: Path) -> Path:
@@ -53,19 +59,56 @@ def _private(folder: Path) -> Path:
 def clean_stale() -> None:
     """Remove what clusters left behind that were killed: their folders, and the logs of commands a day ago."""
     now = time.time()
-    for entry in runtime_dir().iterdir():
-        # A cluster that is just starting has a folder before it has an agent.
-        if entry.is_dir() and len(entry.name) == CLUSTER_ID_CHARACTERS and now - entry.stat().st_mtime > STARTING_S:
-            remove_stale(entry)
+    for folder in record_dirs():
+        _clean_folders(folder)
     for log in temp_dir().glob("serve-*.log"):
         if now - log.stat().st_mtime > OLD_LOG_S:
             log.unlink(missing_ok=True)
 
 
+def _clean_folders(where: Path) -> None:
+    now = time.time()
+    for entry in where.iterdir():
+        # A cluster that is just starting has a folder before it has an agent.
+        with contextlib.suppress(OSError):  # somebody else may clean, too
+            if entry.is_dir() and len(entry.name) == CLUSTER_ID_CHARACTERS and now - entry.stat().st_mtime > STARTING_S:
+                remove_stale(entry)
+
+
+def prepare_socket_folder(socket_path: str) -> None:
+    """The private folder of an agent's socket, on its node; removes what killed clusters left beside it.
+
+    Raises ConfigError where somebody else owns it.
+    """
+    folder = Path(socket_path).parent
+    if folder.parent == _temp_path():
+        _clean_folders(temp_dir())
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def leave_socket_folder(socket_path: str) -> None:
+    """Remove it, where it was the last in it."""
+    with contextlib.suppress(OSError):
+        Path(socket_path).parent.rmdir()
+
+
 def remove_stale(folder: Path) -> None:
-    """Remove a cluster's folder, unless its agent answers."""
-    if folder.is_dir() and not _answers(folder / "agent.sock"):
+    """Remove a cluster's folder, unless an agent answers: several may have it, where nodes share a file system."""
+    if folder.is_dir() and not any(_answers(path) for path in folder.glob("agent*.sock")):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def agent_socket(cluster_id: str, number: int, *, here: bool) -> str:
+    """Where the agent of the node with this number listens: `here` in the cluster's own folder, on another node in one
+    that can be made on any, since that machine may have other runtime folders than this one."""
+    folder = cluster_dir(cluster_id) if here else _temp_path() / cluster_id
+    return str(folder / f"agent-{number}.sock")
+
+
+def socket_number(path: str) -> int | None:
+    """The number of the node whose agent listens there; None where the path is none of `agent_socket`'s."""
+    named = re.fullmatch(r"agent-(\d+)\.sock", Path(path).name)
+    return int(named[1]) if named else None
 
 
 def _answers(path: Path) -> bool:
@@ -86,7 +129,9 @@ def cluster_dir(cluster_id: str) -> Path:
 
 
 def remove_cluster_dir(cluster_id: str) -> None:
-    shutil.rmtree(runtime_dir() / cluster_id, ignore_errors=True)
+    """On this node. Agents elsewhere remove their own."""
+    for folder in record_dirs():
+        shutil.rmtree(folder / cluster_id, ignore_errors=True)
 
 
 def new_cluster_id() -> str:

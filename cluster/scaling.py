@@ -7,13 +7,16 @@ stays a part of the cluster, with its pairs, until neither it nor the scheduler 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from alignedserve.cluster.members import Phase, Slot
+from alignedserve.cluster.nodes import NodeBook
 from alignedserve.cluster.plan import PlannedRole, Shape, check_gpus, resolve_device
+from alignedserve.cluster.room import Room
 from alignedserve.cluster.roster import DRAINED, Roster
+from alignedserve.cluster.units import Unit, plan_units
 from alignedserve.config import Config
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError
 from alignedserve.memory import describe_bytes
@@ -33,13 +36,13 @@ DRAIN_LIMIT_S = 120.0
 class Scaling:
     """Changes the roster's slots. What is to be done with their processes, the core decides."""
 
-    def __init__(self, config: Config, roster: Roster, gpus: int, shape: Shape) -> None:
+    def __init__(self, config: Config, roster: Roster, nodes: NodeBook, shape: Shape) -> None:
         self.shape = shape
         self.pairs: list[tuple[str, str]] = []
         self.failure = ""
         self._config = config
         self._roster = roster
-        self._gpus = gpus
+        self._nodes = nodes
         self._before = shape  # what a growth that fails goes back to
         self.pair()
 
@@ -48,7 +51,7 @@ class Scaling:
     def grows(self, shape: Shape) -> bool:
         return shape.prefill > self.shape.prefill or shape.decode > self.shape.decode
 
-    def check(self, shape: Shape, model_info: str, store_plan: str, available_bytes: int) -> None:
+    def check(self, shape: Shape, model_info: str, store_plan: str, free_bytes: Mapping[str, int]) -> None:
         """Raises UnavailableError where it is not the time for it, ResourceError where there is no room."""
         if draining := [slot.planned.id for slot in self._draining()]:
             raise UnavailableError(f"{', '.join(draining)} must have ended first; try again in a moment")
@@ -56,41 +59,78 @@ class Scaling:
             raise UnavailableError("the cluster is still starting; try again when it is ready")
         if self.grows(shape):
             self._check_gpus(shape)
-            self._check_memory(shape, ModelInfo.from_json(model_info), StorePlan.from_json(store_plan), available_bytes)
+            self._check_memory(shape, model_info, store_plan, free_bytes)
 
     def _check_gpus(self, shape: Shape) -> None:
-        check_gpus(self._config, self._gpus, shape)
-        if resolve_device(self._config, self._gpus) == "cpu" or not self._config.cluster.share_gpu:
+        if self._nodes.elastic:
+            return  # they may come with further nodes
+        check_gpus(self._config, self._nodes.gpus, shape)
+        if self._on_cpu() or not self._config.cluster.share_gpu:
             return
-        each = -(-Shape.configured(self._config).instances // self._gpus)
-        if shape.instances > each * self._gpus:
+        each = -(-Shape.configured(self._config).instances // self._nodes.gpus)
+        if shape.instances > each * self._nodes.gpus:
             raise ResourceError(
-                f"{shape} are more than {self._gpus} GPUs hold: each was divided for {each} instances at the start; "
-                "start the cluster with as many as there may be"
+                f"{shape} are more than {self._nodes.gpus} GPUs hold: each was divided for {each} instances at the "
+                "start; start the cluster with as many as there may be"
             )
 
-    def _check_memory(self, shape: Shape, model: ModelInfo, plan: StorePlan, available_bytes: int) -> None:
-        """Host memory: on a CPU weights, cache and buffers of an instance; on GPUs those lie there."""
-        block_bytes = model.geometry(plan.block_size).block_bytes
-        on_cpu = resolve_device(self._config, self._gpus) == "cpu"
+    def _check_memory(self, shape: Shape, model_info: str, store_plan: str, free_bytes: Mapping[str, int]) -> None:
+        if not free_bytes:
+            raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+        new = self._new(shape)
+        room, units = self.room(new, model_info, store_plan, free_bytes), self._units(new)
+        if room.fits(units):
+            return
+        needed = [room.needed(unit) for unit in units]
+        largest = f", {describe_bytes(max(needed))} of it on one node" if len(needed) > 1 else " on one node"
+        them = f"{len(new)} more instances need" if len(new) > 1 else f"{new[0][1]} needs"
+        raise ResourceError(
+            f"{them} {describe_bytes(sum(needed))} of host memory{largest} (weights, cache, "
+            f"buffers and processes), but only {room}"
+        )
+
+    def room(
+        self, instances: Sequence[tuple[str, str]], model_info: str, store_plan: str, free_bytes: Mapping[str, int]
+    ) -> Room:
+        """What nodes have for these new instances, `(role, id)`; before the stores are planned they need nothing.
+
+        A node on which nothing of the cluster runs yet has what Ray says of it, without the shard that it would get;
+        it counts where all of the instances may run there.
+        """
+        if not model_info or not store_plan:
+            return Room(free_bytes, {})
+        model, plan = ModelInfo.from_json(model_info), StorePlan.from_json(store_plan)
+        shard_bytes = 2 * PROCESS_BYTES + plan.pool * model.geometry(plan.block_size).block_bytes
+        asked = [unit.resources for unit in self._units(instances)]
+        fresh = {
+            node.node_id: max(0, int(node.resources.get("memory", 0)) - shard_bytes)
+            for node in self._nodes.unused()
+            if all(node.resources.get(name, 0) >= amount for resources in asked for name, amount in resources.items())
+        }
+        needed = {role_id: self._needed_bytes(role, model, plan) for role, role_id in instances}
+        return Room({**fresh, **free_bytes}, needed)
+
+    def _units(self, instances: Sequence[tuple[str, str]]) -> list[Unit]:
+        """Of a GPU they ask for a thousandth at least: what one gets of it, its launcher says."""
+        return plan_units(self._config, instances, 0.0 if self._on_cpu() else 0.001)
+
+    def _needed_bytes(self, role: str, model: ModelInfo, plan: StorePlan) -> int:
+        """Host memory of an instance: on a CPU its weights, cache and buffers, too; on GPUs those lie there."""
+        if not self._on_cpu():
+            return PROCESS_BYTES
         buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
-        caches = {"prefill": plan.prefill_cache, "decode": plan.decode_cache}
-        needed = 0
-        for role, _ in self._new(shape):
-            blocks = caches[role] + (buffers if role == "prefill" else 0)
-            needed += PROCESS_BYTES + (blocks * block_bytes + model.weight_bytes if on_cpu else 0)
-        if needed > available_bytes:
-            raise ResourceError(
-                f"{len(self._new(shape))} more instances need {describe_bytes(needed)} (weights, cache, buffers and "
-                f"processes), but only {describe_bytes(available_bytes)} are available"
-            )
+        blocks = plan.prefill_cache + buffers if role == "prefill" else plan.decode_cache
+        return PROCESS_BYTES + blocks * model.geometry(plan.block_size).block_bytes + model.weight_bytes
+
+    def _on_cpu(self) -> bool:
+        return resolve_device(self._config, self._nodes.gpus) == "cpu"
 
     def change(self, shape: Shape, now: float) -> None:
         """Add the slots that are missing, and mark those that are too many."""
         logger.info("from %s to %s", self.shape, shape)
         wanted = {role_id for _, role_id in shape.ids()}
         for role, role_id in self._new(shape):
-            slot = self._roster.add(PlannedRole(role, role_id, self._free_device()))
+            slot = self._roster.add(PlannedRole(role, role_id, self._device()))
             slot.launch_at = now
         for _, role_id in self.shape.ids():
             if role_id not in wanted:
@@ -119,6 +159,10 @@ class Scaling:
     def is_new(self, slot: Slot) -> bool:
         """Whether it was added by a change that has not come about yet."""
         return not slot.draining and (slot.planned.role, slot.planned.id) not in self._before.ids()
+
+    def has_place(self, slot: Slot) -> bool:
+        """Whether there is a node for its next process."""
+        return self._nodes.planned(slot) is not None
 
     def adopt(self, view: sv.ClusterView, found: Iterable[PlannedRole], now: float) -> None:
         """Go on with what an earlier supervisor told everyone. `found` are the processes that run."""
@@ -165,8 +209,10 @@ class Scaling:
         )
 
     def forget(self, slot: Slot) -> None:
-        """The process of one that was to go has ended."""
+        """The process of one that was to go has ended. In a rolling restart another takes its place."""
         self._roster.remove(slot.planned.id)
+        if (slot.planned.role, slot.planned.id) in self.shape.ids():
+            self._roster.add(slot.planned)
         self.pair()
 
     # ---- inside
@@ -209,12 +255,9 @@ class Scaling:
     def _new(self, shape: Shape) -> list[tuple[str, str]]:
         return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
 
-    def _free_device(self) -> str:
-        """The device that the fewest instances are on."""
-        if resolve_device(self._config, self._gpus) == "cpu":
-            return "cpu"
-        used = [slot.planned.device for slot in self._roster.slots.values() if slot.planned.on_gpu]
-        return min((f"cuda:{number}" for number in range(self._gpus)), key=used.count)
+    def _device(self) -> str:
+        """Of a new instance, until it is known on which node it is to run."""
+        return "cpu" if self._on_cpu() else self._nodes.free_device()
 
 
 @lru_cache(4096)

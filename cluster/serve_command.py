@@ -28,6 +28,7 @@ from alignedserve.cluster.preflight import (
     check_model,
     check_ports,
     check_request_log,
+    check_tls,
     model_note,
     open_door_note,
     policy_note,
@@ -60,6 +61,7 @@ def serve(config: Config) -> int:
     check_api_keys(config)
     check_request_log(config)
     check_cost_model(config)
+    check_tls()
     config = _absolute(config, folder)
     session = RaySession(config)
     if session.owned:

@@ -22,12 +22,16 @@ def show_status(url: str | None, *, as_json: bool, api_key_file: str | None = No
     if not isinstance(roles, list):
         raise UnavailableError(f"{where} does not say which roles run: it is not a gateway of AlignedServe")
     if as_json:
-        json.dump({"roles": roles}, sys.stdout)
+        json.dump(status, sys.stdout)
         sys.stdout.write("\n")
         return 0
     print(f"{where}: {status.get('state', 'unknown')}")
     for line in table(COLUMNS, [[str(role.get(column, "")) for column in COLUMNS] for role in roles]):
         print(line)
+    if (restart := status.get("restart", {})).get("failure"):
+        print(f"the rolling restart has stopped: {restart['failure']}")
+    elif restart.get("doing"):
+        print(f"a rolling restart is under way: {restart['doing']}")
     for problem in status.get("missing", ()):
         print(f"not ready: {problem}")
     for problem in status.get("degraded", ()):

@@ -6,22 +6,32 @@ It decides nothing itself (`core.py` does) and starts nothing itself (a `Launche
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
+from alignedserve.cancellation import end_tasks
+from alignedserve.cluster.actions import Action, End, Fence, FenceGuest, Launch
 from alignedserve.cluster.collector import Collector, cluster_metrics
-from alignedserve.cluster.core import Action, End, Fence, FenceGuest, Launch, SupervisorCore
+from alignedserve.cluster.core import SupervisorCore
 from alignedserve.cluster.fencer import Fencer
+from alignedserve.cluster.handover import Leaving, Predecessor, newest_view, wait_followed
 from alignedserve.cluster.integrity import check_cluster
-from alignedserve.cluster.launcher import Launcher
+from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.members import Phase, Slot
-from alignedserve.cluster.plan import Node, PlannedRole, Shape, plan_roles, resolve_device
+from alignedserve.cluster.metrics_text import with_label
+from alignedserve.cluster.placing import FRESH_S, Placing
+from alignedserve.cluster.plan import MODEL_ROLES, Node, Shape, check_gpus, plan_processes, resolve_device
+from alignedserve.cluster.redeploy import NO_CHANGE, Change, follow
+from alignedserve.cluster.rolling import ORDER, SERVE_ROLES
+from alignedserve.cluster.runtime_dir import agent_socket
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
@@ -30,7 +40,7 @@ from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
@@ -46,7 +56,6 @@ class Identity:
 
     cluster_id: str
     token: str = field(repr=False)
-    agent_socket: str = ""
 
 
 class Supervisor(sv_grpc.SupervisorServicer):
@@ -57,7 +66,6 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.config = config
         self.identity = identity
         self.address = ""
-        self.home = Node("")
         self.core: SupervisorCore
         self._tree: Mapping[str, Any] = {}
         self._launcher = launcher
@@ -74,32 +82,55 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: RpcServer | None = None
         self._launches = 0
+        self._following: asyncio.Task[None]
+        self._placing: Placing
+        self._leaving = Leaving(self._pause)
+        self._closed = False
         self.ticked_at = time.monotonic()
         self.stop_asked = asyncio.Event()
+        self.code = ""
+        """What it runs beside its configuration: a successor that runs something else replaces every process."""
+        self.application = ""  # which metrics are labelled with, where there may be others
+        self.predecessor: Predecessor | None = None
+        """Who leads the cluster up to now, where somebody does: it is told to let go, as late as possible."""
+        self.resizing = False
+        """The numbers of instances that its configuration asks for are still to come."""
         self.command = (0, "")  # pid and machine of the command that ends this cluster, where there is one
 
     # ---- life
 
-    async def start(self) -> None:
-        """Serve, find what runs, start what does not. Raises ResourceError where no node has what is asked for."""
+    async def start(self, change: Change = NO_CHANGE) -> None:
+        """Serve, find what runs, start what does not; `change` is what becomes of what runs. Raises ResourceError where
+        no node has what is asked for."""
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
-        self.home = _choose_home(self.config, nodes)
-        self.config = self.config.on_device(resolve_device(self.config, self.home.gpus))
-        self._tree = to_tree(self.config)
         found = await self._launcher.find()
-        told = max((running.view for running in found), key=lambda view: view.version, default=sv.ClusterView())
+        device = _device(self.config, nodes, found)
+        self.config = self.config.on_device(device)
+        self._tree = to_tree(self.config)
+        told = newest_view(found, self.predecessor)
         shape = Shape(told.prefill, told.decode) if told.prefill else Shape.configured(self.config)
         self.core = SupervisorCore(
             self.config,
-            plan_roles(self.config, self.home.gpus, shape),
+            plan_processes(self.config, device, shape),
             shape=shape,
-            gpus=self.home.gpus,
             first_version=time.time_ns() // 1_000_000,
+            agent_socket=self._agent_socket,
         )
-        running_roles = [PlannedRole(r.settings.role, r.settings.id, r.settings.device) for r in found]
-        self.core.scaling.adopt(told, running_roles, time.monotonic())
+        self._placing = Placing(
+            self.core, self._launcher, self.identity.cluster_id, self._fencer, self._carry_out, self._leaving
+        )
+        self.resizing = change.shape is not None
+        now = time.monotonic()
+        running_roles = [running.planned for running in found]
+        self.core.roster.adopt(told.incarnations)
+        self.core.nodes.adopt(told, [(running.planned, running.settings.agent_socket) for running in found])
+        self.core.scaling.adopt(told, running_roles, now)
         self.core.planner.adopt(told.model_info, told.store_plan)
+        self.core.rolling.adopt(told, now)
+        if not self._launcher.elastic:
+            check_gpus(self.config, sum(node.gpus for node in nodes), shape)
+        await self._placing.settle(now)
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
@@ -115,14 +146,35 @@ class Supervisor(sv_grpc.SupervisorServicer):
                 self._watch(running.settings.id, slot.generation)
         if found:
             logger.info("found running: %s", ", ".join(running.settings.id for running in found))
+        announced = self._launcher.announce(self.address)
+        if self.predecessor is None:
+            self._spawn(announced)
+        else:  # it lets go of the roles once they can find this one
+            await announced
+            has_let_go = await self.predecessor.leave_to(self.address)
+            leaving = self._launcher.announce(self.address, leave=True)
+            if has_let_go:
+                self._spawn(leaving)  # it does nothing for roles that have come
+            else:
+                await leaving
+                await wait_followed(self._launcher, self._process.incarnation)
         self._carry_out(self.core.begin(time.monotonic(), [running.settings.id for running in found]))
-        self._spawn(self._announce())
+        if not change.is_none:
+            self._spawn(follow(change, self))
         self._spawn(self._tick())
+        self._following = self._spawn(self._placing.follow())
 
     def announce_end(self, grace_s: float = 0.0) -> None:
         """Tell everyone that `end_all` is near: gateways have `grace_s` for what they hold."""
         self.core.end(grace_s)
         self._publish()
+
+    def retire_gateways(self) -> bool:
+        """Have Ray Serve end all that there are; whether there are any."""
+        self.core.rolling.retire_all()
+        self.core.view_version += 1
+        self._publish()
+        return bool(self.core.roster.guests)
 
     async def wait_drained(self, timeout_s: float) -> bool:
         """Returns once no gateway holds a request, or after `timeout_s`; which of the two. After `announce_end`."""
@@ -138,26 +190,44 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.announce_end()
         agents = [slot for slot in self.core.roster.slots.values() if slot.planned.role == "node_agent"]
         others = [slot for slot in self.core.roster.slots.values() if slot.planned.role != "node_agent"]
-        await self._end_slots(others, grace_s)
+        try:
+            await self._end_slots(others, grace_s)
+        finally:  # before the agents have ended: they see to it where this process is killed
+            self._following.cancel()
+            await self._launcher.release()
         await self._end_slots(agents, min(grace_s, 3.0))
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for outbox in self._outboxes.values():
-            outbox.close()
-        self._watchdog.close()
-        await self._launcher.close()
+        self._closed = True
+        self._let_roles_go()
         if self._server is not None:
             await self._server.stop()
+        await end_tasks(self._tasks)
+        self._watchdog.close()
+        await self._launcher.close()
+
+    def _let_roles_go(self) -> None:
+        """Their streams end: they look for the supervisor that leads now."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    @property
+    def left_to(self) -> str:
+        """The address of the successor that leads the cluster now; "" while it is this one."""
+        return self._leaving.address
+
+    def _pause(self, paused: bool) -> None:
+        self.core.paused = paused
+
+    async def wait_left(self) -> None:
+        """Returns once a successor leads the cluster: `close` lets the roles go to it."""
+        await self._leaving.wait()
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Returns when somebody's state changed, or the time is over."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     # ---- gRPC
 
@@ -165,6 +235,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self, requests: AsyncIterator[sv.RoleReport], context: grpc.aio.ServicerContext[sv.RoleReport, sv.RoleOrder]
     ) -> AsyncIterator[sv.RoleOrder]:
         hello: sv.RoleHello = await first_message(requests, "hello", context)
+        if self.left_to:  # not a refusal, which would end it: it finds the way as soon as it asks again
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the supervisor at {self.left_to} leads the cluster")
         key = hello.process
         refusal = self.core.joined(hello, time.monotonic(), time.time())
         if refusal is not None:
@@ -210,10 +282,42 @@ class Supervisor(sv_grpc.SupervisorServicer):
 
     async def scale(self, prefill: int = 0, decode: int = 0) -> sv.ScaleReply:
         """Begin to have other numbers of instances; 0: as it is. Raises AlignedServeError where that cannot be."""
-        available_bytes = await self._fencer.available_memory_bytes()
-        self._carry_out(self.core.scale(prefill, decode, available_bytes, time.monotonic()))
+        free_bytes = await self._fencer.free_memory_bytes()
+        with self._leaving.finishes():
+            self._carry_out(self.core.scale(prefill, decode, free_bytes, time.monotonic()))
+            try:
+                await self._placing.look()
+            except ResourceError as error:
+                self.core.scaling.give_up(error.message, time.monotonic())
+                self._carry_out(self.core.tick(time.monotonic()))
+                raise
         shape = self.core.scaling.shape
         return sv.ScaleReply(prefill=shape.prefill, decode=shape.decode)
+
+    async def RestartRoles(
+        self, request: sv.RestartRequest, context: grpc.aio.ServicerContext[sv.RestartRequest, sv.RestartReply]
+    ) -> sv.RestartReply:
+        try:
+            await self.restart(list(request.roles))
+        except AlignedServeError as error:
+            return sv.RestartReply(refused=failure_to_proto(error))
+        return sv.RestartReply(restart=self.core.rolling.state)
+
+    async def restart(self, roles: Collection[str] = ()) -> None:
+        """Begin to replace every process of these roles; none: of all that somebody starts again. Raises
+        AlignedServeError where that cannot be."""
+        free_bytes = await self._fencer.free_memory_bytes()
+        known = ORDER if self._replaceable else ORDER[: -len(SERVE_ROLES)]
+        self._carry_out(self.core.restart(roles or known, free_bytes, time.monotonic(), time.time_ns()))
+
+    async def HandOver(
+        self, request: sv.HandOverRequest, context: grpc.aio.ServicerContext[sv.HandOverRequest, sv.HandOverReply]
+    ) -> sv.HandOverReply:
+        await self._leaving.asked(request.address)
+        if request.address:  # whatever else is still to end here, the roles are the successor's from now on
+            self._let_roles_go()
+        config, view = json.dumps(self._tree), self.core.view()
+        return sv.HandOverReply(config=config, code=self.code, view=view, resizing=self.resizing)
 
     async def Stop(self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.StopReply]) -> sv.StopReply:
         grace_s = self.config.gateway.drain_s
@@ -228,6 +332,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         status = self.core.status(self.identity.cluster_id)
         status.peers.append(self._as_peer())
         status.metrics = cluster_metrics(self.core.roster, self._launches)
+        if self.application:
+            status.metrics = with_label(status.metrics, "application", self.application)
         return status
 
     # ---- inside
@@ -251,10 +357,12 @@ class Supervisor(sv_grpc.SupervisorServicer):
                 self._outboxes[key.id].put(sv.RoleOrder(heard=pb.Empty()))
 
     def _carry_out(self, actions: list[Action]) -> None:
+        if self._closed:  # whoever still tells it of an exit: the roles are a successor's
+            return
         for action in actions:
             match action:
                 case Launch():
-                    self._spawn(self._launch(action))
+                    self._leaving.finish(self._spawn(self._launch(action)))
                 case End():
                     self._order_end(action.role_id)
                 case Fence():
@@ -274,28 +382,40 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _agent_socket(self, node: Node, number: int) -> str:
+        return agent_socket(self.identity.cluster_id, number, here=node.node_id == self._here)
+
     def _settings(self, slot: Slot) -> RoleSettings:
+        node = self.core.nodes.node(slot.planned.node_id)
         return RoleSettings(
             role=slot.planned.role,
             id=slot.planned.id,
             config=self._tree,
             cluster_id=self.identity.cluster_id,
             token=self.identity.token,
-            node_id=self.home.node_id,
-            host=self.home.host,
-            agent_socket=self.identity.agent_socket,
+            node_id=node.node_id,
+            host=node.host,
+            agent_socket=self.core.nodes.agent_socket(node.node_id),
             supervisor_address=self.address,
             device=slot.device or slot.planned.device,
             pinned=bool(slot.device),
+            after=slot.incarnation,
         )
 
     async def _launch(self, action: Launch) -> None:
         role_id = action.planned.id
         self._launches += 1
         try:
-            await self._launcher.launch(self._settings(self.core.roster.slots[role_id]), action.spare_id)
+            await self._placing.look(FRESH_S)
+            slot = self.core.roster.slots.get(role_id)
+            if slot is None or slot.phase is not Phase.STARTING or slot.generation != action.generation:
+                return  # its node has gone: that was why its predecessor ended
+            await self._launcher.launch(self._settings(slot), action.spare_id)
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)
+        except Exception as error:  # whatever it was, the slot must not wait for a process that nobody started
+            logger.exception("%s could not be started", role_id)
+            self._exited(role_id, action.generation, repr(error))
         else:
             self._watch(role_id, action.generation)
 
@@ -332,9 +452,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         for slot in slots:
             self._order_end(slot.planned.id)
         await self._all_dead(slots, grace_s)
-        for slot in slots:
-            if slot.phase is not Phase.WAITING:
-                await self._fencer.kill(slot)
+        await asyncio.gather(*(self._fencer.kill(slot) for slot in slots if slot.phase is not Phase.WAITING))
         await self._all_dead(slots, 5.0)
 
     def _order_end(self, role_id: str) -> None:
@@ -346,9 +464,6 @@ class Supervisor(sv_grpc.SupervisorServicer):
         while any(slot.phase is not Phase.WAITING for slot in slots) and time.monotonic() < deadline:
             await self.wait_changed(min(0.2, timeout_s))
 
-    async def _announce(self) -> None:
-        await self._launcher.announce(self.address)
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(min(0.25, self.config.supervisor.heartbeat_s / 2))
@@ -357,10 +472,11 @@ class Supervisor(sv_grpc.SupervisorServicer):
             self.core.seen(self._watchdog.look(), self.ticked_at)
             self._carry_out(self.core.tick(self.ticked_at))
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -368,10 +484,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
             logger.error("the supervisor failed at its work", exc_info=error)
 
 
-def _choose_home(config: Config, nodes: list[Node]) -> Node:
-    """One cell lies on one node: the supervisor's own, or the first that has the GPUs."""
-    wanted = config.cluster.prefill + config.cluster.decode
-    if config.cluster.device == "cpu":
-        return nodes[0]
-    enough = [node for node in nodes if node.gpus >= (1 if config.cluster.share_gpu else wanted)]
-    return (enough or sorted(nodes, key=lambda node: -node.gpus))[0]
+def _device(config: Config, nodes: list[Node], found: Sequence[Running]) -> str:
+    """Where instances run, "cpu" or "cuda": as those do that run already."""
+    if any(running.settings.role in MODEL_ROLES and running.settings.device.startswith("cuda") for running in found):
+        return "cuda"
+    return resolve_device(config, max(node.gpus for node in nodes))

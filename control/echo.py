@@ -35,7 +35,8 @@ async def measure_message_s(token: str) -> float:
         sys.executable, "-m", __name__, address, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     try:
-        output, _ = await asyncio.wait_for(process.communicate(token.encode()), _LONGEST_S)
+        async with asyncio.timeout(_LONGEST_S):
+            output, _ = await process.communicate(token.encode())
     except TimeoutError:
         raise UnavailableError(f"{MESSAGES} messages did not come back within {_LONGEST_S:g} s") from None
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from alignedserve.cancellation import task_is_cancelled
+from alignedserve.cancellation import end_tasks, task_is_cancelled
 from alignedserve.errors import AlignedServeError, UnavailableError
 
 Out = TypeVar("Out")
@@ -76,6 +77,10 @@ class DuplexLink(Generic[Out, In]):
         self._retry_s = retry_s
         self._outbox: Outbox[Out] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._call: Any = None
+        self._broken_off = ""
+        self.broken_by = ""
+        """What the last stream broke by: gRPC's status and its details."""
         self.refusal = ""
         """Why the peer will have nothing to do with this process, as it said last; trying again does not help."""
 
@@ -99,13 +104,20 @@ class DuplexLink(Generic[Out, In]):
     async def run(self) -> None:
         while True:
             await self._one_stream()
+            # gRPC keeps a cancel to itself that comes while it connects: where that then fails, nothing is raised here.
+            if task_is_cancelled():
+                raise asyncio.CancelledError
             if not self._reconnect:
                 return
             await asyncio.sleep(self._retry_s)
 
     async def _one_stream(self) -> None:
         outbox: Outbox[Out] = Outbox()
-        call = self._open_call()
+        try:
+            call = self._call = self._open_call()
+        except Exception:  # whatever it was, the link must come back
+            logger.exception("a stream cannot be opened")
+            return
         writer = asyncio.get_running_loop().create_task(_drain(call, outbox))
         try:
             for message in self._first_messages():
@@ -119,18 +131,21 @@ class DuplexLink(Generic[Out, In]):
                     logger.exception("a message could not be handled")
         except grpc.aio.AioRpcError as error:
             code = error.code()
+            self.broken_by = f"{code.name}: {error.details()}"
             if code is grpc.StatusCode.FAILED_PRECONDITION:
                 self.refusal = error.details() or code.name
             quiet = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s %s", code.name, error.details())
+            logger.log(logging.DEBUG if quiet else logging.WARNING, "stream broke: %s", self.broken_by)
         except asyncio.CancelledError:
             if task_is_cancelled():
                 raise
-            logger.warning("a peer did not read what was sent to it: its stream is opened anew")  # gRPC's own cancel
+            why = self._broken_off or "a peer did not read what was sent to it"
+            logger.warning("%s: its stream is opened anew", why)  # gRPC's own cancel
         except Exception:  # whatever it was, the link must come back
             logger.exception("a stream ended with an error of our own")
         finally:
-            self._outbox = None
+            self._outbox = self._call = None
+            self._broken_off = ""
             writer.cancel()
             call.cancel()
             try:
@@ -138,10 +153,15 @@ class DuplexLink(Generic[Out, In]):
             finally:
                 await self._tell_down()
 
+    def break_off(self, reason: str) -> None:
+        """End the stream that is open now, as if it had broken."""
+        if self._call is not None:
+            self._broken_off = reason
+            self._call.cancel()
+
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
             self._task = None
 
     async def _tell_down(self) -> None:
@@ -168,6 +188,17 @@ async def settle(value: Awaitable[None] | None) -> None:
     """Await a callback's result where it is awaitable."""
     if inspect.isawaitable(value):
         await value
+
+
+def from_any_thread(call: Callable[..., object]) -> Callable[..., None]:
+    """What any thread may call to have `call` called on the current loop; once that has closed, nothing happens."""
+    loop = asyncio.get_running_loop()
+
+    def soon(*arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: this process is ending
+            loop.call_soon_threadsafe(call, *arguments)
+
+    return soon
 
 
 async def first_message(requests: AsyncIterator[Any], kind: str, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

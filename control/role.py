@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from alignedserve.cancellation import end_tasks
 from alignedserve.control.link import DuplexLink, settle
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.proto import common_pb2 as pb
@@ -17,13 +18,16 @@ from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 logger = logging.getLogger(__name__)
 
+ORPHANED = "no supervisor was heard of"  # the reason of such an end begins so
+
 SERVING_STATES = ("ready", "draining", "drained")  # a process in one of these answers its peers
 OPEN_GAUGE = "open_requests"  # of a gateway's heartbeat
 
 
-def new_incarnation() -> int:
-    """Grows with each start of a process on one node: the start's Unix time in nanoseconds."""
-    return time.time_ns()
+def new_incarnation(after: int = 0) -> int:
+    """Grows with each start of a process: the start's Unix time in nanoseconds, or more where that is not over `after`,
+    its predecessor's, which may have been on a node whose clock is ahead."""
+    return max(time.time_ns(), after + 1)
 
 
 class RoleHost:
@@ -62,6 +66,7 @@ class RoleHost:
         self._orphan_after_s = orphan_after_s
         self._locate = locate
         self._heard_at = self._ordered_at = time.monotonic()
+        self._answered = False  # on the stream that is open; one that only tries to connect is open, too
         self._channel: TokenChannel | None = None
         self._link: DuplexLink[sv.RoleReport, sv.RoleOrder] = DuplexLink(
             self._open, self._on_order, self._first, on_down=self._on_down
@@ -73,6 +78,11 @@ class RoleHost:
         """When the supervisor last sent anything, on `time.monotonic`'s clock; None while the stream is not open."""
         return self._ordered_at if self._link.up else None
 
+    @property
+    def unheard_s(self) -> float:
+        """Seconds since a supervisor was known to be there."""
+        return time.monotonic() - self._heard_at
+
     def start(self) -> None:
         """Join, and keep joined, in tasks of the current loop."""
         loop = asyncio.get_running_loop()
@@ -82,10 +92,13 @@ class RoleHost:
         """Send a heartbeat now: something changed."""
         self._link.send(sv.RoleReport(heartbeat=self._heartbeat()))
 
+    def leave(self, address: str) -> None:
+        """The supervisor at that address leads now: go there, also from one that still answers."""
+        if address != self._supervisor_address:
+            self._link.break_off("another supervisor leads the cluster")
+
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self._drop_channel()
 
     def _open(self) -> Any:
@@ -99,6 +112,7 @@ class RoleHost:
 
     async def _on_order(self, order: sv.RoleOrder) -> None:
         self._heard_at = self._ordered_at = time.monotonic()
+        self._answered = True
         kind = order.WhichOneof("body")
         if kind == "view":
             self.view = order.view
@@ -111,6 +125,7 @@ class RoleHost:
             await settle(self._on_end(f"the supervisor refused this process: {order.refused.message}"))
 
     async def _on_down(self) -> None:
+        self._answered = False
         address = await self._locate() if self._locate is not None else None
         if address and address != self._supervisor_address:
             logger.info("the supervisor is now at %s", address)
@@ -125,9 +140,9 @@ class RoleHost:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            if self._link.up:
+            if self._answered:
                 self._heard_at = time.monotonic()
-                self.report()
-            elif time.monotonic() - self._heard_at > self._orphan_after_s:
-                await settle(self._on_end(f"no supervisor was heard of for {self._orphan_after_s:g} s"))
+            self.report()
+            if self.unheard_s > self._orphan_after_s:
+                await settle(self._on_end(f"{ORPHANED} for {self._orphan_after_s:g} s"))
                 return

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import grpc
 
 from alignedserve import logs
+from alignedserve.cancellation import end_tasks
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.convert import failure_to_proto
-from alignedserve.control.role import RoleHost, new_incarnation
+from alignedserve.control.role import ORPHANED, RoleHost, new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
@@ -43,7 +44,7 @@ class RoleSettings:
 
     `config` is `config_sources.to_tree`'s tree. `agent_socket` is the Unix socket of this node's agent (which may come
     up later than the role). `device` is "cpu" or "cuda:N"; `pinned` says that it is the predecessor's, which nobody may
-    change.
+    change. `after` is the predecessor's incarnation.
     """
 
     role: str
@@ -57,6 +58,7 @@ class RoleSettings:
     supervisor_address: str = ""
     device: str = "cpu"
     pinned: bool = False
+    after: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,7 +76,7 @@ class RoleServer(ABC):
     def __init__(self, settings: RoleSettings) -> None:
         self.settings = settings
         self.config: Config = from_tree(settings.config)
-        self.process = pb.ProcessKey(role=self.role, id=settings.id, incarnation=new_incarnation())
+        self.process = pb.ProcessKey(role=self.role, id=settings.id, incarnation=new_incarnation(settings.after))
         self.state = "starting"
         self.progress = 0
         self.busy = False
@@ -82,7 +84,10 @@ class RoleServer(ABC):
         self.step_s = 0.0
         self.address = ""
         self.host: RoleHost | None = None
+        self._supervisor_address = ""
         self._failure: BaseException | None = None
+        self.orphaned = False
+        """Whether it ends since there is no supervisor any more."""
         self._ended = asyncio.Event()
         self._start_task: asyncio.Task[None] | None = None
         self._server = RpcServer(settings.token, settings.host)
@@ -185,12 +190,13 @@ class RoleServer(ABC):
 
     def _on_end(self, reason: str) -> None:
         logger.info("ending: %s", reason)
+        self.orphaned = reason.startswith(ORPHANED)
         self._ended.set()
 
     async def _locate_supervisor(self) -> str | None:
-        """Where a restarted supervisor is, as this node's agent was told; None where that is not known."""
+        """Where a restarted supervisor is, as this node's agent was told, or this role; None where nobody knows."""
         if not self.settings.agent_socket:
-            return None
+            return self._supervisor_address or None
         from alignedserve.errors import AlignedServeError
         from alignedserve.transfer.segments import SegmentClient
 
@@ -198,9 +204,19 @@ class RoleServer(ABC):
         try:
             info = await asyncio.to_thread(client.info)
         except (AlignedServeError, OSError):
-            return None
+            return self._supervisor_address or None
         address = info.get("supervisor_address")
         return str(address) if address else None
+
+    def set_supervisor(self, address: str) -> None:
+        """Where the supervisor is now, as the launcher says: for roles whose node has no agent that answers."""
+        self._supervisor_address = address
+
+    def leave_for(self, address: str) -> None:
+        """`set_supervisor`, and go there now: whoever led up to now has not been told, and may still answer."""
+        self.set_supervisor(address)
+        if self.host is not None:
+            self.host.leave(address)
 
     async def wait(self) -> None:
         """Returns when the role is to end."""
@@ -208,8 +224,7 @@ class RoleServer(ABC):
 
     async def close(self) -> None:
         if self._start_task is not None:
-            self._start_task.cancel()
-            await asyncio.gather(self._start_task, return_exceptions=True)
+            await end_tasks([self._start_task])
         await self.on_close()
         if self.host is not None:
             await self.host.close()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from alignedserve.config import Config
-from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import TokenChannel
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.kv_pool.paired_link import PairedLink
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import paired_copies_pb2 as pc
-from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.transfer.block_store import BlockStore, attach_store
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.device import attach_device_store
@@ -25,12 +22,10 @@ from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.nccl import no_nccl_here
 from alignedserve.transfer.paired.remote import RemoteBlockStore
-from alignedserve.transfer.paired.transport import DECODE_RANK, Wiring
+from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
 from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
-
-RETRY_S = 0.1
 
 
 class BufferAccess(ABC):
@@ -42,6 +37,11 @@ class BufferAccess(ABC):
 
     @abstractmethod
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel: ...
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether nothing writes to blocks of the buffers for copies from here that have ended."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -64,21 +64,21 @@ class AttachedBuffers(BufferAccess):
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return self._connect(source, destination)
 
+    @property
+    def settled(self) -> bool:
+        return True
+
     async def close(self) -> None:
         """Nothing is open but the stores."""
 
 
 class PairedBuffers(BufferAccess):
-    """NCCL or Gloo: the prefill instance takes part in each copy, as it is asked over a stream of its own.
-
-    The stream is opened again whenever it breaks, or its connections do; copies wait for that.
-    """
+    """NCCL or Gloo: the prefill instance takes part in each copy, as it is asked over a stream of its own."""
 
     def __init__(self, client: PairClient, cache: BlockStore, channel: TokenChannel) -> None:
         """Begins to connect; to be made in the event loop."""
         self._client, self._cache = client, cache
-        self._stub = pc_grpc.PairedCopiesStub(channel)
-        self._running = asyncio.get_running_loop().create_task(self._run())
+        self._link = PairedLink(client, channel)
 
     def open(self, handle: StoreHandle) -> BlockStore:
         self._cache.geometry.require_same(handle.geometry)
@@ -87,40 +87,13 @@ class PairedBuffers(BufferAccess):
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return wrapped(PairedChannel(source, destination, self._client))
 
+    @property
+    def settled(self) -> bool:
+        return self._client.settled
+
     async def close(self) -> None:
-        self._running.cancel()
-        await asyncio.wait([self._running])
+        await self._link.close()
         await asyncio.to_thread(self._client.close)
-
-    async def _run(self) -> None:
-        while True:
-            await self._one_session()
-            await asyncio.sleep(RETRY_S)
-
-    async def _one_session(self) -> None:
-        loop, client, useless = asyncio.get_running_loop(), self._client, asyncio.Event()
-        link: DuplexLink[pc.PairCommand, pc.PairEvent] = DuplexLink(
-            self._stub.Pair, client.on_event, lambda: [client.hello()], reconnect=False
-        )
-
-        def send(command: pc.PairCommand) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: this process is ending
-                loop.call_soon_threadsafe(link.send, command)
-
-        def break_off() -> None:
-            with contextlib.suppress(RuntimeError):  # as in send
-                loop.call_soon_threadsafe(useless.set)
-
-        client.begin(send, break_off)
-        stream, waiting = link.start(), loop.create_task(useless.wait())
-        try:
-            await asyncio.wait([stream, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if link.refusal:
-                logger.error("%s takes no part in copies: %s", client.peer, link.refusal)
-        finally:
-            waiting.cancel()
-            await link.close()
-            await asyncio.to_thread(client.broke, link.refusal or "the stream to it ended")
 
 
 class BufferReach:
@@ -161,6 +134,6 @@ class BufferReach:
         logger.log(level, "buffers of %s: channel %s, %s", prefill_id, choice.name, choice.reason)
         if choice.name not in PAIRED:
             return AttachedBuffers(cache, self._segments, self._connect)
-        wiring = Wiring.between_workers(choice.name, DECODE_RANK, settings.host, settings.device, timeout_s)
+        wiring = Wiring.between_workers(choice.name, ASKING_RANK, settings.host, settings.device, timeout_s)
         client = PairClient(self._process, wiring, cache.geometry, prefill_id, away_s=timeout_s / 3)
         return PairedBuffers(client, cache, channel)

@@ -85,18 +85,27 @@ class BufferLink:
 
     def take_leased(self, count: int) -> list[int] | None:
         """`count` blocks of the requests buffer for an eviction; None where the lease has fewer."""
-        if len(self._leased) < count or self.evict_channel is None:
+        if len(self._leased) < count or self.evict_channel is None or not self._settled:
             return None
         taken, self._leased = self._leased[:count], self._leased[count:]
         self._taken += count
         return taken
 
     def put_back(self, block_ids: Iterable[int]) -> None:
-        """Taken blocks that were not needed."""
+        """Taken blocks that were not needed, or that a copy to them has failed."""
+        if not self._settled:
+            # The prefill instance cannot be asked whether it still writes to them: their lease ends with the stream.
+            if self._link is not None:
+                self._link.break_off(f"{self.prefill_id} does not answer")
+            return
         back = list(block_ids)
         self._leased.extend(back)
         self._taken -= len(back)
         self._give_up_surplus()
+
+    @property
+    def _settled(self) -> bool:
+        return self._access is None or self._access.settled
 
     def set_lease_blocks(self, count: int) -> None:
         """How many blocks to keep leased; what is more goes back, what is missing is asked for."""

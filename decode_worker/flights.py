@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from alignedserve.control.convert import failure_event, token_event
@@ -22,7 +22,7 @@ from alignedserve.scheduler.plan import RunItem
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
     """An iteration that was launched, and whose its rows are."""
 
@@ -32,11 +32,14 @@ class Flight:
     lengths: list[int]  # tokens of KV before it
     last: set[int]  # rows of requests that end with it, by their length
     rows: dict[RequestKey, int]
-    block_lists: list[Sequence[int]]  # of each row; blocks that it was given since are in there too
+    block_lists: list[Sequence[int]]  # of each row; blocks that it was given since may be in there too
+    _blocks: set[int] | None = field(default=None, init=False)  # of all rows, once somebody has asked
 
     def touches(self, block_ids: Iterable[int]) -> bool:
         """Whether the device may read or write one of these blocks for it."""
-        return not set(chain.from_iterable(self.block_lists)).isdisjoint(block_ids)
+        if self._blocks is None:
+            self._blocks = set(chain.from_iterable(self.block_lists))
+        return not self._blocks.isdisjoint(block_ids)
 
     def row_of(self, live: LiveRequest | None) -> int | None:
         """The request's row; None where it is not in this iteration."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.held import EvictionOrder
 from alignedserve.errors import TransferError
+from alignedserve.kv_pool.remote_shards import PoolReader
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
@@ -24,12 +26,13 @@ class Handover:
     `pull` is called by the decode thread; the rest from the event loop.
     """
 
-    def __init__(self, copier: Copier, from_pool: Channel, to_pool: Channel, pool: PoolWriter, block_size: int) -> None:
+    def __init__(
+        self, copier: Copier, from_pool: PoolReader, to_pool: Channel, pool: PoolWriter, block_size: int
+    ) -> None:
         self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
         self._pool = pool
-        self._pool_id = from_pool.source.store_id
         self._block_size = block_size
         self.links: dict[str, BufferLink] = {}
 
@@ -47,20 +50,18 @@ class Handover:
         part = slice(resident, len(block_ids))
         first = again = Route(self._source(stored.store_id), stored.block_ids[part], stored.checksums[part], settled)
         if self._copier.verify and stored.pool_tokens == stored.kv_tokens:
-            again = Route(self._from_pool, stored.pool_block_ids[part], stored.pool_checksums[part], settled)
+            with contextlib.suppress(TransferError):  # that shard is gone: it is the buffer's copy or none
+                pool = self._from_pool.channel(stored.pool_id)
+                again = Route(pool, stored.pool_block_ids[part], stored.pool_checksums[part], settled)
         return self._copier.copy([first, again], block_ids[resident:], stored.spec.key.request_id)
 
     def _source(self, store_id: str) -> Channel:
-        if store_id == self._pool_id:
-            return self._from_pool
-        for link in list(self.links.values()):
-            if channel := link.pulls.get(store_id):
-                return channel
-        raise TransferError(f"store {store_id} is not attached here (its prefill instance may be gone)")
+        link = self.link_of(store_id)
+        return link.pulls[store_id] if link is not None else self._from_pool.channel(store_id)
 
     def link_of(self, store_id: str) -> BufferLink | None:
-        """The link to the prefill instance whose buffer this is; None for the pool."""
-        return next((link for link in self.links.values() if store_id in link.pulls), None)
+        """The link to the prefill instance whose buffer this is; None for a shard of the pool."""
+        return next((link for link in list(self.links.values()) if store_id in link.pulls), None)
 
     def leased_blocks(self) -> int:
         """The largest room for one eviction."""

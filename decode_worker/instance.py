@@ -38,7 +38,6 @@ from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.copier import Copier
 from alignedserve.transfer.device import compile_copies, reached_devices
 from alignedserve.transfer.links import connect
-from alignedserve.transfer.segments import SegmentClient
 
 OVERLAP = {"auto": None, "on": True, "off": False}  # decode.overlap
 
@@ -60,7 +59,7 @@ class DecodeInstance:
         self._post = post
         self._on_pool_wait = on_pool_wait
         self._linking = asyncio.Lock()
-        self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
+        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)
         self._reach = BufferReach(settings, config, process, self._pool.segments, self._connect)
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
         self._pool_channels: list[Channel] = []
@@ -114,7 +113,7 @@ class DecodeInstance:
         pool_store = await self._pool.attach(geometry, [writer])
         from_pool, to_pool = self._connect(pool_store, self._cache_store), self._connect(self._cache_store, pool_store)
         self._pool_channels = [from_pool, to_pool]
-        self.handover = Handover(self.copier, from_pool, to_pool, writer, plan.block_size)
+        self.handover = Handover(self.copier, self._pool.reader(from_pool), to_pool, writer, plan.block_size)
         runner = await asyncio.to_thread(make_runner, tensor)
         scheduler = IterationScheduler.configured(config, self.cache, plan.block_size)
         meter = IterationMeter(configured_cost(config.scheduler))
@@ -197,7 +196,8 @@ class DecodeInstance:
     def channels(self) -> list[Channel]:
         """Every channel that this instance copies over."""
         links = self.handover.links.values() if self.handover is not None else ()
-        return [*self._pool_channels, *(channel for link in links for channel in link.channels)]
+        of_buffers = (channel for link in links for channel in link.channels)
+        return [*self._pool_channels, *self._pool.others.channels, *of_buffers]
 
     def refresh_lease(self) -> None:
         if self.handover is not None and self.compute is not None:

@@ -1,11 +1,12 @@
-"""What changes the cluster: its number of instances, and its end. For who holds the cluster's admin key only.
+"""What changes the cluster: its number of instances, a rolling restart, and its end. For who holds its admin key only.
 
-The key lies in the cluster's record, which only its user can read; `alignedserve scale` and `stop` send it.
+The key lies in the cluster's record, which only its user can read; `alignedserve scale`, `restart` and `stop` send it.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from alignedserve.admin import ADMIN_HEADER
@@ -32,12 +33,14 @@ class NotAdminError(RequestError):
 
 
 class Administrator(Protocol):
-    """What these endpoints ask of the server around them. Both raise AlignedServeError where nothing was changed."""
+    """What these endpoints ask of the server around them. All raise AlignedServeError where nothing was changed."""
 
     @property
     def admin_key(self) -> str: ...
 
     async def scale(self, prefill: int, decode: int) -> dict[str, Any]: ...
+
+    async def restart(self, roles: Sequence[str]) -> dict[str, Any]: ...
 
     async def stop(self) -> dict[str, Any]: ...
 
@@ -50,6 +53,9 @@ class Administration:
 
     async def scale(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send, self._scale)
+
+    async def restart(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(scope, receive, send, self._restart)
 
     async def stop(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send, self._stop)
@@ -83,6 +89,14 @@ class Administration:
         if not any(counts.values()):
             raise InvalidRequestError("prefill or decode must say how many instances there are to be")
         return await self._administrator.scale(**counts)
+
+    async def _restart(self, body: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(body.keys() - {"roles"}):
+            raise InvalidRequestError(f"{unknown[0][:64]!r} is not known here; there are roles")
+        roles = body.get("roles") or []
+        if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
+            raise InvalidRequestError("roles must be a list of names", param="roles")
+        return await self._administrator.restart(roles)
 
     async def _stop(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._administrator.stop()

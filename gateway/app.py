@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from alignedserve import logs
 from alignedserve.config_sources import Tree, from_tree
 from alignedserve.control.role import new_incarnation
+from alignedserve.errors import by_code
 from alignedserve.gateway import api_keys
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.failures import grpc_status
@@ -34,6 +35,8 @@ _LOOPBACK = "127.0.0.1"
 _LOCATE_TIMEOUT_S = 2.0
 _LOOK_S = 0.25
 _REROUTED_S = 2.0
+_LINKED_WITHIN_S = 5.0
+_STARTED = ("ready", "degraded")
 
 
 @serve.deployment(
@@ -51,7 +54,10 @@ class Gateway:
     A replica has an id of its own (not its rank's): while one is replaced, both live.
     """
 
-    async def __init__(self, tree: Tree, supervisor: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # awaited
+    async def __init__(  # type: ignore[misc]  # awaited
+        self, tree: Tree, supervisor: DeploymentHandle[Any], wait_ready: bool = False
+    ) -> None:
+        """`wait_ready`: it is up, for Serve, when the cluster can answer. Raises what the cluster cannot start for."""
         close_internal_port()
         config = from_tree(tree)
         self._supervisor = supervisor
@@ -59,7 +65,7 @@ class Gateway:
         gateway_id = f"gateway-{serve.get_replica_context().replica_id.unique_id}"
         logs.setup(config.log, "gateway", gateway_id)
         logging.getLogger("ray.serve").addFilter(_Quiet())
-        info = await supervisor.join_info.remote()
+        info = await _invitation(supervisor, tree, wait_ready=wait_ready)
         process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
         self._server = await GatewayServer.create(
             config,
@@ -71,6 +77,8 @@ class Gateway:
             host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
             locate=self._locate,
         )
+        if info["state"] in _STARTED:  # without a link to the scheduler it would refuse what Serve sends at once
+            await self._server.wait_linked(_LINKED_WITHIN_S)
         self._drain_s = config.gateway.drain_s
         self._watch = asyncio.get_running_loop().create_task(self._watch_replica())
 
@@ -142,14 +150,24 @@ class Gateway:
     async def _locate(self) -> str | None:
         """Where the supervisor is after it was restarted; None while it is not back."""
         try:
-            info = await asyncio.wait_for(self._ask_supervisor(), _LOCATE_TIMEOUT_S)
+            async with asyncio.timeout(_LOCATE_TIMEOUT_S):
+                info = await self._supervisor.join_info.remote()
         except Exception as error:  # whatever Ray raises, it is asked again
             logger.debug("the supervisor cannot be located: %s", error)
             return None
         return str(info["supervisor_address"])
 
-    async def _ask_supervisor(self) -> Any:
-        return await self._supervisor.join_info.remote()
+
+async def _invitation(supervisor: DeploymentHandle[Any], tree: Tree, *, wait_ready: bool) -> dict[str, Any]:
+    """The `join_info` of the supervisor that leads a cluster of this configuration, with `wait_ready` once that has
+    been ready. Raises the error that it cannot start for."""
+    while True:
+        info: dict[str, Any] = await supervisor.join_info.remote(tree)
+        if wait_ready and info["failure"] is not None:
+            raise by_code(info["failure"]["code"])(info["failure"]["message"])
+        if info["state"] and (not wait_ready or info["state"] in _STARTED):
+            return info
+        await asyncio.sleep(_LOOK_S)
 
 
 def _is_ending() -> bool:

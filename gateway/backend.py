@@ -37,6 +37,7 @@ INTEGRITY_TIMEOUT_S = 15.0
 ORDER_TIMEOUT_S = 10.0
 _TICK_S = 1.0
 _CONFIRM_S = 0.5
+_UNHEARD_S = 5.0  # a supervisor that was replaced is found sooner
 
 Locate = Callable[[], Awaitable[str | None]]
 
@@ -69,6 +70,17 @@ class SchedulerLink:
     def down_for_s(self) -> float:
         """Seconds since there was a scheduler; 0 while there is one."""
         return 0.0 if self.up else time.monotonic() - self._down_since_s
+
+    @property
+    def trouble(self) -> str:
+        """Why it is down; "" while it is up."""
+        if self.up:
+            return ""
+        if self._target is None or self._link is None:
+            return "the supervisor has named none"
+        return (
+            f"the last one, at {self._target[0]}, is not reached: {self._link.broken_by or 'it has not answered yet'}"
+        )
 
     async def follow(self, address: str, incarnation: int) -> None:
         """Connect to the scheduler at `address`, leaving the one before."""
@@ -207,6 +219,7 @@ class Backend:
         self._status_channel: tuple[str, TokenChannel] | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._peers = GatewayPeers(process.id, token)
+        self._start_timeout_s = 0.0
 
     async def start(
         self,
@@ -216,7 +229,10 @@ class Backend:
         node_id: str = "",
         heartbeat_s: float = 1.0,
         orphan_after_s: float = 60.0,
+        start_timeout_s: float = 300.0,
     ) -> None:
+        """`start_timeout_s`: what a role that is replaced on purpose may take to come back."""
+        self._start_timeout_s = start_timeout_s
         self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
         self._server.add(gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self._ledger))
         role = GatewayRole(self.process.id, self._ledger, heartbeat)
@@ -284,6 +300,13 @@ class Backend:
             raise failure_from_proto(reply.refused)
         return reply
 
+    async def restart(self, roles: Sequence[str]) -> sv.Restart:
+        """Have every process of these roles replaced. Raises UnavailableError, and why it was refused."""
+        reply: sv.RestartReply = await self._order("RestartRoles", sv.RestartRequest(roles=roles))
+        if reply.HasField("refused"):
+            raise failure_from_proto(reply.refused)
+        return reply.restart
+
     async def stop(self) -> sv.StopReply:
         """Have the cluster end. Raises UnavailableError."""
         reply: sv.StopReply = await self._order("Stop", pb.Empty())
@@ -330,6 +353,21 @@ class Backend:
             self._supervisor_address = address
         return address
 
+    def _trouble(self) -> str:
+        """Why there is no scheduler; "" while there is one."""
+        trouble = "" if self._link is None else self._link.trouble
+        unheard_s = 0.0 if self._host is None else self._host.unheard_s
+        if trouble and unheard_s > _UNHEARD_S:
+            trouble += f"; the supervisor at {self._supervisor_address} has not been heard of for {unheard_s:.0f} s"
+        return trouble
+
+    def _patience_s(self) -> float:
+        """How long requests wait for a scheduler that is being replaced on purpose; 0 where it is not, or nobody says
+        so any more."""
+        ordered = bool(self.view.restart.since_ns) and not self.view.restart.done
+        heard = self._host is not None and self._host.unheard_s <= _UNHEARD_S
+        return self._start_timeout_s if ordered and heard else 0.0
+
     def _on_end(self, reason: str) -> None:
         logger.warning("this gateway is to end: %s", reason)
         self.ended_because = reason
@@ -338,6 +376,6 @@ class Backend:
         while True:
             await asyncio.sleep(_TICK_S)
             try:
-                self._ledger.tick()
+                self._ledger.tick(self._trouble(), self._patience_s())
             except Exception:  # the ticker must outlive any one request's trouble
                 logger.exception("the ledger's tick failed")

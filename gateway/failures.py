@@ -70,6 +70,12 @@ class ShuttingDownError(UnavailableError):
     code = "shutting_down"
 
 
+class RequestLostError(UnavailableError):
+    """Lost again and again without a token: it may be what ends its workers, so nobody should send it again unasked."""
+
+    code = "request_lost"
+
+
 def as_error(error: BaseException) -> AlignedServeError:
     """The error to report. What is not ours is a bug: its text stays in the log."""
     if isinstance(error, AlignedServeError):
@@ -120,6 +126,6 @@ def grpc_status(error: AlignedServeError) -> tuple[grpc.StatusCode, str]:
     words = [f"code={error.code}"]
     if isinstance(error, RequestError) and error.param and not any(map(str.isspace, error.param)):
         words.append(f"param={error.param}")
-    if isinstance(error, OverloadedError):
-        words.append(f"retry-after-s={error.retry_after_s:g}")
+    if (seconds := retry_after_s(error)) is not None:
+        words.append(f"retry-after-s={seconds:g}")
     return status, f"{error.message} [{' '.join(words)}]"

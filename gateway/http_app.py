@@ -71,6 +71,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
         "/v1/chat/completions": chat,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
         "/alignedserve/scale": administration.scale,
+        "/alignedserve/restart": administration.restart,
         "/alignedserve/stop": administration.stop,
     }
     gets = {

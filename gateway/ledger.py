@@ -4,7 +4,7 @@ The rules, all of them safe because messages carry an epoch and tokens a positio
 
 - A `Loss` of the scheduler submits a request again, in a new epoch, with the tokens delivered so far; so does being
   cancelled behind the gateway's back. After MAX_SETBACKS losses in a row without a token between them the call fails
-  with UnavailableError.
+  with RequestLostError.
 - An event of an older epoch is dropped; so are tokens that were delivered before. An event that comes before its
   predecessors (prefill's and decode's streams are not ordered among each other) waits for them GAP_S, and then counts
   as a loss.
@@ -13,7 +13,7 @@ The rules, all of them safe because messages carry an epoch and tokens a positio
   whether the scheduler ever had them cannot be told.
 - What was sent and has been silent for QUIET_S is named to the scheduler every ASK_EVERY_S, and QUIET_S after a stream
   (the link's or a worker's) broke: it answers with a `Loss` of those that nobody has. Waiting for its turn is no loss.
-- While there is no scheduler, requests wait for it SCHEDULER_WAIT_S at most.
+- While there is no scheduler, requests wait for it SCHEDULER_WAIT_S at most, or longer where it is known to come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from alignedserve.errors import (
     UnavailableError,
 )
 from alignedserve.gateway.calls import Answer, AnswerState, Call
-from alignedserve.gateway.failures import ShuttingDownError
+from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.news import EarlyEvent, News, read_event
 from alignedserve.gateway.planning import CallPlan
@@ -196,14 +196,19 @@ class Ledger:
         self._submitter.resend(list(self._open.values()))
         asyncio.get_running_loop().call_later(QUIET_S, self._ask)  # what began to run after `on_link_up` was not named
 
-    def tick(self) -> None:
-        """To be called about once a second: what waits too long."""
+    def tick(self, trouble: str = "", patience_s: float = 0.0) -> None:
+        """To be called about once a second: what waits too long.
+
+        `trouble`: why there is no scheduler; `patience_s`: how long one is waited for, at least SCHEDULER_WAIT_S.
+        """
         if time.monotonic() - self._asked_s >= ASK_EVERY_S:
             self._ask()
-        if self._submitter.down_for_s > SCHEDULER_WAIT_S:
+        wait_s = max(SCHEDULER_WAIT_S, patience_s)
+        if self._submitter.down_for_s > wait_s:
+            message = f"there was no scheduler for {wait_s:g} s" + (f" ({trouble})" if trouble else "")
             for answer in list(self._open.values()):
                 if answer.state is not AnswerState.RUNNING:
-                    self._fail(answer.call, UnavailableError(f"there was no scheduler for {SCHEDULER_WAIT_S:g} s"))
+                    self._fail(answer.call, UnavailableError(message))
 
     def check_integrity(self) -> None:
         """Raises AccountingError where calls and requests do not match."""
@@ -285,7 +290,7 @@ class Ledger:
                 continue  # its call failed a moment ago
             if answer.setbacks > MAX_SETBACKS:
                 message = f"the request was lost {answer.setbacks} times in a row ({reason})"
-                self._fail(answer.call, UnavailableError(message, request_id=answer.request_id))
+                self._fail(answer.call, RequestLostError(message, request_id=answer.request_id))
             elif (finish := answer.finished_unsaid()) is not None:
                 self._finish(answer, finish)
                 answer.call.add(answer, finish=finish)

@@ -143,6 +143,16 @@ def _operation_schemas() -> dict[str, Schema]:
     book = _object({**named, **blocks}, named)
     command = _object({"pid": _INTEGER, "host": _STRING})
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
+    restart = _object(
+        {
+            "since_unix_s": _NUMBER,
+            "roles": strings,
+            "doing": _STRING,
+            "done": {"type": "boolean"},
+            "failure": _STRING,
+        },
+        ["since_unix_s", "roles", "doing", "done", "failure"],
+    )
     return {
         "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
@@ -154,6 +164,8 @@ def _operation_schemas() -> dict[str, Schema]:
         "Integrity": _object({"sound": {"type": "boolean"}, "books": _array(book)}, ["sound", "books"]),
         "ScaleRequest": _object({"prefill": _COUNT, "decode": _COUNT}),
         "Scale": _object({"prefill": _INTEGER, "decode": _INTEGER}, ["prefill", "decode"]),
+        "RestartRequest": _object({"roles": strings}),
+        "Restart": restart,
         "StopRequest": _object({}),
         "Stop": _object({"grace_s": _NUMBER, "command": command}, ["grace_s", "command"]),
         "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
@@ -259,6 +271,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         ),
         "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
         "/alignedserve/scale": _order("ScaleRequest", "Scale", "Have another number of instances"),
+        "/alignedserve/restart": _order("RestartRequest", "Restart", "Replace every process, one after the other"),
         "/alignedserve/stop": _order("StopRequest", "Stop", "Take no more requests, and end"),
     }
     document = {

@@ -92,7 +92,8 @@ def _list_proxies() -> dict[str, Any]:
 
 async def _died(proxy: Any) -> bool:
     try:
-        await asyncio.wait_for(proxy.__ray_ready__.remote(), _ANSWER_WITHIN_S)
+        async with asyncio.timeout(_ANSWER_WITHIN_S):
+            await proxy.__ray_ready__.remote()
     except RayActorError:
         return True
     except TimeoutError:  # busy, or stopped: Serve's own health check is about that

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from alignedserve.gateway.backend import Backend, Locate
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.failures import NotPossibleError
 from alignedserve.gateway.grpc_service import InferenceService
-from alignedserve.gateway.health import Health, book_entry, judge, role_entry
+from alignedserve.gateway.health import Health, book_entry, judge, restart_entry, role_entry
 from alignedserve.gateway.http_app import build_app
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
@@ -40,6 +41,8 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
 
 
 class GatewayServer:
@@ -112,6 +115,7 @@ class GatewayServer:
             node_id=node_id,
             heartbeat_s=config.supervisor.heartbeat_s,
             orphan_after_s=config.supervisor.orphan_after_s,
+            start_timeout_s=config.supervisor.start_timeout_s,
         )
         return server
 
@@ -127,6 +131,8 @@ class GatewayServer:
     @property
     def ended_because(self) -> str:
         """Why this gateway should be replaced; "" while it should not."""
+        if self.process.id in self.backend.view.restart.retiring:
+            return "a rolling restart replaces it"
         return self.backend.ended_because
 
     async def wait_model(self, timeout_s: float) -> bool:
@@ -135,6 +141,14 @@ class GatewayServer:
             async with asyncio.timeout(timeout_s):
                 await self._model_known.wait()
         return self.model.info is not None
+
+    async def wait_linked(self, timeout_s: float) -> bool:
+        """True once a request would be taken: the model is known, and the scheduler reached."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.health().can_serve:  # noqa: ASYNC110  (several things tell it)
+                    await asyncio.sleep(_LOOK_S)
+        return self.health().can_serve
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests; those that are open after `grace_s` end with an error."""
@@ -183,6 +197,7 @@ class GatewayServer:
             "state": status.state,
             "missing": list(status.missing),
             "degraded": list(status.degraded),
+            "restart": restart_entry(status.restart),
             "scale": {"prefill": status.prefill, "decode": status.decode, "failure": status.scale_failure.message},
         }
 
@@ -207,6 +222,13 @@ class GatewayServer:
         except ConfigError as error:
             raise NotPossibleError(error.message) from error
         return {"prefill": reply.prefill, "decode": reply.decode}
+
+    async def restart(self, roles: Sequence[str]) -> dict[str, Any]:
+        """Raises NotPossibleError for what is no role, UnavailableError."""
+        try:
+            return restart_entry(await self.backend.restart(roles))
+        except ConfigError as error:
+            raise NotPossibleError(error.message) from error
 
     async def stop(self) -> dict[str, Any]:
         reply = await self.backend.stop()

@@ -1,4 +1,4 @@
-"""The KV pool's process: owns the allocator over the segment, whose memory is the node agent's and outlives it."""
+"""The process of a shard: owns the allocator over the segment, whose memory is the node agent's and outlives it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
+from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import Grant, KvPool
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
@@ -24,11 +25,13 @@ from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
+from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.sizing import StorePlan
-from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.block_store import BlockStore, HostBlockStore
 from alignedserve.transfer.segments import SegmentClient
+from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +52,19 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
         self._census = Census()
         self._segments = SegmentClient(settings.agent_socket, settings.token)
-        self._handover = AgentHandover(self._segments)
+        self._handover = AgentHandover(self._segments, settings.node_id)
+        timeout_s = self.config.kv_pool.copy_timeout_s
+        self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
         self._announced_free = -1
         self._recounting = asyncio.Lock()  # while it is held nothing in the pool may change
 
     # ---- the role's hooks
 
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
-        return [(kp_grpc.add_KvPoolServicer_to_server, self)]
+        return [
+            (kp_grpc.add_KvPoolServicer_to_server, self),
+            (pc_grpc.add_PairedCopiesServicer_to_server, self._copies),
+        ]
 
     async def on_start(self) -> None:
         self.set_state("loading")
@@ -82,14 +90,29 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
         self._census.on_view(view)
         await self._handover.on_view(view)
+        fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
+        self._refuse_readers(fenced)
+        if len(view.pools) > 1:
+            self._copies.expect()
         if self._pool is None:
             return
         await self._recounted()
-        fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
         for writer in self._pool.writers():
             if (writer.id, writer.incarnation) in fenced:
                 self._quarantine(writer)
         self._bury()
+
+    def _stores(self) -> dict[str, BlockStore]:
+        return {} if self._pool is None or self._store is None else {self._store.store_id: self._store}
+
+    def _refuse_readers(self, fenced: set[tuple[str, int]]) -> None:
+        """Workers of other nodes that have ended, or are being ended, read nothing more here."""
+
+        def over(process: pb.ProcessKey) -> bool:
+            name = process.id, process.incarnation
+            return name in fenced or self._census.has_ended(*name)
+
+        self._copies.refuse(over)
 
     def _bury(self) -> None:
         """Free what writers leased that are known to have ended.
@@ -114,6 +137,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._announce()
 
     async def on_close(self) -> None:
+        await self._copies.close()
         await self._recounted()
         if self._store is not None:
             self._store.close()
@@ -271,7 +295,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             wanted = [(key_from_proto(held.key), held.kv_tokens) for held in command.adopt.holdings]
             outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=[self._adopt(*one) for one in wanted])))
         elif kind == "take_inventory":
-            holdings = [_holding(held, ids=False) for held in self._pool.inventory()]
+            holdings = [self._holding(held, ids=False) for held in self._pool.inventory()]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
 
@@ -282,10 +306,19 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             (adopted,), grants = self._pool.adopt([(key, most_tokens)])
         except AlignedServeError as error:
             logger.warning("nothing is adopted: %s", error, extra={"request_id": key.request_id})
-            return _holding(Holding(key, 0, ()))
+            return self._holding(Holding(key, 0, ()))
         self._deliver(grants)
-        message = _holding(adopted)
+        message = self._holding(adopted)
         message.blocks = self._pool.own_blocks(key.request_id) if adopted.block_ids else 0
+        return message
+
+    def _holding(self, held: Holding, *, ids: bool = True) -> kp.Holding:
+        """Without `ids` it says how many blocks there are, not which."""
+        message = kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, blocks=len(held.block_ids))
+        message.pool_id = self.settings.id
+        if ids:
+            message.block_ids.extend(held.block_ids)
+            message.checksums.extend(held.checksums)
         return message
 
     def _announce(self) -> None:
@@ -323,15 +356,6 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> kp.PoolDescription:
         await self._ready(context)
         return self._description()
-
-
-def _holding(held: Holding, *, ids: bool = True) -> kp.Holding:
-    """Without `ids` it says how many blocks there are, not which."""
-    message = kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, blocks=len(held.block_ids))
-    if ids:
-        message.block_ids.extend(held.block_ids)
-        message.checksums.extend(held.checksums)
-    return message
 
 
 def _writer(process: pb.ProcessKey) -> WriterKey:

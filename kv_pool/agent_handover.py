@@ -10,16 +10,19 @@ from alignedserve.transfer.segments import SegmentClient
 
 
 class AgentHandover:
-    """Follows the cluster's view. `segments` is the client that every mapping of this process was made with."""
+    """Follows the agent of `node_id` in the cluster's view.
 
-    def __init__(self, segments: SegmentClient) -> None:
-        self._segments = segments
+    `segments` is the client that every mapping of this process was made with.
+    """
+
+    def __init__(self, segments: SegmentClient, node_id: str) -> None:
+        self._segments, self._node_id = segments, node_id
         self._agent = 0
 
     async def on_view(self, view: sv.ClusterView) -> None:
         """Raises TransferError where the new agent has other memory under the same names: this process is of no use."""
-        ready = (peer for peer in view.peers if peer.process.role == "node_agent" and peer.state == "ready")
-        agent = next((peer.process.incarnation for peer in ready), 0)
+        agents = (peer for peer in view.peers if peer.process.role == "node_agent" and peer.node_id == self._node_id)
+        agent = next((peer.process.incarnation for peer in agents if peer.state == "ready"), 0)
         if not agent or agent == self._agent:
             return
         if self._agent:

@@ -1,4 +1,4 @@
-"""A worker's hold on the pool: its store mapped here, and the links to whichever process serves it now."""
+"""A worker's hold on the pool: the shard of its node mapped here, and the links to whichever process serves it now."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.agent_handover import AgentHandover
+from alignedserve.kv_pool.remote_shards import PoolReader, RemoteShards
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import HostBlockStore, attach_store
+from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.handles import StoreHandle
 from alignedserve.transfer.segments import SegmentClient
 
@@ -23,43 +26,54 @@ logger = logging.getLogger(__name__)
 class PoolAttachment:
     """Follows the cluster's view. The memory outlives the pool's process, so a successor needs new links only.
 
-    `segments` must be the client that every mapping of this process was made with: a restarted node agent is handed
-    them back through it.
+    `segments` must be the client that every mapping of this process is made with: a restarted node agent is handed
+    them back through it. `others`: the shards of other nodes, which are read only.
     """
 
-    def __init__(self, segments: SegmentClient) -> None:
-        self.segments = segments
+    def __init__(self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float) -> None:
+        self.segments = SegmentClient(settings.agent_socket, settings.token)
+        self.others = RemoteShards(settings, process, copy_timeout_s)
         self.view = sv.ClusterView()
         self.plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
+        self._node_id = settings.node_id
+        self._pool_id: str | None = ""  # of this node; "": the only one that there is, None: there is none (yet)
         self._store: HostBlockStore | None = None
         self._geometry: KvGeometry | None = None
         self._writers: Sequence[PoolWriter] = ()
         self._serving: pb.ProcessKey | None = None
         self._attached = asyncio.Event()
-        self._handover = AgentHandover(segments)
+        self._handover = AgentHandover(self.segments, settings.node_id)
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Follow the pool of this view.
+        """Follow the shards of this view.
 
         Raises GeometryMismatchError for another model's pool, TransferError for one in other memory than is mapped.
         """
         self.view = view
+        if view.pools:
+            self._pool_id = next((shard.pool_id for shard in view.pools if shard.node_id == self._node_id), None)
         if view.store_plan and not self.plan.done():
             self.plan.set_result(StorePlan.from_json(view.store_plan))
         await self._handover.on_view(view)
         await self._follow_pool()
+        await self.others.on_view(view)
 
     async def attach(self, geometry: KvGeometry, writers: Sequence[PoolWriter]) -> HostBlockStore:
-        """The pool's store, mapped, and `writers` linked to the pool's process, as soon as there is one."""
+        """The shard of this node, mapped, and `writers` linked to its process, as soon as there is one."""
         self._geometry, self._writers = geometry, writers
+        self.others.set_shape(geometry, (await self.plan).pool)
         await self._follow_pool()
         await self._attached.wait()
         assert self._store is not None
         return self._store
 
+    def reader(self, own: Channel) -> PoolReader:
+        """From every shard to where `own` leads from this node's."""
+        return PoolReader(own, self.others)
+
     async def _follow_pool(self) -> None:
         ready = (peer for peer in self.view.peers if peer.process.role == "kv_pool" and peer.state == "ready")
-        peer = next(ready, None)
+        peer = next((peer for peer in ready if self._pool_id in ("", peer.process.id)), None)
         if self._geometry is None or peer is None or peer.process == self._serving or not peer.stores:
             return
         handle = StoreHandle.from_proto(peer.stores[0])
@@ -79,6 +93,7 @@ class PoolAttachment:
         return StaleError(f"the KV pool refuses this process: {refused}") if refused else None
 
     async def close(self) -> None:
+        await self.others.close()
         for writer in self._writers:
             await writer.close()
         if self._store is not None:

@@ -1,4 +1,4 @@
-"""Bring a request's KV back to the pool: only what is new, where the pool still holds the rest."""
+"""Bring a request's KV back to the pool: only what is new, where this node's shard still holds the rest."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from alignedserve.transfer.copier import Copier, Route
 async def write_back(
     pool: PoolWriter, copier: Copier, source: Route, stored: pb.StoredRequest, block_size: int
 ) -> pb.StoredRequest:
-    """Copy the KV of `source`, whose channel leads to the pool, and commit it.
+    """Copy the KV of `source`, whose channel leads to this node's shard, and commit it there.
 
-    `stored` says how many tokens there are, and what of them the pool holds already: its full blocks are kept, the
-    last, partly filled one is written anew beside the old, so that a reader of the old never sees it change. Where the
-    pool has dropped its copy meanwhile, everything is written. Returns `stored` as it now lies in the pool.
+    `stored` says how many tokens there are, and what of them the pool holds already. Where it holds all, in whichever
+    shard, nothing is written. Else full blocks in this shard are kept, the last, partly filled one is written anew
+    beside the old, so that a reader of the old never sees it change. What lies in another shard, or was dropped here
+    meanwhile, is written in full. Returns `stored` as it now lies in the pool.
 
     Raises TransferError where the copy fails or the pool refuses it, StaleError where a newer epoch has replaced the
     request.
     """
     if stored.pool_block_ids and stored.pool_tokens >= stored.kv_tokens:
-        return _in_pool(stored, stored.pool_block_ids, stored.pool_checksums)
-    kept = min(stored.pool_tokens // block_size, len(stored.pool_block_ids))
+        return _in_pool(stored, stored.pool_id, stored.pool_block_ids, stored.pool_checksums)
+    here = stored.pool_id == source.channel.destination.store_id
+    kept = min(stored.pool_tokens // block_size, len(stored.pool_block_ids)) if here else 0
     try:
         return await _write(pool, copier, source, stored, kept)
     except AlignedServeError:
@@ -49,13 +51,15 @@ async def _write(
     except AlignedServeError:
         pool.give(fresh)
         raise
-    return _in_pool(stored, block_ids, checksums)
+    return _in_pool(stored, source.channel.destination.store_id, block_ids, checksums)
 
 
-def _in_pool(stored: pb.StoredRequest, block_ids: Sequence[int], checksums: Sequence[int]) -> pb.StoredRequest:
+def _in_pool(
+    stored: pb.StoredRequest, pool_id: str, block_ids: Sequence[int], checksums: Sequence[int]
+) -> pb.StoredRequest:
     result = pb.StoredRequest()
     result.CopyFrom(stored)
-    result.store_id = stored.pool_id
+    result.store_id = result.pool_id = pool_id
     result.pool_tokens = stored.kv_tokens
     for ids in (result.block_ids, result.pool_block_ids):
         ids[:] = block_ids

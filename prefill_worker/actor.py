@@ -28,9 +28,9 @@ from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
+from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.prefill_worker.instance import PrefillInstance
-from alignedserve.prefill_worker.loop import Base, Computed, PrefilledJob
-from alignedserve.prefill_worker.paired_service import PairedCopiesService
+from alignedserve.prefill_worker.loop import Computed, PrefilledJob
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
@@ -41,6 +41,7 @@ from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.events import BufferKind
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.metrics import channel_lines, locking
+from alignedserve.transfer.pair_choice import PAIRED
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,10 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
         self._instance = PrefillInstance(settings, self.config, self.process, self._post, self._report_description)
-        self._pairs = PairedCopiesService(settings, self.config, self.process, self._stores)
+        cluster, timeout_s = self.config.cluster, self.config.kv_pool.copy_timeout_s
+        named = cluster.channel in PAIRED and not cluster.allow_slow_channel
+        channels = (cluster.channel,) if named else PAIRED
+        self._pairs = PairedCopiesService(settings, self.process, self._stores, channels, timeout_s, writable=True)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
         self._unreported: deque[pw.PrefillReport] = deque(maxlen=4096)  # while there was no scheduler
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
@@ -177,9 +181,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
             assert self._instance.compute is not None
             group = command.prefill
             check_group(group.requests, self._instance.vocab_size)
-            base = None
-            if group.HasField("base"):
-                base = Base(group.base.kv_tokens, list(group.base.block_ids), list(group.base.checksums))
+            base = self._instance.base_of(group.base) if group.HasField("base") else None
             self._instance.compute.submit([spec_from_proto(spec) for spec in group.requests], base)
         elif kind == "prefetch":
             if self._instance.buffers:

@@ -70,6 +70,8 @@ class CandidateBuffer:
         for other in self.requests.values():
             if not other.ready or other.stored.spec.group_id != stored.spec.group_id:
                 continue
+            if other.stored.pool_id != stored.pool_id:
+                continue  # block ids are of a shard
             theirs, ours = other.stored.pool_block_ids, stored.pool_block_ids
             same = 0
             while same < min(full, len(theirs), len(ours)) and theirs[same] == ours[same]:

@@ -24,6 +24,7 @@ from alignedserve.prefill_worker.loop import Base, Computed, PrefillLoop
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.prefill_worker.prefetch import Prefetcher
 from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.block_allocator import BlockAllocator
@@ -38,7 +39,6 @@ from alignedserve.transfer.device import reached_devices
 from alignedserve.transfer.links import connect
 from alignedserve.transfer.pair_choice import require_packages
 from alignedserve.transfer.paired.nccl import no_nccl_here
-from alignedserve.transfer.segments import SegmentClient
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,15 @@ class PrefillInstance:
         self._post = post
         self._on_pool_wait = on_pool_wait
         self.returns: PoolWriter | None = None
-        self._pool = PoolAttachment(SegmentClient(settings.agent_socket, settings.token))
+        self._pool = PoolAttachment(settings, process, config.kv_pool.copy_timeout_s)
         self.copier = Copier(verify=config.kv_pool.verify, timeout_s=config.kv_pool.copy_timeout_s)
-        self.channels: list[Channel] = []
+        self._channels: list[Channel] = []
         self.model: ModelInfo | None = None
         self.reaches: list[str] = []
         self.no_nccl = ""
         self.memory = InstanceMemory("prefill", settings.id, settings.device, config)
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
+        self.pool_id = ""  # of this node's shard, once it is attached
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
         self.compute: PrefillLoop | None = None
         self.offloader: Offloader | None = None
@@ -113,14 +114,17 @@ class PrefillInstance:
         to_pool = {kind: self._connect(store, pool_store, computed=False) for kind, store in stores.items()}
         offload = self._connect(cache_store, pool_store)
         fetch = self._connect(pool_store, cache_store)
-        self.channels = [offload, fetch, *from_pool.values(), *to_pool.values()]
-        pool_id, size = pool_store.store_id, plan.block_size
-        self.offloader = Offloader(settings.id, writers[0], self.copier, offload, pool_id, size)
-        self.prefetcher = Prefetcher(self.buffers, self.copier, from_pool, to_pool, writers[1], size)
+        self._channels = [offload, fetch, *from_pool.values(), *to_pool.values()]
+        self.pool_id, size = pool_store.store_id, plan.block_size
+        self.offloader = Offloader(settings.id, writers[0], self.copier, offload, self.pool_id, size)
+        readers = {kind: self._pool.reader(channel) for kind, channel in from_pool.items()}
+        self.prefetcher = Prefetcher(self.buffers, self.copier, readers, to_pool, writers[1], size)
         runner = await asyncio.to_thread(make_runner, tensor)
 
+        reader = self._pool.reader(fetch)
+
         def bring(key: RequestKey, base: Base, block_ids: Sequence[int]) -> Completion:
-            route = Route(fetch, base.block_ids, base.checksums)
+            route = Route(reader.channel(base.pool_id), base.block_ids, base.checksums)
             return self.copier.copy([route, route], block_ids, key.request_id)
 
         cost = configured_cost(config.scheduler)
@@ -131,6 +135,16 @@ class PrefillInstance:
         await asyncio.to_thread(compute.warm_up)
         self.compute = compute
         self.compute.start()
+
+    @property
+    def channels(self) -> list[Channel]:
+        """Every channel that this instance copies over."""
+        return [*self._channels, *self._pool.others.channels]
+
+    def base_of(self, holding: kp.Holding) -> Base:
+        pool_id = holding.pool_id
+        here = pool_id == self.pool_id
+        return Base(holding.kv_tokens, list(holding.block_ids), list(holding.checksums), pool_id, here)
 
     @property
     def vocab_size(self) -> int:
@@ -214,7 +228,7 @@ class PrefillInstance:
     async def close(self) -> None:
         if self.compute is not None:
             await asyncio.to_thread(self.compute.stop)
-        for channel in self.channels:
+        for channel in self._channels:
             await asyncio.to_thread(channel.close)
         self.copier.close()
         await self._pool.close()

@@ -124,13 +124,14 @@ class Layerwise:
         self._geometry = geometry
         self._prepare, self._begin, self.abandon = prepare, begin, abandon
 
-    def open(self, lead: RequestKey, tokens: int, computed: int) -> Ahead | None:
-        """For a job of `tokens` tokens that starts now, `computed` of which it has from the pool; None: not ahead."""
+    def open(self, lead: RequestKey, tokens: int, computed: int, kept: int) -> Ahead | None:
+        """For a job of `tokens` tokens that starts now; None: not ahead.
+
+        `computed` of its tokens it has from the pool, and `kept` blocks of those stay where they are.
+        """
         if tokens - computed < self.tokens:
             return None
-        size = self._geometry.block_size
-        kept = computed // size
-        ahead = Ahead(lead, kept, -(-tokens // size) - kept, copied=kept)
+        ahead = Ahead(lead, kept, -(-tokens // self._geometry.block_size) - kept, copied=kept)
         self._prepare(ahead)
         return ahead
 

@@ -40,11 +40,20 @@ Fetch = Callable[[RequestKey, "Base", Sequence[int]], Completion]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The pool holds the KV of a request's first `tokens` tokens in `block_ids`, from an earlier epoch."""
+    """A shard holds the KV of a request's first `tokens` tokens in `block_ids`, from an earlier epoch.
+
+    `here`: this node's, whose blocks can be kept when the prompt is committed.
+    """
 
     tokens: int
     block_ids: list[int]
     checksums: list[int]
+    pool_id: str
+    here: bool
+
+    def kept_blocks(self, block_size: int) -> list[int]:
+        """What need not be written again: full blocks of this node's shard."""
+        return self.block_ids[: self.tokens // block_size] if self.here else []
 
 
 @dataclass(slots=True)
@@ -305,7 +314,8 @@ class PrefillLoop:
                 for member in job.members:
                     member.spec.stopwatch.enter(Stage.PREFILL, now_ns)
                 if self._layerwise is not None:
-                    job.ahead = self._layerwise.open(job.lead, len(job.tokens), chunk.start)
+                    kept = len(job.base.kept_blocks(self._runner.block_size)) if job.base is not None else 0
+                    job.ahead = self._layerwise.open(job.lead, len(job.tokens), chunk.start, kept)
         items = [self._item(chunk) for chunk in plan]
         copies = self._copies(plan)
         try:

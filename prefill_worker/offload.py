@@ -89,8 +89,7 @@ class Offloader:
         StaleError where a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
-        # What an earlier epoch left there stays, but for a last block that was not full.
-        kept = [] if job.base is None else job.base.block_ids[: job.base.tokens // self._block_size]
+        kept = [] if job.base is None else job.base.kept_blocks(self._block_size)
         ahead = job.ahead
         if ahead is not None and ahead.taking is not None:
             taking = ahead.taking

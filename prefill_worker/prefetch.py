@@ -1,17 +1,19 @@
 """Step 4 of the paper: candidates come from the pool into this instance's buffers, ahead of their decode instance.
 
-Also the way back: what a decode instance gives up is written to the pool where the pool lacks it.
+Also the way back: what a decode instance gives up is written to this node's shard where the pool lacks it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 from alignedserve.control.convert import enter_stage, key_from_proto
 from alignedserve.control.link import Outbox
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.remote_shards import PoolReader
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.buffers import Buffered, CandidateBuffer, Placement
@@ -35,7 +37,7 @@ class Prefetcher:
         self,
         buffers: dict[BufferKind, CandidateBuffer],
         copier: Copier,
-        from_pool: dict[BufferKind, Channel],
+        from_pool: dict[BufferKind, PoolReader],
         to_pool: dict[BufferKind, Channel],
         pool: PoolWriter,
         block_size: int,
@@ -64,7 +66,9 @@ class Prefetcher:
         buffer = self.buffers[BufferKind(command.buffer)]
         returned: list[pb.StoredRequest] = []
         lost: list[RequestKey] = []
-        started: list[tuple[pb.StoredRequest, Completion]] = []
+        # Each on its own: a shard that is slow or cut off delays no other's candidates.
+        arriving: list[Coroutine[None, None, bool | None]] = []
+        coming: list[pb.StoredRequest] = []
         for stored in command.requests:
             placement = buffer.place(stored, owner) if outbox is not None else None
             if placement is None:
@@ -73,24 +77,44 @@ class Prefetcher:
             enter_stage(stored.spec.timings, Stage.PREFETCH, time.time_ns())
             key = key_from_proto(stored.spec.key)
             buffer.requests[key].stored.spec.timings.CopyFrom(stored.spec.timings)
-            started.append((stored, self._start(buffer, stored, placement)))
-        for stored, completion in started:
-            try:
-                await completion
-            except TransferError as error:
-                key = key_from_proto(stored.spec.key)
-                logger.warning("prefetch failed: %s", error, extra={"request_id": key.request_id})
-                buffer.remove(key)
-                lost.append(key)
-            else:
-                if not self._announce(buffer, stored, command, outbox):
-                    returned.append(stored)
+            coming.append(stored)
+            arriving.append(self._arrive(buffer, stored, self._start(buffer, stored, placement), command, outbox))
+        for stored, announced in zip(coming, await asyncio.gather(*arriving), strict=True):
+            if announced is None:
+                lost.append(key_from_proto(stored.spec.key))
+            elif not announced:
+                returned.append(stored)
         return returned, lost
 
     def _start(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:
-        begin = placement.resident
-        route = Route(self._from_pool[buffer.kind], stored.pool_block_ids[begin:], stored.pool_checksums[begin:])
-        return self._copier.copy([route, route], placement.block_ids[begin:], stored.spec.key.request_id)
+        begin, label = placement.resident, stored.spec.key.request_id
+        try:
+            source = self._from_pool[buffer.kind].channel(stored.pool_id)
+        except TransferError as error:
+            failed = Completion(label)
+            failed.finish(error)
+            return failed
+        # Passes touch no buffer: no copy waits for one.
+        route = Route(source, stored.pool_block_ids[begin:], stored.pool_checksums[begin:], settled=True)
+        return self._copier.copy([route, route], placement.block_ids[begin:], label)
+
+    async def _arrive(
+        self,
+        buffer: CandidateBuffer,
+        stored: pb.StoredRequest,
+        completion: Completion,
+        command: pw.Prefetch,
+        outbox: BufferOutbox | None,
+    ) -> bool | None:
+        """Wait for the copy. True: announced; False: there is nobody to announce it to; None: its KV did not come."""
+        try:
+            await completion
+        except TransferError as error:
+            key = key_from_proto(stored.spec.key)
+            logger.warning("prefetch failed: %s", error, extra={"request_id": key.request_id})
+            buffer.remove(key)
+            return None
+        return self._announce(buffer, stored, command, outbox)
 
     def _announce(
         self,

@@ -65,11 +65,13 @@ class ReleasePool:
 
     `dropped`: the requests decode, and may be evicted to the pool while this is on its way. So the pool frees a copy
     only if it still has as many tokens as `kv_tokens` says, in the order of `keys`: a longer one was committed since.
+    `pool_id`: the shard that drops; what has ended all shards release, since any may have been written to last.
     """
 
     keys: tuple[RequestKey, ...]
     dropped: bool = False
     kv_tokens: tuple[int, ...] = ()
+    pool_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -36,7 +37,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler import actions as act
 from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.adoption import Adoption, adopted_whole
+from alignedserve.scheduler.adoption import Adoption, Found, adopted_whole
 from alignedserve.scheduler.core import SchedulerCore
 from alignedserve.scheduler.files import Files
 from alignedserve.scheduler.intake import IntakeNews
@@ -46,7 +47,14 @@ from alignedserve.scheduler.outgoing import Outgoing
 from alignedserve.scheduler.pool_audit import PoolAudit
 from alignedserve.scheduler.succession import Succession
 from alignedserve.scheduler.systems import decides
-from alignedserve.scheduler.wire import decode_reported, held_requests, pairs_changed, prefill_reported, request_meta
+from alignedserve.scheduler.wire import (
+    decode_reported,
+    held_requests,
+    pairs_changed,
+    prefill_reported,
+    request_meta,
+    shards_changed,
+)
 from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
@@ -67,6 +75,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
         self._files = Files()
         self._pairs = ev.PairsChanged(())
+        self._shards = ev.ShardsChanged(())  # as last named; none: there is one
+        self._asked_s: dict[str, float] = {}  # since when each shard has owed an inventory
         self._drained: list[str] = []  # as last reported
         self._capacity = 0
         self._drops_told = 0  # how many of the core's drops for want of room were logged
@@ -96,6 +106,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._living_gateways = {peer.process.id for peer in view.peers if peer.process.role == "gateway"}
         if self._core is None:
             return
+        if view.pools and (shards := shards_changed(view)) != self._shards:
+            self._follow_shards(shards)
         if (pairs := pairs_changed(view)) != self._pairs:
             self._pairs = pairs
             self._feed(pairs)
@@ -105,6 +117,15 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         ready = ((peer.process.role, peer.process.id) for peer in view.peers if peer.state in SERVING_STATES)
         self._succession.expect(ready, time.monotonic())
         self._end_succession()
+
+    def _follow_shards(self, shards: ev.ShardsChanged) -> None:
+        gone = set(self._shards.pool_ids).difference(shards.pool_ids)
+        self._shards = shards
+        self._feed(shards)
+        if gone:
+            logger.warning("gone for good, with their nodes: %s", ", ".join(sorted(gone)))
+            self._adoption.lose(gone)
+            self._go_on_all()
 
     async def on_close(self) -> None:
         if self._ticker is not None:
@@ -238,24 +259,41 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                 self._adoption.forget(older)
                 self._files.specs.pop(older, None)
         if self._adoption.wants(specs) and not self._core.is_open(keys[0]):
-            self._links.send_pool(kp.PoolCommand(adopt=self._adoption.ask(keys[0], specs[0], time.monotonic())))
+            pool_ids = self._shards.pool_ids or self._links.up("kv_pool")
+            wanted = self._adoption.ask(keys[0], specs[0], pool_ids, time.monotonic())
+            self._links.send_pool(kp.PoolCommand(adopt=wanted))
             return
         self._feed(ev.Submitted(tuple(request_meta(key, spec) for key, spec in zip(keys, specs, strict=True))))
         for key in (key for key in keys if not self._core.is_open(key)):  # older than what is open
             self._files.specs.pop(key, None)
 
     def _on_adopted(self, pool_id: str, holding: kp.Holding) -> None:
-        """The pool has said what it holds of a request that was submitted again."""
-        found = self._adoption.answered(holding)
-        if found is None:
+        """A shard has said what it holds of a request that was submitted again."""
+        key = key_from_proto(holding.key)
+        if key not in self._adoption:  # answered late: the request has gone on without it
+            if holding.kv_tokens:
+                self._feed(ev.CopiesFound(pool_id, {key: (holding.kv_tokens, len(holding.block_ids))}))
             return
-        key, spec = found
-        enter = adopted_whole(spec, holding, pool_id)
+        worse = self._adoption.answered(pool_id, holding)
+        if worse.kv_tokens:
+            self._outgoing.carry_out(act.ReleasePool((key,), True, (worse.kv_tokens,), worse.pool_id))
+        found = self._adoption.end(key, self._links.up("kv_pool"), time.monotonic())
+        if found is not None:
+            self._go_on(found)
+
+    def _go_on_all(self) -> None:
+        for found in self._adoption.end_all(self._links.up("kv_pool"), time.monotonic()):
+            self._go_on(found)
+
+    def _go_on(self, found: Found) -> None:
+        """With what the pool holds of a request that was submitted again."""
+        key, spec, base = found.key, found.spec, found.base
+        enter = adopted_whole(spec, base)
         if enter is not None:
             enter_stage(enter.spec.timings, Stage.POOL, time.time_ns())
             self._files.stored[key] = enter
-        meta = replace(request_meta(key, spec), base_tokens=holding.kv_tokens, whole=enter is not None)
-        meta = replace(meta, base_blocks=len(holding.block_ids), own_blocks=holding.blocks)
+        meta = replace(request_meta(key, spec), base_tokens=base.kv_tokens, whole=enter is not None)
+        meta = replace(meta, base_blocks=len(base.block_ids), own_blocks=base.blocks, base_pool_id=base.pool_id)
         self._feed(ev.Submitted((meta,)))
         assert self._core is not None
         if not self._core.is_open(key):  # a newer epoch came meanwhile, or it was refused
@@ -302,13 +340,17 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             return
         self._feed(ev.InstanceJoined(role, instance_id))
         if role == "kv_pool":
-            self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
-            self._ask_again(0.0)
+            self._take_inventory(instance_id)
+            self._ask_again([instance_id], 0.0)
 
-    def _ask_again(self, after_s: float) -> None:
-        """What waits for the pool's answer for so long: it may have been asked of a process that has died."""
-        if (wanted := self._adoption.ask_again(time.monotonic(), after_s)).holdings:
-            self._links.send_pool(kp.PoolCommand(adopt=wanted))
+    def _take_inventory(self, pool_id: str) -> None:
+        self._asked_s.setdefault(pool_id, time.monotonic())
+        self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()), pool_id)
+
+    def _ask_again(self, pool_ids: Sequence[str], after_s: float) -> None:
+        """What waits for the shards' answers for so long: it may have been asked of a process that has died."""
+        for pool_id, wanted in self._adoption.ask_again(pool_ids, time.monotonic(), after_s).items():
+            self._links.send_pool(kp.PoolCommand(adopt=wanted), pool_id)
 
     def _on_decode_inventory(self, decode_id: str, inventory: dw.DecodeInventory) -> None:
         self._meet("decode", decode_id)
@@ -322,10 +364,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_pool_inventory(self, pool_id: str, inventory: kp.Inventory) -> None:
         copies = {key_from_proto(held.key): (held.kv_tokens, held.blocks) for held in inventory.holdings}
-        self._feed(ev.PoolInventoryTaken(copies))
+        self._feed(ev.PoolInventoryTaken(copies, pool_id, self._asked_s.pop(pool_id, -math.inf)))
         self._succession.heard("kv_pool", pool_id)
         self._end_succession()
-        self._find_unclaimed(copies)
+        self._find_unclaimed(pool_id, copies)
 
     def _publish_capacity(self) -> None:
         assert self._core is not None
@@ -339,7 +381,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         if not self._expects(key):
             return
         own_blocks = self._files.prefilled(key, stored, self._adoption.bases.pop(key, None))
-        self._feed(ev.Prefilled(key, stored.kv_tokens, len(stored.pool_block_ids), own_blocks))
+        self._feed(ev.Prefilled(key, stored.kv_tokens, len(stored.pool_block_ids), own_blocks, stored.pool_id))
 
     def _on_returned(self, stored: pb.StoredRequest) -> None:
         key = key_from_proto(stored.spec.key)
@@ -349,7 +391,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         enter_stage(stored.spec.timings, Stage.POOL, now_ns)
         self._files.stored[key] = stored
         waited_s = max(0, now_ns - (stored.evicted_ns or now_ns)) / 1e9
-        self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids), waited_s))
+        self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids), waited_s, stored.pool_id))
 
     def _expects(self, key: RequestKey) -> bool:
         """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""
@@ -378,13 +420,15 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _look_at_pool(self) -> None:
         """From time to time, and soon after any loss: see `PoolAudit`."""
         now_s = time.monotonic()
-        if self._links.first("kv_pool") is None or not self._living_gateways <= self._outgoing.gateways.keys():
+        pool_ids = self._links.up("kv_pool")
+        if not pool_ids or not self._living_gateways <= self._outgoing.gateways.keys():
             self._audit.postpone(now_s)
-        elif self._audit.start(now_s):
-            self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()))
+        elif self._audit.start(now_s, pool_ids):
+            for pool_id in pool_ids:
+                self._take_inventory(pool_id)
 
-    def _find_unclaimed(self, held: Iterable[RequestKey]) -> None:
-        unknown = self._audit.inventory(held, self._outgoing.gateways)
+    def _find_unclaimed(self, pool_id: str, held: Iterable[RequestKey]) -> None:
+        unknown = self._audit.inventory(pool_id, held, self._outgoing.gateways)
         if unknown:
             self._outgoing.tell_all(whose=keys_to_proto(unknown))
             self._release_unclaimed(self._audit.verdict())
@@ -396,6 +440,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_lost(self, role: str, instance_id: str) -> None:
         self._audit.suspect(time.monotonic())
+        self._asked_s.pop(instance_id, None)
         self._feed(ev.InstanceLost(role, instance_id))
 
     async def _tick(self) -> None:
@@ -414,7 +459,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
                 self._feed(ev.Tick())
             self._end_succession()
             self._look_at_pool()
-            self._ask_again(ADOPTION_ANSWER_S)
+            self._ask_again(self._links.up("kv_pool"), ADOPTION_ANSWER_S)
+            self._go_on_all()
 
     # ---- actions
 

@@ -1,6 +1,6 @@
 """Who is let in: what could never be served is refused at once, a full queue says when to come again, and a prompt is
 prefilled only when the pool has room for it beside the reserve for the growth of running requests (architecture.md,
-section 8)."""
+section 8). Each shard of the pool has its own reserve: only what is written on its node takes from it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 from alignedserve.errors import InvalidRequestError, OverloadedError
 from alignedserve.scheduler.books import Books
 from alignedserve.scheduler.events import RequestMeta
+from alignedserve.scheduler.pool_shard import PoolShard
 
 MOST_RETRY_AFTER_S = 60.0
 
@@ -31,7 +32,8 @@ class Admission:
     def max_request_tokens(self) -> int:
         """The longest request (prompt and answer) that can be served; 0 while a role is missing.
 
-        It has to fit in a decode cache, in the pool, and, since it may have to be prefilled again, in a prefill cache.
+        It has to fit in a decode cache, in the smallest shard of the pool (it may be evicted to any), and, since it may
+        have to be prefilled again, in a prefill cache.
         While no decode instance is up the last one's cache counts: its successor's will be the same, and what it left
         can be prefilled until then. Asked for several times an event: kept until `sizes_changed`.
         """
@@ -47,8 +49,9 @@ class Admission:
         decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
         self._decode_cache_blocks = decode = decode or self._decode_cache_blocks
         prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)
-        share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
-        return min(decode * self._block_size, prefill, (self._ledger.capacity - share) * self._block_size)
+        pool = min((shard.capacity for shard in self._ledger.shards if shard.up), default=0)
+        share = math.ceil(pool * self._config.kv_pool.growth_reserve)
+        return min(decode * self._block_size, prefill, (pool - share) * self._block_size)
 
     def queue_full(self, requests: int) -> OverloadedError | None:
         """Why a group of `requests` that was just submitted may not wait, or None."""
@@ -84,26 +87,26 @@ class Admission:
         blocks = self._books.blocks_for(tokens)
         return [blocks] + [blocks - tokens // self._block_size] * (requests - 1)
 
-    def reserve_blocks(self) -> int:
-        """Pool blocks that no prefill may take: they are for running requests that grow and come back.
+    def reserve_blocks(self, shard: PoolShard) -> int:
+        """Blocks of a shard that no prefill may take: they are for running requests that grow and come back.
 
-        The configured share, but at least room to evict the longest request of each decode instance that runs several.
+        The configured share, but at least room to evict the longest request of each decode instance that evicts to it
+        and runs several.
         """
-        share = math.ceil(self._ledger.capacity * self._config.kv_pool.growth_reserve)
+        share = math.ceil(shard.capacity * self._config.kv_pool.growth_reserve)
         evictable = 0
-        for view in self._instances.decode.values():
+        for view in self._books.decode_at(shard):
             if view.report is not None and (len(view.decoding) > 1 or view.size > 1):
                 evictable += self._books.blocks_for(view.report.longest_tokens) + 1
-        return min(max(share, evictable), self._ledger.capacity // 2)
+        return min(max(share, evictable), shard.capacity // 2)
 
-    def missing_blocks(self, blocks: int, most_tokens: int, own_blocks: int = 0) -> int:
-        """Pool blocks that are missing to begin a prefill of `blocks` more; 0 or less: it may begin.
+    def missing_blocks(self, shard: PoolShard, blocks: int, most_tokens: int, own_blocks: int = 0) -> int:
+        """Blocks that a shard lacks to begin a prefill of `blocks` more; 0 or less: it may begin.
 
-        Beside the reserve, one such request has room to grow to `most_tokens`. A pool that holds nothing but the
+        Beside the reserve, one such request has room to grow to `most_tokens`. A shard that holds nothing but the
         request's `own_blocks` takes whatever fits at all, so that a large request is never stuck.
         """
-        ledger = self._ledger
-        if ledger.committed <= own_blocks and not ledger.reserved:
-            return blocks - ledger.free
-        growth = min(self._books.blocks_for(most_tokens), ledger.capacity // 4)
-        return blocks + max(self.reserve_blocks(), growth) + ledger.reserved - ledger.free
+        if shard.committed <= own_blocks and not shard.reserved:
+            return blocks - shard.free
+        growth = min(self._books.blocks_for(most_tokens), shard.capacity // 4)
+        return blocks + max(self.reserve_blocks(shard), growth) + shard.reserved - shard.free

@@ -5,7 +5,7 @@ Actions are collected here in the order in which they are to be carried out.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
@@ -13,9 +13,10 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
 from alignedserve.scheduler.decode_times import DecodeTimes
 from alignedserve.scheduler.events import BufferKind, HeldRequest, RequestMeta
-from alignedserve.scheduler.instances import Instances
+from alignedserve.scheduler.instances import DecodeView, Instances
 from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.pool_ledger import PoolLedger
+from alignedserve.scheduler.pool_shard import PoolShard
 from alignedserve.scheduler.prefill_queue import PrefillQueue
 from alignedserve.scheduler.request_table import Record, RequestState, RequestTable
 from alignedserve.scheduler.systems import make_policy
@@ -35,7 +36,6 @@ class Books:
         self.clock = WaitingClock(config.scheduler.starvation_after_s, config.scheduler.late_share)
         self.decode_times = DecodeTimes()
         self.policy = make_policy(config.scheduler)
-        self.in_pool: dict[RequestKey, Record] = {}  # WAITING, in the order in which they came
         self.changed: dict[str, None] = {}  # decode instances to look at again
         self.actions: list[Action] = []
         self._released: list[RequestKey] = []
@@ -43,6 +43,20 @@ class Books:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def home(self, instance_id: str) -> PoolShard | None:
+        """The shard that the instance writes to; None where that is not known, or gone."""
+        return self.ledger.shard(self.instances.homes.get(instance_id, ""))
+
+    def place(self) -> None:
+        """Instances have come, gone or moved, or shards have."""
+        self.instances.placed()
+        for view in self.instances.prefill.values():
+            view.load.home = self.home(view.prefill_id)
+
+    def decode_at(self, shard: PoolShard) -> Iterable[DecodeView]:
+        """The decode instances that evict to the shard."""
+        return self.instances.decode_at(shard.pool_id) if self.ledger.named else self.instances.decode.values()
 
     def record(self, key: RequestKey) -> Record:
         """The record of a request that is known to be open."""
@@ -83,10 +97,12 @@ class Books:
             if meta.base_tokens:
                 record.kv_tokens, record.blocks = meta.base_tokens, meta.base_blocks
                 record.pool_tokens = meta.base_tokens
-                self.ledger.commit(meta.key, meta.own_blocks)
+                record.shard = self.ledger.shard(meta.base_pool_id)
+                self.ledger.commit(meta.key, meta.own_blocks, record.shard)
         first = group[0]
         if first.whole:
-            self.enter_pool(self.record(first.key), first.base_tokens, first.base_blocks, now_s, now_s)
+            record = self.record(first.key)
+            self.enter_pool(record, first.base_tokens, first.base_blocks, record.shard, now_s, now_s)
             return
         if first.base_tokens:
             self.ledger.mark_droppable(first.key)
@@ -96,7 +112,7 @@ class Books:
         """A predecessor's request, as the decode instance that decides about it describes it."""
         record = self.table.add(held.meta, now_s)
         record.kv_tokens, record.blocks = held.kv_tokens, held.blocks
-        self.enter_pool(record, held.kv_tokens, held.blocks, now_s, now_s)
+        self.enter_pool(record, held.kv_tokens, held.blocks, None, now_s, now_s)
         prefill_id = held.prefill_id if held.prefill_id in self.instances.prefill else ""
         self.prefetch(record, decode_id, prefill_id, held.buffer, now_s)
         if held.running:
@@ -108,16 +124,28 @@ class Books:
         record.prefill_id = prefill_id
         self.instances.prefill[prefill_id].prefilling[record.key] = None
         self.ledger.pin(record.key)
-        self.ledger.reserve(record.key, pool_blocks)
+        self.ledger.reserve(record.key, pool_blocks, self.home(prefill_id))
 
-    def enter_pool(self, record: Record, kv_tokens: int, blocks: int, since_s: float, now_s: float) -> None:
-        """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`."""
+    def store(self, record: Record, own_blocks: int, shard: PoolShard) -> None:
+        """The shard holds its KV now, in so many blocks that are nobody else's; an older copy in another shard goes."""
+        older = self.ledger.commit(record.key, own_blocks, shard)
+        if older is not None:
+            self._drop(older, [record])
+
+    def enter_pool(
+        self, record: Record, kv_tokens: int, blocks: int, shard: PoolShard | None, since_s: float, now_s: float
+    ) -> None:
+        """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`.
+
+        `shard`: where it lies; None of a predecessor's requests, of which it is not known yet.
+        """
         self._detach(record)
-        record.kv_tokens, record.blocks, record.pool_tokens = kv_tokens, blocks, kv_tokens
+        record.kv_tokens, record.blocks, record.pool_tokens, record.shard = kv_tokens, blocks, kv_tokens, shard
         record.prefill_id = record.decode_id = ""
         record.moved, record.recalled = record.moved or record.recalled, False
         self.table.move(record, RequestState.WAITING, now_s)
-        self.in_pool[record.key] = record
+        if shard is not None:
+            shard.waiting[record.key] = record
         self.clock.start(record.key, since_s, record.meta.wait_objective_s)
         self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s))
 
@@ -174,7 +202,8 @@ class Books:
                     prefill.load.drop(record.prefill_tokens)
             case RequestState.WAITING:
                 self.policy.remove(key)
-                del self.in_pool[key]
+                if record.shard is not None:
+                    del record.shard.waiting[key]
             case RequestState.PREFETCHED:
                 if decode is not None:
                     del decode.candidates[record.buffer][key]
@@ -213,26 +242,57 @@ class Books:
         self.table.move(record, RequestState.ENDED, now_s)
         self._forgotten.append(record.key)
 
-    def drop_copies(self, blocks: int) -> None:
-        """Drop clean copies of what decodes (or is queued), oldest first, until `blocks` more of the pool are free."""
-        keys = self.ledger.drop_copies(blocks)
-        if keys:
-            records = [self.record(key) for key in keys]
-            lengths = tuple(record.pool_tokens for record in records)
+    def drop_copies(self, blocks: int, shard: PoolShard) -> None:
+        """Drop clean copies of what decodes (or is queued), oldest first, until `blocks` more of the shard are free."""
+        records = [self.record(key) for key in self.ledger.drop_copies(blocks, shard)]
+        if records:
+            self._drop(shard, records)
             for record in records:
                 if record.state is RequestState.QUEUED:
                     self._lose_kept(record)
-            self.actions.append(ReleasePool(tuple(keys), dropped=True, kv_tokens=lengths))
 
-    def lose_kept(self, held: Container[RequestKey]) -> None:
-        """Queued requests whose kept KV is not among what the pool holds are prefilled from their first token on."""
+    def _drop(self, shard: PoolShard, records: Sequence[Record]) -> None:
+        keys, lengths = (tuple(r.key for r in records), tuple(r.pool_tokens for r in records))
+        self.actions.append(ReleasePool(keys, dropped=True, kv_tokens=lengths, pool_id=shard.pool_id))
+
+    def drop_strays(self, shard: PoolShard, copies: Mapping[RequestKey, tuple[int, int]]) -> None:
+        """A shard was found to hold these as (KV tokens, blocks): what lies in another shard by the books goes there.
+
+        Only of what nobody but the core decides about: else it may be on its way here.
+        """
+        if self.ledger.only is not None:
+            return
+        idle = (RequestState.QUEUED, RequestState.WAITING)
+        strays = [r.key for r in self.open(copies) if r.state in idle and self.ledger.shard_of(r.key) is not shard]
+        if strays:
+            lengths = tuple(copies[key][0] for key in strays)
+            self.actions.append(ReleasePool(tuple(strays), True, lengths, shard.pool_id))
+
+    def lose_kept(self, shard: PoolShard, held: Container[RequestKey], asked_s: float) -> None:
+        """Queued requests whose kept KV is not among what the shard holds are prefilled from their first token on."""
         for record in self.table.records():
-            if record.state is RequestState.QUEUED and record.kv_tokens and record.key not in held:
+            if record.state is not RequestState.QUEUED or not record.kv_tokens or record.shard is not shard:
+                continue
+            if record.key not in held and record.entered_s[RequestState.QUEUED] <= asked_s:
                 self.ledger.release(record.key)
                 self._lose_kept(record)
 
+    def lose_shard(self, shard: PoolShard, now_s: float) -> None:
+        """It has gone with its node, for good. What decodes, or lies in a buffer, needs its copy there no more."""
+        gone = list(shard.waiting.values())
+        for record in self.open(shard.holders()):
+            if record.state is RequestState.QUEUED:
+                self._lose_kept(record)
+            elif record.state is RequestState.PREFETCHED and not record.prefill_id:
+                gone.append(record)  # its decode instance was to fetch it from there
+            elif record.shard is shard:
+                record.pool_tokens = 0
+        self.report_lost(gone, f"{shard.pool_id} has gone with its node", now_s)
+        self.ledger.forget(shard)
+
     def _lose_kept(self, record: Record) -> None:
         record.kv_tokens = record.blocks = 0
+        record.shard = None
         self.queue.lose_kept(record.key)
 
     def refuse(self, group: Sequence[RequestMeta], error: AlignedServeError) -> None:
@@ -294,7 +354,7 @@ class Books:
             "queued": (counts[RequestState.QUEUED], len(self.queue)),
             "prefilling": (counts[RequestState.PREFILLING], sum(len(view.prefilling) for view in prefills)),
             "policy": (waiting, self.policy.totals()[0]),
-            "pool": (waiting, len(self.in_pool)),
+            "pool": (waiting, sum(len(shard.waiting) for shard in self.ledger.shards)),
             "clock": (waiting + prefetched, len(self.clock)),
             "candidates": (prefetched, candidates),
             "decode times": (counts[RequestState.DECODING], len(self.decode_times)),

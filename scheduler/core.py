@@ -7,6 +7,7 @@ batch, which decode instance. From `Prefetch` on the decode instance does, until
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from alignedserve.config import Config
@@ -54,8 +55,10 @@ class SchedulerCore:
             events.PoolReported: self._pool_reported,
             events.InventoryTaken: self._inventory_taken,
             events.PoolInventoryTaken: self._pool_inventory_taken,
+            events.CopiesFound: self._copies_found,
             events.InstanceJoined: self._instance_joined,
             events.InstanceLost: self._instance_lost,
+            events.ShardsChanged: self._shards_changed,
             events.PairsChanged: self._pairs_changed,
             events.DrainingChanged: self._draining_changed,
             events.GatewayLost: self._gateway_lost,
@@ -176,7 +179,8 @@ class SchedulerCore:
                 continue  # a duplicate, or older than what is open
             if known is not None:
                 self._books.abandon(self._books.record(known), now_s)
-            group[meta.key.request_id] = meta
+            gone = meta.base_tokens and self._books.ledger.shard(meta.base_pool_id) is None  # with its node
+            group[meta.key.request_id] = _without_base(meta) if gone else meta
         if group:
             self._open(tuple(group.values()), now_s)
 
@@ -223,9 +227,16 @@ class SchedulerCore:
             prefill.load.drop(record.prefill_tokens)
             record.prefill_tokens = 0
         self._overload.prefilled(record, now_s)
-        self._books.ledger.commit(event.key, event.new_blocks)
-        self._books.enter_pool(record, event.kv_tokens, event.blocks, now_s, now_s)
+        shard = self._books.ledger.shard(event.pool_id)
+        if shard is None:
+            self._lose_with_node(record, event.pool_id, now_s)
+            return
+        self._books.store(record, event.new_blocks, shard)
+        self._books.enter_pool(record, event.kv_tokens, event.blocks, shard, now_s, now_s)
         self._placed(event.key, now_s)
+
+    def _lose_with_node(self, record: Record, pool_id: str, now_s: float) -> None:
+        self._books.report_lost([record], f"{pool_id} has gone with its node", now_s)
 
     def _returned(self, event: events.Returned, now_s: float) -> None:
         books = self._books
@@ -233,15 +244,20 @@ class SchedulerCore:
         if record is None or record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
             return
         books.change(record.decode_id)
+        shard = books.ledger.shard(event.pool_id)
+        if shard is None:
+            self._lose_with_node(record, event.pool_id, now_s)
+            return
         if record.state is RequestState.PREFETCHED:  # it never joined: it has waited all the while
             since_s = books.clock.stop(event.key)
             if not record.recalled:
                 books.instances.bounced(record.decode_id, record.prefill_id, record.buffer)
         else:
             since_s = now_s - event.waited_s
-        had = books.ledger.committed_of(event.key)
-        books.ledger.commit(event.key, event.blocks if had is None else max(0, had + event.blocks - record.blocks))
-        books.enter_pool(record, event.kv_tokens, event.blocks, since_s, now_s)
+        had = books.ledger.committed_of(event.key) if books.ledger.shard_of(event.key) is shard else None
+        own_blocks = event.blocks if had is None else max(0, had + event.blocks - record.blocks)
+        books.store(record, own_blocks, shard)
+        books.enter_pool(record, event.kv_tokens, event.blocks, shard, since_s, now_s)
         self._placed(event.key, now_s)
 
     def _placed(self, key: RequestKey, now_s: float) -> None:
@@ -290,6 +306,7 @@ class SchedulerCore:
             instances.prefill[event.instance_id] = PrefillView(event.instance_id, load)
         elif event.role == "decode" and event.instance_id not in instances.decode:
             instances.decode[event.instance_id] = DecodeView(event.instance_id, cost=self._new_cost_model())
+        self._books.place()
 
     def _instance_lost(self, event: events.InstanceLost, now_s: float) -> None:
         """What an instance decided about is submitted again, in a new epoch: the old one may still be alive somewhere.
@@ -310,6 +327,7 @@ class SchedulerCore:
                 keys = [*decode.decoding, *(key for held in decode.candidates.values() for key in held)]
         elif event.role == "kv_pool":  # its memory stays, and a successor takes it over: nothing is lost
             books.ledger.lose(event.instance_id)
+        books.place()
         books.report_lost(books.open(keys), f"{event.role} {event.instance_id} was lost", now_s)
 
     def _prefill_reported(self, event: events.PrefillReported, now_s: float) -> None:
@@ -320,7 +338,7 @@ class SchedulerCore:
         prefill.report(event, self._books.block_size)
         self._admission.sizes_changed()
         if event.pool_wait_blocks:
-            self._relief.relieve(now_s)
+            self._relief.relieve(now_s, self._books.home(event.prefill_id))
         for decode_id, prefill_ids in instances.pairs.items():
             if event.prefill_id in prefill_ids:
                 self._books.change(decode_id)
@@ -334,12 +352,12 @@ class SchedulerCore:
             self._admission.sizes_changed()
             self._books.change(event.decode_id)
             if waited or event.pool_wait_blocks:
-                self._relief.relieve(now_s)
+                self._relief.relieve(now_s, self._books.home(event.decode_id))
 
     def _pool_reported(self, event: events.PoolReported, now_s: float) -> None:
         self._books.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)
         self._admission.sizes_changed()
-        self._relief.relieve(now_s)
+        self._relief.relieve(now_s, self._books.ledger.shard(event.pool_id))
 
     def _inventory_taken(self, event: events.InventoryTaken, now_s: float) -> None:
         if event.decode_id not in self._books.instances.decode:
@@ -359,16 +377,38 @@ class SchedulerCore:
 
     def _pool_inventory_taken(self, event: events.PoolInventoryTaken, now_s: float) -> None:
         books = self._books
-        gone = [record for record in books.in_pool.values() if record.key not in event.copies]
+        shard = books.ledger.shard(event.pool_id)
+        if shard is None:
+            return
+        waiting = [record for record in shard.waiting.values() if record.key not in event.copies]
+        gone = [record for record in waiting if record.entered_s[RequestState.WAITING] <= event.asked_s]
         books.report_lost(gone, "the KV pool does not hold it any more", now_s)
-        books.lose_kept(event.copies)
+        books.lose_kept(shard, event.copies, event.asked_s)
+        books.drop_strays(shard, event.copies)
         restored = [record for record in books.open(event.copies) if books.ledger.committed_of(record.key) is None]
         for record in restored:  # this core took them over without knowing what the pool has of them
             if record.state in (RequestState.PREFETCHED, RequestState.DECODING):
                 record.pool_tokens, blocks = event.copies[record.key]
-                books.ledger.commit(record.key, blocks)
+                record.shard = shard
+                books.ledger.commit(record.key, blocks, shard)
             if record.state is RequestState.DECODING:
                 books.ledger.mark_droppable(record.key)
+
+    def _copies_found(self, event: events.CopiesFound, now_s: float) -> None:
+        shard = self._books.ledger.shard(event.pool_id)
+        if shard is not None:
+            self._books.drop_strays(shard, event.copies)
+
+    def _shards_changed(self, event: events.ShardsChanged, now_s: float) -> None:
+        books = self._books
+        gone = books.ledger.name_shards(event.pool_ids)
+        books.instances.homes = dict(event.homes)
+        books.place()
+        for shard in gone:
+            books.lose_shard(shard, now_s)
+            self._relief.forget(shard)
+        self._admission.sizes_changed()
+        books.change_all()
 
     def _pairs_changed(self, event: events.PairsChanged, now_s: float) -> None:
         instances = self._books.instances
@@ -383,7 +423,8 @@ class SchedulerCore:
     def _tick(self, event: events.Tick, now_s: float) -> None:
         self._books.instances.forget_bounces()
         self._books.change_all()
-        self._relief.relieve(now_s)
+        for shard in self._books.ledger.shards:
+            self._relief.relieve(now_s, shard)
 
     def _find_overdue(self, now_s: float) -> None:
         overdue = self._books.clock.newly_overdue(now_s)
@@ -393,3 +434,7 @@ class SchedulerCore:
         self._prefetcher.mark_overdue([record for record in records if record.state is RequestState.PREFETCHED], now_s)
         if any(record.state is RequestState.WAITING for record in records):
             self._books.change_all()
+
+
+def _without_base(meta: RequestMeta) -> RequestMeta:
+    return replace(meta, base_tokens=0, base_blocks=0, own_blocks=0, whole=False)

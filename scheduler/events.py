@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class RequestMeta:
     `prefix_tokens` counts the prompt and what was generated in earlier epochs; `max_total_tokens` is the most it can
     grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: of so many of them the pool holds
     the KV already, in `base_blocks` blocks that an earlier epoch committed (`own_blocks` of them nobody else's);
-    `whole`: it needs no more to decode.
+    `whole`: it needs no more to decode. `base_pool_id`: the shard that they lie in.
     `age_s`: how long its gateway has had it. `wait_objective_s`: it should not wait longer between its prefill (or an
     eviction) and its next token; 0: the configured default.
     """
@@ -38,6 +39,7 @@ class RequestMeta:
     base_blocks: int = 0
     own_blocks: int = 0
     whole: bool = False
+    base_pool_id: str = ""
     age_s: float = 0.0
     wait_objective_s: float = 0.0
 
@@ -56,12 +58,16 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Its KV is committed in the pool; `new_blocks` of its blocks are not shared with an earlier one of its group."""
+    """Its KV is committed in the pool; `new_blocks` of its blocks are not shared with an earlier one of its group.
+
+    `pool_id`: the shard that it lies in, which may be another than its base's. Any where only one shard is named.
+    """
 
     key: RequestKey
     kv_tokens: int
     blocks: int
     new_blocks: int
+    pool_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +101,15 @@ class Joined:
 class Returned:
     """Given back by its decode instance: its KV, `kv_tokens` long, is committed in the pool again.
 
-    `waited_s`: since it was evicted. How long one has waited that never joined the core knows itself.
+    `waited_s`: since it was evicted. How long one has waited that never joined the core knows itself. `pool_id`: the
+    shard that all of it lies in now, which may be another than before.
     """
 
     key: RequestKey
     kv_tokens: int
     blocks: int
     waited_s: float = 0.0
+    pool_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +191,21 @@ class InventoryTaken:
 
 @dataclass(frozen=True, slots=True)
 class PoolInventoryTaken:
-    """Everything that the pool holds, as (KV tokens, blocks): what waits in it but is not there is lost."""
+    """Everything that a shard holds, as (KV tokens, blocks): what waits in it but is not there is lost.
 
+    `asked_s`: what has come to it since it was asked, by the clock of `handle`, may be there all the same.
+    """
+
+    copies: Mapping[RequestKey, tuple[int, int]]
+    pool_id: str = ""
+    asked_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesFound:
+    """Copies in a shard, as (KV tokens, blocks), that nobody looked for: where they are strays they are dropped."""
+
+    pool_id: str
     copies: Mapping[RequestKey, tuple[int, int]]
 
 
@@ -200,6 +221,18 @@ class InstanceJoined:
 class InstanceLost:
     role: str
     instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsChanged:
+    """All shards of the pool that there are; one that is no longer named has gone with its node, and its KV with it.
+
+    `homes`: (instance, shard) of each prefill and decode instance: it writes to that shard only, its own node's. Until
+    this was first said there is one shard, which is everybody's.
+    """
+
+    pool_ids: tuple[str, ...]
+    homes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +276,10 @@ Event = (
     | PoolReported
     | InventoryTaken
     | PoolInventoryTaken
+    | CopiesFound
     | InstanceJoined
     | InstanceLost
+    | ShardsChanged
     | PairsChanged
     | DrainingChanged
     | GatewayLost

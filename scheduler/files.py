@@ -24,7 +24,8 @@ class Files:
         self.stored: dict[RequestKey, pb.StoredRequest] = {}
         self.restored: dict[RequestKey, str] = {}
         self.lost: OrderedDict[RequestKey, None] = OrderedDict()
-        self._groups: OrderedDict[str, None] = OrderedDict()  # whose prompt's blocks are in the pool, latest last
+        # Group and shard: whose prompt's blocks are in the pool, and where; latest last.
+        self._groups: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def note_lost(self, keys: Iterable[RequestKey]) -> None:
         self.lost.update(dict.fromkeys(keys))
@@ -42,12 +43,14 @@ class Files:
         self.stored[key] = stored
         blocks = len(stored.pool_block_ids)
         if stored.spec.group_size > 1:
-            shared = stored.spec.group_id in self._groups
-            self._groups[stored.spec.group_id] = None
+            group = stored.spec.group_id, stored.pool_id
+            shared = group in self._groups
+            self._groups[group] = None
             while len(self._groups) > RECENT_GROUPS:
                 self._groups.popitem(last=False)
             return 0 if shared else blocks
-        adopted = 0 if base is None else len(base.block_ids) - base.blocks  # what others hold as well
+        here = base is not None and base.pool_id == stored.pool_id
+        adopted = len(base.block_ids) - base.blocks if base is not None and here else 0  # what others hold as well
         return max(0, blocks - adopted)
 
     def by_gateway(self, keys: Iterable[RequestKey]) -> Iterable[tuple[str, list[RequestKey]]]:

@@ -184,6 +184,19 @@ class Instances:
     pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     link_ranks: dict[tuple[str, str], int] = field(default_factory=dict)  # of pairs, where not 0, the best
     draining: frozenset[str] = frozenset()  # nothing new is sent to these
+    homes: dict[str, str] = field(default_factory=dict)  # instance -> the shard of the pool that it writes to
+    _decode_at: dict[str, list[DecodeView]] = field(default_factory=dict)  # by home; kept until `placed`
+
+    def placed(self) -> None:
+        """Instances have come, gone or moved."""
+        self._decode_at.clear()
+
+    def decode_at(self, pool_id: str) -> list[DecodeView]:
+        """Those that evict to the shard."""
+        if pool_id not in self._decode_at:
+            found = [view for view in self.decode.values() if self.homes.get(view.decode_id) == pool_id]
+            self._decode_at[pool_id] = found
+        return self._decode_at[pool_id]
 
     def open_prefill(self) -> list[PrefillView]:
         """Those that are given prompts."""
@@ -222,6 +235,10 @@ class Instances:
         """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""
         names = self.pairs.get(decode.decode_id, ())
         return [self.prefill[name] for name in names if name in self.prefill and name not in self.draining]
+
+    def link_rank(self, decode: DecodeView, prefill: PrefillView) -> int:
+        """0: the best kind of link."""
+        return self.link_ranks.get((decode.decode_id, prefill.prefill_id), 0)
 
     def roomiest(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView, int]]:
         """The paired instance with the most room in such a buffer, and that room: one a rank of link, best first."""

@@ -51,14 +51,21 @@ class WorkerLinks:
         self._peers: dict[tuple[str, str], _Peer] = {}
 
     async def on_view(self, view: sv.ClusterView) -> None:
+        shards = {shard.pool_id for shard in view.pools}
+        peers = [
+            peer  # a shard that is not named has gone with its node: if its process lives, it is of no use
+            for peer in view.peers
+            if not shards or peer.process.role != "kv_pool" or peer.process.id in shards
+        ]
         ready = {
             (peer.process.role, peer.process.id): peer
-            for peer in view.peers
+            for peer in peers
             if peer.process.role in _CONTROL and peer.state in SERVING_STATES
         }
         present = {(peer.process.role, peer.process.id) for peer in view.peers}
         for name, known in list(self._peers.items()):
-            if name not in present and known.link.up:
+            gone = shards and name[0] == "kv_pool" and name[1] not in shards
+            if name not in present and known.link.up and not gone:
                 continue  # a supervisor that has just started does not know everybody yet
             if name not in ready or ready[name].process != known.process:
                 await self._drop(name)
@@ -77,15 +84,14 @@ class WorkerLinks:
             if name[0] == role:
                 peer.link.send(command)
 
-    def send_pool(self, command: kp.PoolCommand) -> None:
-        """Where there is no pool process now, its successor is asked for all that matters."""
-        pool_id = self.first("kv_pool")
-        if pool_id is not None:
-            self.send("kv_pool", pool_id, command)
+    def send_pool(self, command: kp.PoolCommand, pool_id: str = "") -> None:
+        """To one shard of the pool, or to all. Where a process is away its successor is asked for all that matters."""
+        for name in [pool_id] if pool_id else self.up("kv_pool"):
+            self.send("kv_pool", name, command)
 
-    def first(self, role: str) -> str | None:
-        """The id of an instance of the role that has reported."""
-        return next((name[1] for name, peer in self._peers.items() if name[0] == role and peer.heard), None)
+    def up(self, role: str) -> list[str]:
+        """The ids of the role's instances that have reported, and whose streams are open."""
+        return [name[1] for name, peer in self._peers.items() if name[0] == role and peer.heard]
 
     def _open(self, name: tuple[str, str], peer: sv.Peer) -> None:
         channel = open_channel(peer.address, self._token)

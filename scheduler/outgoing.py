@@ -47,7 +47,7 @@ class Outgoing:
             case act.Recall() | act.MarkUrgent():
                 self._links.send("decode", action.decode_id, candidates_command(action))
             case act.ReleasePool():
-                self._links.send_pool(release_command(action))
+                self._links.send_pool(release_command(action), action.pool_id)
             case act.CancelAt():
                 kind = pw.PrefillCommand if action.role == "prefill" else dw.DecodeCommand
                 self._links.send(action.role, action.instance_id, kind(cancel=keys_to_proto(action.keys)))

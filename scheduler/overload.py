@@ -177,12 +177,23 @@ class Overload:
         books = self._books
         blocks = sum(self._admission.group_blocks(tokens, requests)) if tokens else 0
         blocks += books.blocks_for(books.queue.tokens) + len(books.queue)
-        missing = self._admission.missing_blocks(blocks, tokens)
+        only = books.ledger.only
+        missing = self._admission.missing_blocks(only, blocks, tokens) if only else blocks + self._lacking_now(tokens)
         if missing <= 0:
             return 0.0
         missing -= books.ledger.droppable_blocks
         held = books.ledger.committed - books.ledger.droppable_blocks
         return self._times.stay_s * missing / held if missing > 0 and held else 0.0
+
+    def _lacking_now(self, tokens: int) -> int:
+        """Blocks that the shards which prompts go to lack, before anything is put in them; less than 0: they have room.
+
+        Where all lack some, it is the one that lacks least which takes the next prompt.
+        """
+        books = self._books
+        homes = {books.home(view.prefill_id) for view in books.instances.open_prefill()}
+        lacking = [self._admission.missing_blocks(home, 0, tokens) for home in homes if home is not None and home.up]
+        return sum(blocks for blocks in lacking if blocks < 0) or min(lacking, default=0)
 
     def _decode(self, requests: int, tokens: int, now_s: float, after_s: float) -> tuple[float, float, float]:
         """When these `requests` begin to decode, `after_s` from now: seconds an iteration, seconds that the last of

@@ -22,6 +22,7 @@ from alignedserve.scheduler.policies.base import Entry, InstanceState
 from alignedserve.scheduler.rebalance import Rebalancer
 from alignedserve.scheduler.request_table import Record, RequestState
 from alignedserve.scheduler.waiting import join_range
+from alignedserve.scheduler.ways import Way, Ways
 
 UNSEEN_BATCHES = 1 << 16  # more than a predecessor may have sent after the newest that runs: one or so an instance
 
@@ -37,6 +38,7 @@ class Prefetcher:
         self._policy = books.policy
         self._clock = books.clock
         self._rebalancer = Rebalancer(books)
+        self._ways = Ways(books)
         self._last_batch_id = 0
 
     def place(self, record: Record, now_s: float) -> None:
@@ -271,9 +273,13 @@ class Prefetcher:
             return [(None, 0)]  # which instances prefetch for it is not known yet
         if roomiest := self._instances.roomiest(decode, kind):
             return [*roomiest]
+        return [(None, self._direct_room(decode, kind))]
+
+    def _direct_room(self, decode: DecodeView, kind: BufferKind) -> int:
+        """Blocks that may still be announced to the instance to be copied from the pool, without a buffer between."""
         most = self._limits(decode).max_blocks
         share = most if kind is BufferKind.BATCH else max(1, most // 2)
-        return [(None, share - decode.candidate_blocks[kind])]
+        return share - decode.candidate_blocks[kind]
 
     def _choose_buffer(self, decode: DecodeView, kind: BufferKind, blocks: int) -> tuple[PrefillView | None, int]:
         """Of the best link among those with room for so many blocks; the one with the most room where none has."""
@@ -299,13 +305,17 @@ class Prefetcher:
         records: Sequence[Record],
         now_s: float,
     ) -> None:
-        prefill_id = "" if prefill is None else prefill.prefill_id
         overdue = sorted(filter(self._is_overdue, records), key=lambda record: self._clock.due_s(record.key))
         records = [*overdue, *(record for record in records if not self._is_overdue(record))]
-        for record in records:
-            self._books.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
-        keys = tuple(record.key for record in records)
-        self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
+        ways: list[Way] = [(prefill, records)]
+        if prefill is not None and self._books.ledger.only is None:
+            ways = self._ways.split(decode, prefill, kind, records, self._direct_room(decode, kind))
+        for buffer, part in ways:
+            prefill_id = "" if buffer is None else buffer.prefill_id
+            for record in part:
+                self._books.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
+            keys = tuple(record.key for record in part)
+            self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
         self.mark_overdue(overdue, now_s)
 
     def _is_overdue(self, record: Record) -> bool:

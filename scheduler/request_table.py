@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.events import BufferKind, RequestMeta
+from alignedserve.scheduler.pool_shard import PoolShard
 
 
 class RequestState(enum.StrEnum):
@@ -48,6 +49,7 @@ class Record:
     entered_s: dict[RequestState, float] = field(default_factory=dict)
     kv_tokens: int = 0  # as last reported: prefilled, or given back; of what an earlier epoch left, until then
     blocks: int = 0  # of its KV in the pool or a buffer
+    shard: PoolShard | None = None  # of the pool, where its KV lies or lay last; None: not known
     pool_tokens: int = 0  # of the copy in the pool, where there is one
     prefill_tokens: int = 0  # what its prefill costs; 0 for all but the first of a group
     prefill_id: str = ""  # where it is prefilled, or in whose buffer it is

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from alignedserve.scheduler.cost_model import CostModel, LinearCostModel
+from alignedserve.scheduler.pool_shard import PoolShard
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class PrefillLoad:
     cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
     pending_tokens: int = 0
     cost: CostModel = field(default_factory=LinearCostModel)
+    home: PoolShard | None = None  # where it writes; kept by `Books.place`, since each prompt asks of all instances
 
     def begin(self, tokens: int) -> None:
         self.pending_tokens += tokens

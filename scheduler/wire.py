@@ -22,6 +22,7 @@ from alignedserve.scheduler.events import (
     PairsChanged,
     PrefillReported,
     RequestMeta,
+    ShardsChanged,
 )
 
 
@@ -46,6 +47,14 @@ def pairs_changed(view: sv.ClusterView) -> PairsChanged:
         pairs.setdefault(pair.decode_id, []).append(pair.prefill_id)
     ranks = sorted((pair.decode_id, pair.prefill_id, pair.link_rank) for pair in view.pairs if pair.link_rank)
     return PairsChanged(tuple((name, tuple(paired)) for name, paired in sorted(pairs.items())), tuple(ranks))
+
+
+def shards_changed(view: sv.ClusterView) -> ShardsChanged:
+    """Which shards of the pool there are, and which of them each instance writes to: its own node's."""
+    of_node = {shard.node_id: shard.pool_id for shard in view.pools}
+    workers = (peer for peer in view.peers if peer.process.role in ("prefill", "decode"))
+    homes = sorted((peer.process.id, of_node[peer.node_id]) for peer in workers if peer.node_id in of_node)
+    return ShardsChanged(tuple(shard.pool_id for shard in view.pools), tuple(homes))
 
 
 def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:

@@ -1,7 +1,26 @@
-"""Triton's kernels run in its interpreter where there is no GPU; Triton reads this when it is imported."""
+"""What holds for all tests. Triton reads when it is imported whether its kernels run in its interpreter."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Hypothesis gives each example 200 ms: on a machine that other tests share, one that is slow is no failure.
+settings.register_profile("unhurried", settings.default, deadline=None)
+settings.load_profile("unhurried")
 
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+ENDED_WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    from alignedserve.testing.leftovers import descendants, leftovers
+
+    before = descendants()
+    yield
+    assert leftovers(before, ENDED_WITHIN_S) == {}

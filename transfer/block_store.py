@@ -75,7 +75,37 @@ class BlockStore(ABC):
         return slice_block_bytes(self.geometry, self.slice)
 
 
-class HostBlockStore(BlockStore):
+class HandleBlockStore(BlockStore):
+    """A store that is what its handle says."""
+
+    def __init__(self, handle: StoreHandle) -> None:
+        self._handle = handle
+
+    @property
+    def store_id(self) -> str:
+        return self._handle.store_id
+
+    @property
+    def geometry(self) -> KvGeometry:
+        return self._handle.geometry
+
+    @property
+    def slice(self) -> StoreSlice:
+        return self._handle.slice
+
+    @property
+    def capacity_blocks(self) -> int:
+        return self._handle.capacity_blocks
+
+    @property
+    def device(self) -> str:
+        return self._handle.device
+
+    def handle(self) -> StoreHandle:
+        return self._handle
+
+
+class HostBlockStore(HandleBlockStore):
     """A store in host memory: over a segment that other processes attach, or in memory of this process alone."""
 
     def __init__(self, handle: StoreHandle, memory: memoryview, segment: Segment | None = None) -> None:
@@ -90,7 +120,7 @@ class HostBlockStore(BlockStore):
                 f"{memory.nbytes} bytes",
                 store_id=handle.store_id,
             )
-        self._handle = handle
+        super().__init__(handle)
         self._segment = segment
         self._memory = memory[:needed]
         self._blocks = np.frombuffer(self._memory, np.uint8).reshape(handle.capacity_blocks, handle.block_bytes)
@@ -159,26 +189,6 @@ class HostBlockStore(BlockStore):
         return cls.over(segment, replace(handle, memory=segment.identity))
 
     @property
-    def store_id(self) -> str:
-        return self._handle.store_id
-
-    @property
-    def geometry(self) -> KvGeometry:
-        return self._handle.geometry
-
-    @property
-    def slice(self) -> StoreSlice:
-        return self._handle.slice
-
-    @property
-    def capacity_blocks(self) -> int:
-        return self._handle.capacity_blocks
-
-    @property
-    def device(self) -> str:
-        return "cpu"
-
-    @property
     def segment(self) -> Segment | None:
         """The segment that the blocks lie in; None for private memory."""
         return self._segment
@@ -195,9 +205,6 @@ class HostBlockStore(BlockStore):
     def as_memory(self) -> memoryview:
         """All blocks as one writable buffer of `capacity_blocks * block_bytes` bytes, for `torch.frombuffer`."""
         return self._memory
-
-    def handle(self) -> StoreHandle:
-        return self._handle
 
     def read_block(self, block: int) -> memoryview:
         view: ByteArray = self._blocks[block]

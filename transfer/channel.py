@@ -89,6 +89,11 @@ class Channel(ABC):
     def pending(self) -> int:
         """Copies that were asked for and have not ended."""
 
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether the copy under way waits for another process that takes part in it, which has limits of its own."""
+        return False
+
     def page_locked(self) -> PageLocked | None:
         """How much of its host side is page-locked; None where copies need no such memory."""
         return None

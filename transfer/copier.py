@@ -129,13 +129,14 @@ class Copier:
 
         Nothing can be done about such a copy but to end the process, which also makes its blocks safe to use again. To
         be asked several times in `timeout_s`: a longer silence means that the process slept, and its copies with it.
+        A copy that waits for another process is that one's trouble, or the network's: it fails by itself.
         """
         now_s = self._clock()
         slept = now_s - self._asked_s > self._timeout_s / 2
         self._asked_s = now_s
         with self._lock:
             for channel, lane in self._lanes.items():
-                if slept:
+                if slept or channel.waits_for_peer:
                     lane.since_s = now_s
                 elif lane.under_way and now_s - lane.since_s > self._timeout_s:
                     pair = f"{channel.source.store_id} to {channel.destination.store_id}"

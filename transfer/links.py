@@ -47,8 +47,8 @@ def choose_channel(
     kind = channel_between(*places, peer_access or ask_driver)
     if kind is None:
         raise TransferError(
-            f"{pair} are on different nodes ({source.node_id}, {destination.node_id}): this release copies KV within "
-            "one node only; place the instances and the KV pool of a cell on one node",
+            f"{pair} are on different nodes ({source.node_id}, {destination.node_id}): no process reaches both, and "
+            "both processes must take part in a copy (transfer/paired)",
             source=source.store_id,
             destination=destination.store_id,
         )

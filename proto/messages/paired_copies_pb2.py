@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&alignedserve/proto/paired_copies.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xd2\x01\n\x0bPairCommand\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.PairHelloH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.PairValueH\x00\x12+\n\x04\x63opy\x18\x03 \x01(\x0b\x32\x1b.alignedserve.v1.PairedCopyH\x00\x12\x34\n\x0c\x63hecksums_of\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.ChecksumsOfH\x00\x42\x06\n\x04\x62ody\"\x80\x02\n\tPairEvent\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.PairOpenedH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.PairValueH\x00\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1d.alignedserve.v1.CopyAcceptedH\x00\x12+\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.CopyEndedH\x00\x12/\n\tchecksums\x18\x05 \x01(\x0b\x32\x1a.alignedserve.v1.ChecksumsH\x00\x42\x06\n\x04\x62ody\"\x8c\x01\n\tPairHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07\x63hannel\x18\x02 \x01(\t\x12+\n\x08geometry\x18\x03 \x01(\x0b\x32\x19.alignedserve.v1.Geometry\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\"h\n\nPairOpened\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12,\n\x06stores\x18\x02 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\"\'\n\tPairValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\xa1\x01\n\nPairedCopy\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04push\x18\x02 \x01(\x08\x12\x10\n\x08store_id\x18\x03 \x01(\t\x12\x15\n\tblock_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x0blayer_begin\x18\x05 \x01(\r\x12\x11\n\tlayer_end\x18\x06 \x01(\r\x12\x12\n\nhead_begin\x18\x07 \x01(\r\x12\x10\n\x08head_end\x18\x08 \x01(\r\"\x1e\n\x0c\x43opyAccepted\x12\x0e\n\x06number\x18\x01 \x01(\x04\"F\n\tCopyEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"F\n\x0b\x43hecksumsOf\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08store_id\x18\x02 \x01(\t\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\"]\n\tChecksums\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x15\n\tchecksums\x18\x02 \x03(\x06\x42\x02\x10\x01\x12)\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x18.alignedserve.v1.Failure2T\n\x0cPairedCopies\x12\x44\n\x04Pair\x12\x1c.alignedserve.v1.PairCommand\x1a\x1a.alignedserve.v1.PairEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&alignedserve/proto/paired_copies.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\xd2\x01\n\x0bPairCommand\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.alignedserve.v1.PairHelloH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.PairValueH\x00\x12+\n\x04\x63opy\x18\x03 \x01(\x0b\x32\x1b.alignedserve.v1.PairedCopyH\x00\x12\x34\n\x0c\x63hecksums_of\x18\x04 \x01(\x0b\x32\x1c.alignedserve.v1.ChecksumsOfH\x00\x42\x06\n\x04\x62ody\"\x80\x02\n\tPairEvent\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.PairOpenedH\x00\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.PairValueH\x00\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1d.alignedserve.v1.CopyAcceptedH\x00\x12+\n\x05\x65nded\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.CopyEndedH\x00\x12/\n\tchecksums\x18\x05 \x01(\x0b\x32\x1a.alignedserve.v1.ChecksumsH\x00\x42\x06\n\x04\x62ody\"\x9f\x01\n\tPairHello\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x0f\n\x07\x63hannel\x18\x02 \x01(\t\x12+\n\x08geometry\x18\x03 \x01(\x0b\x32\x19.alignedserve.v1.Geometry\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x11\n\tread_only\x18\x05 \x01(\x08\"h\n\nPairOpened\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12,\n\x06stores\x18\x02 \x03(\x0b\x32\x1c.alignedserve.v1.StoreHandle\"\'\n\tPairValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\xa1\x01\n\nPairedCopy\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04push\x18\x02 \x01(\x08\x12\x10\n\x08store_id\x18\x03 \x01(\t\x12\x15\n\tblock_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x13\n\x0blayer_begin\x18\x05 \x01(\r\x12\x11\n\tlayer_end\x18\x06 \x01(\r\x12\x12\n\nhead_begin\x18\x07 \x01(\r\x12\x10\n\x08head_end\x18\x08 \x01(\r\"\x1e\n\x0c\x43opyAccepted\x12\x0e\n\x06number\x18\x01 \x01(\x04\"F\n\tCopyEnded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12)\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x18.alignedserve.v1.Failure\"F\n\x0b\x43hecksumsOf\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08store_id\x18\x02 \x01(\t\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\"]\n\tChecksums\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x15\n\tchecksums\x18\x02 \x03(\x06\x42\x02\x10\x01\x12)\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x18.alignedserve.v1.Failure2T\n\x0cPairedCopies\x12\x44\n\x04Pair\x12\x1c.alignedserve.v1.PairCommand\x1a\x1a.alignedserve.v1.PairEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,21 +43,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAIREVENT']._serialized_start=306
   _globals['_PAIREVENT']._serialized_end=562
   _globals['_PAIRHELLO']._serialized_start=565
-  _globals['_PAIRHELLO']._serialized_end=705
-  _globals['_PAIROPENED']._serialized_start=707
-  _globals['_PAIROPENED']._serialized_end=811
-  _globals['_PAIRVALUE']._serialized_start=813
-  _globals['_PAIRVALUE']._serialized_end=852
-  _globals['_PAIREDCOPY']._serialized_start=855
-  _globals['_PAIREDCOPY']._serialized_end=1016
-  _globals['_COPYACCEPTED']._serialized_start=1018
-  _globals['_COPYACCEPTED']._serialized_end=1048
-  _globals['_COPYENDED']._serialized_start=1050
-  _globals['_COPYENDED']._serialized_end=1120
-  _globals['_CHECKSUMSOF']._serialized_start=1122
-  _globals['_CHECKSUMSOF']._serialized_end=1192
-  _globals['_CHECKSUMS']._serialized_start=1194
-  _globals['_CHECKSUMS']._serialized_end=1287
-  _globals['_PAIREDCOPIES']._serialized_start=1289
-  _globals['_PAIREDCOPIES']._serialized_end=1373
+  _globals['_PAIRHELLO']._serialized_end=724
+  _globals['_PAIROPENED']._serialized_start=726
+  _globals['_PAIROPENED']._serialized_end=830
+  _globals['_PAIRVALUE']._serialized_start=832
+  _globals['_PAIRVALUE']._serialized_end=871
+  _globals['_PAIREDCOPY']._serialized_start=874
+  _globals['_PAIREDCOPY']._serialized_end=1035
+  _globals['_COPYACCEPTED']._serialized_start=1037
+  _globals['_COPYACCEPTED']._serialized_end=1067
+  _globals['_COPYENDED']._serialized_start=1069
+  _globals['_COPYENDED']._serialized_end=1139
+  _globals['_CHECKSUMSOF']._serialized_start=1141
+  _globals['_CHECKSUMSOF']._serialized_end=1211
+  _globals['_CHECKSUMS']._serialized_start=1213
+  _globals['_CHECKSUMS']._serialized_end=1306
+  _globals['_PAIREDCOPIES']._serialized_start=1308
+  _globals['_PAIREDCOPIES']._serialized_end=1392
 # @@protoc_insertion_point(module_scope)

@@ -34,16 +34,18 @@ class PairEvent(_message.Message):
     def __init__(self, opened: _Optional[_Union[PairOpened, _Mapping]] = ..., value: _Optional[_Union[PairValue, _Mapping]] = ..., accepted: _Optional[_Union[CopyAccepted, _Mapping]] = ..., ended: _Optional[_Union[CopyEnded, _Mapping]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
 
 class PairHello(_message.Message):
-    __slots__ = ("process", "channel", "geometry", "piece_bytes")
+    __slots__ = ("process", "channel", "geometry", "piece_bytes", "read_only")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     channel: str
     geometry: _common_pb2.Geometry
     piece_bytes: int
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., channel: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
+    read_only: bool
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., channel: _Optional[str] = ..., geometry: _Optional[_Union[_common_pb2.Geometry, _Mapping]] = ..., piece_bytes: _Optional[int] = ..., read_only: bool = ...) -> None: ...
 
 class PairOpened(_message.Message):
     __slots__ = ("process", "stores")

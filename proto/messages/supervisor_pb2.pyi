@@ -107,7 +107,7 @@ class RoleOrder(_message.Message):
     def __init__(self, view: _Optional[_Union[ClusterView, _Mapping]] = ..., end: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., heard: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s", "alarms", "fenced")
+    __slots__ = ("process", "pid", "node_id", "address", "state", "holds", "stores", "failure", "started_unix_s", "alarms", "fenced", "device")
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class Peer(_message.Message):
     STARTED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     process: _common_pb2.ProcessKey
     pid: int
     node_id: str
@@ -130,7 +131,8 @@ class Peer(_message.Message):
     started_unix_s: float
     alarms: _containers.RepeatedScalarFieldContainer[str]
     fenced: bool
-    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ..., alarms: _Optional[_Iterable[str]] = ..., fenced: bool = ...) -> None: ...
+    device: str
+    def __init__(self, process: _Optional[_Union[_common_pb2.ProcessKey, _Mapping]] = ..., pid: _Optional[int] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[str] = ..., holds: _Optional[str] = ..., stores: _Optional[_Iterable[_Union[_common_pb2.StoreHandle, _Mapping]]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., started_unix_s: _Optional[float] = ..., alarms: _Optional[_Iterable[str]] = ..., fenced: bool = ..., device: _Optional[str] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("decode_id", "prefill_id", "link_rank")
@@ -143,7 +145,14 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ..., link_rank: _Optional[int] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "told_by", "supervisor")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "told_by", "supervisor", "restart", "pools", "next_node", "gone_nodes", "incarnations")
+    class IncarnationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +165,11 @@ class ClusterView(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     TOLD_BY_FIELD_NUMBER: _ClassVar[int]
     SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_NODE_FIELD_NUMBER: _ClassVar[int]
+    GONE_NODES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
@@ -168,10 +182,25 @@ class ClusterView(_message.Message):
     draining: _containers.RepeatedScalarFieldContainer[str]
     told_by: int
     supervisor: Peer
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., told_by: _Optional[int] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    restart: Restart
+    pools: _containers.RepeatedCompositeFieldContainer[PoolShard]
+    next_node: int
+    gone_nodes: _containers.RepeatedScalarFieldContainer[str]
+    incarnations: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., told_by: _Optional[int] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolShard, _Mapping]]] = ..., next_node: _Optional[int] = ..., gone_nodes: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class PoolShard(_message.Message):
+    __slots__ = ("pool_id", "node_id", "agent_socket")
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    pool_id: str
+    node_id: str
+    agent_socket: str
+    def __init__(self, pool_id: _Optional[str] = ..., node_id: _Optional[str] = ..., agent_socket: _Optional[str] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics", "prefill", "decode", "scale_failure")
+    __slots__ = ("peers", "model_info", "cluster_id", "state", "missing", "degraded", "failure", "metrics", "prefill", "decode", "scale_failure", "restart")
     PEERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INFO_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +212,7 @@ class ClusterStatus(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     SCALE_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
     cluster_id: str
@@ -194,7 +224,8 @@ class ClusterStatus(_message.Message):
     prefill: int
     decode: int
     scale_failure: _common_pb2.Failure
-    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., cluster_id: _Optional[str] = ..., state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., degraded: _Optional[_Iterable[str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., metrics: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., scale_failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+    restart: Restart
+    def __init__(self, peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., cluster_id: _Optional[str] = ..., state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., degraded: _Optional[_Iterable[str]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., metrics: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., scale_failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("prefill", "decode")
@@ -223,3 +254,59 @@ class StopReply(_message.Message):
     command_pid: int
     command_host: str
     def __init__(self, grace_s: _Optional[float] = ..., command_pid: _Optional[int] = ..., command_host: _Optional[str] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("roles",)
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, roles: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RestartReply(_message.Message):
+    __slots__ = ("refused", "restart")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
+    refused: _common_pb2.Failure
+    restart: Restart
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ...) -> None: ...
+
+class Restart(_message.Message):
+    __slots__ = ("since_ns", "roles", "surplus", "prefill", "decode", "gateways", "retiring", "doing", "done", "failure")
+    SINCE_NS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    SURPLUS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    GATEWAYS_FIELD_NUMBER: _ClassVar[int]
+    RETIRING_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    since_ns: int
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    surplus: _containers.RepeatedScalarFieldContainer[str]
+    prefill: int
+    decode: int
+    gateways: int
+    retiring: _containers.RepeatedScalarFieldContainer[str]
+    doing: str
+    done: bool
+    failure: str
+    def __init__(self, since_ns: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., surplus: _Optional[_Iterable[str]] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., gateways: _Optional[int] = ..., retiring: _Optional[_Iterable[str]] = ..., doing: _Optional[str] = ..., done: bool = ..., failure: _Optional[str] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class HandOverReply(_message.Message):
+    __slots__ = ("config", "code", "view", "resizing")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    RESIZING_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    code: str
+    view: ClusterView
+    resizing: bool
+    def __init__(self, config: _Optional[str] = ..., code: _Optional[str] = ..., view: _Optional[_Union[ClusterView, _Mapping]] = ..., resizing: bool = ...) -> None: ...

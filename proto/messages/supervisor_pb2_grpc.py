@@ -60,6 +60,16 @@ class SupervisorStub(object):
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.StopReply.FromString,
                 _registered_method=True)
+        self.RestartRoles = channel.unary_unary(
+                '/alignedserve.v1.Supervisor/RestartRoles',
+                request_serializer=alignedserve_dot_proto_dot_supervisor__pb2.RestartRequest.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.RestartReply.FromString,
+                _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/alignedserve.v1.Supervisor/HandOver',
+                request_serializer=alignedserve_dot_proto_dot_supervisor__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.HandOverReply.FromString,
+                _registered_method=True)
 
 
 class SupervisorServicer(object):
@@ -99,6 +109,20 @@ class SupervisorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartRoles(self, request, context):
+        """Replace every process of some roles, one after the other. Answers once it is decided; how far it is, the status says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HandOver(self, request, context):
+        """A successor asks: first to pause, then, with its own address, for the whole cluster.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SupervisorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +150,16 @@ def add_SupervisorServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=alignedserve_dot_proto_dot_common__pb2.Empty.FromString,
                     response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.StopReply.SerializeToString,
+            ),
+            'RestartRoles': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartRoles,
+                    request_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.RestartRequest.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.RestartReply.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=alignedserve_dot_proto_dot_supervisor__pb2.HandOverRequest.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_supervisor__pb2.HandOverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +297,60 @@ class Supervisor(object):
             '/alignedserve.v1.Supervisor/Stop',
             alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
             alignedserve_dot_proto_dot_supervisor__pb2.StopReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartRoles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Supervisor/RestartRoles',
+            alignedserve_dot_proto_dot_supervisor__pb2.RestartRequest.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.RestartReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alignedserve.v1.Supervisor/HandOver',
+            alignedserve_dot_proto_dot_supervisor__pb2.HandOverRequest.SerializeToString,
+            alignedserve_dot_proto_dot_supervisor__pb2.HandOverReply.FromString,
             options,
             channel_credentials,
             insecure,

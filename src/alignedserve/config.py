@@ -12,6 +12,7 @@ from typing import Any
 
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes
+from alignedserve.resources import parse_resources
 
 CPU_PASS_TOKENS = 512
 GPU_PASS_TOKENS = 8192  # fewer leave a large GPU waiting for launches and for weights
@@ -52,13 +53,22 @@ class ClusterConfig:
         choices=("auto", "shared-memory", "cuda-ipc", "nccl", "gloo"),
     )
     allow_slow_channel: bool = _key(False, "start even where a faster channel was configured than there is")
+    placement: str = _key(
+        "auto",
+        "pairs share a node, or instances spread; auto: pairs on GPUs, unless roles ask for resources of their own",
+        choices=("auto", "pairs", "spread"),
+    )
+    prefill_resources: str = _key(
+        "", "Ray resources that each prefill instance takes of its node: prefill_node=1,x=0.5"
+    )
+    decode_resources: str = _key("", "Ray resources that each decode instance takes of its node: decode_node=1")
     name: str = _key("default", "the application's name in Ray: two in one Ray cluster need different ones")
     threads: int = _key(0, "CPU threads of one model-holding worker; 0: all cores", low=0, high=1024)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPoolConfig:
-    size_gib: float = _key(0.0, "host memory of the pool in GiB; 0: a quarter of what is free", low=0.0)
+    size_gib: float = _key(0.0, "host memory of the pool on each node in GiB; 0: a quarter of what is free", low=0.0)
     block_size: int = _key(16, "tokens in a block, the same in every store", low=1, high=1024)
     growth_reserve: float = _key(0.05, "share of the pool kept for the growth of running requests", low=0.0, high=0.9)
     verify: bool = _key(False, "compare a checksum of every KV block after each copy; what differs is never used")
@@ -160,7 +170,9 @@ class GatewayConfig:
     port: int = _key(8000, "HTTP port", low=1, high=65535)
     grpc_port: int = _key(9000, "gRPC port", low=1, high=65535)
     proxy: str = _key("haproxy", "which of Ray Serve's proxies is in front", choices=("haproxy", "python"))
-    replicas: int = _key(1, "gateway replicas", low=1, high=256)
+    replicas: int = _key(1, "gateway replicas; with max_replicas: the fewest", low=1, high=256)
+    max_replicas: int = _key(0, "Ray Serve has up to so many gateways, by load; 0: always as many", low=0, high=256)
+    replica_requests: int = _key(200, "with max_replicas: open requests that a gateway is to have", low=1)
     max_body_mib: float = _key(4.0, "largest request body in MiB", low=0.001, high=1024.0)
     max_queue: int = _key(1024, "most requests that a replica holds at once", low=1)
     max_prompts: int = _key(256, "most prompts in one completion request", low=1)
@@ -230,12 +242,21 @@ class Config:
             value = getattr(self, section.name)
             for key in fields(value):
                 check_value(f"{section.name}.{key.name}", getattr(value, key.name), key.metadata)
+        for role in ("prefill", "decode"):
+            parse_resources(getattr(self.cluster, f"{role}_resources"), f"cluster.{role}_resources")
         graph_sizes(self.decode.graph_sizes, self.decode.max_running)
         limits = self.supervisor
         if limits.fence_after_s < 2 * limits.heartbeat_s:
             raise ConfigError(
                 f"supervisor.fence_after_s ({limits.fence_after_s:g}) must be at least twice supervisor.heartbeat_s "
                 f"({limits.heartbeat_s:g}): healthy roles would be ended otherwise"
+            )
+
+        gateway = self.gateway
+        if gateway.max_replicas and gateway.max_replicas < gateway.replicas:
+            raise ConfigError(
+                f"gateway.max_replicas ({gateway.max_replicas}) must be at least gateway.replicas "
+                f"({gateway.replicas}), or 0: no autoscaling"
             )
 
         if self.kv_pool.copy_timeout_s < 4 * limits.heartbeat_s:

@@ -54,6 +54,27 @@ def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Config:
     return Config(**{name: section(**checked.get(name, {})) for name, section in SECTIONS.items()})
 
 
+def from_arguments(
+    arguments: Mapping[str, Any], settings_of: Callable[[str], Mapping[str, Any]] | None = None
+) -> Config:
+    """Build the configuration from an application's arguments: sections as `from_tree` takes them, as YAML has them
+    (`args:` of a Serve config), and `section.key` with a value or a text (`serve run … model.path=tiny`).
+
+    `settings_of` as in `load`. Raises ConfigError, naming the key.
+    """
+    tree: Tree = {}
+    sections = {name: value for name, value in arguments.items() if "." not in str(name)}
+    _merge_tree(tree, sections, "the application's arguments", _meant_in_yaml)
+    for name, value in arguments.items():
+        if "." in str(name):
+            said = value_of(name, value, "the application's arguments") if isinstance(value, str) else value
+            _put(tree, name, said, "the application's arguments")
+    if settings_of is not None:
+        policy = tree.get("scheduler", {}).get("policy", Config().scheduler.policy)
+        _fix(tree, policy, settings_of(policy))
+    return from_tree(tree)
+
+
 def to_tree(config: Config) -> Tree:
     return asdict(config)
 

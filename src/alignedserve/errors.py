@@ -18,6 +18,7 @@ AlignedServeError
 ├── TransferError               a copy of KV blocks failed or could not be trusted
 │   ├── ChecksumError           a block is not what was written (kv_pool.verify)
 │   └── GeometryMismatchError   two stores hold different models' blocks
+├── BatchError                  requests of a client's batch failed; `results` has what became of each
 ├── NumericsError               the model computed NaN or infinite logits for some rows of a batch
 ├── AccountingError             blocks do not add up: a bug of ours
 ├── StaleError                  a message of an older epoch or incarnation
@@ -33,16 +34,26 @@ from typing import Any
 class AlignedServeError(Exception):
     """Base of every error that the package raises on purpose.
 
-    `message` says what was wrong, where, and what to do. `details` holds ids, as plain values.
+    `message` says what was wrong, where, and what to do. `details` holds ids, as plain values; a `code` there is the
+    server's own word, which may be finer than the class's.
     """
 
     code = "internal_error"
     http_status = 500
+    retry_after_s: float | None = None
+    """Seconds after which it is worth trying again, where somebody said so."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
+        if "code" in details:
+            self.code = details["code"]
+
+    @property
+    def request_id(self) -> str | None:
+        """The request that failed, where it is known: logs have it too."""
+        return self.details.get("request_id")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.details))
@@ -132,6 +143,24 @@ class CancelledError(AlignedServeError):
     http_status = 499
 
 
+class BatchError(AlignedServeError):
+    """Requests of a batch failed (`alignedserve.client`); the first error is the cause, and its code is this one's.
+
+    `results` holds, in the order of the prompts that were taken, an answer or an error for each.
+    """
+
+    code = "batch_failed"
+
+    def __init__(self, message: str, *, results: Sequence[Any] = (), **details: Any) -> None:
+        super().__init__(message, results=list(results), **details)
+        self.results = list(results)
+
+    @property
+    def errors(self) -> list[AlignedServeError]:
+        """Those of the results that are errors, in order."""
+        return [result for result in self.results if isinstance(result, AlignedServeError)]
+
+
 class TransferError(AlignedServeError):
     code = "transfer_failed"
 
@@ -165,6 +194,10 @@ class StaleError(AlignedServeError):
 class UnavailableError(AlignedServeError):
     code = "unavailable"
     http_status = 503
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **details: Any) -> None:
+        super().__init__(message, **details, **({} if retry_after_s is None else {"retry_after_s": retry_after_s}))
+        self.retry_after_s = retry_after_s
 
 
 def by_code(code: str) -> type[AlignedServeError]:

@@ -18,8 +18,24 @@ SPARE_BYTES = 400 << 20  # torch, transformers and all of ours, imported
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Of one node: what it had free before any weights were loaded, and what is to run there."""
+
+    node_id: str
+    available_bytes: int
+    prefill: int
+    decode: int
+    spares: int
+
+    @property
+    def instances(self) -> int:
+        return max(1, self.prefill + self.decode)
+
+
+@dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Capacities in blocks. `devices`: what an instance of each role may use of its GPU; empty on CPUs."""
+    """Capacities in blocks, `pool` that of each shard. `devices`: what an instance of each role may use of its GPU;
+    empty on CPUs."""
 
     block_size: int
     pool: int
@@ -40,9 +56,13 @@ class StorePlan:
 
 
 def plan_stores(
-    config: Config, model: ModelInfo, memory_bytes: int, devices: Sequence[tuple[str, DeviceMemory]] = ()
+    config: Config,
+    model: ModelInfo,
+    memory: int | Sequence[HostMemory],
+    devices: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> StorePlan:
-    """Divide memory. `memory_bytes` is what the node with the pool had free before any weights were loaded.
+    """Divide memory. `memory` is what each node with a shard of the pool had free before any weights were loaded, or
+    that of the only one in bytes. All shards are alike, and all stores of a kind: what the node with least allows.
 
     Caches and buffers on a CPU are touched only as they fill, so they are sized for work, within a share of memory:
     a decode cache holds four requests of the longest kind (32,768 tokens at least), a prefill cache two. `devices`: the
@@ -52,10 +72,10 @@ def plan_stores(
     Raises ResourceError, with the figures, where what is asked for does not fit or the pool cannot hold two blocks.
     """
     geometry = model.geometry(config.kv_pool.block_size)
-    instances = max(1, config.cluster.prefill + config.cluster.decode)
-    weights = 0 if devices else instances * model.weight_bytes
-    available_bytes = max(0, memory_bytes - weights - config.supervisor.spares * SPARE_BYTES)
-    pool = (int(config.kv_pool.size_gib * GIB) or available_bytes // 4) // geometry.block_bytes
+    hosts = [_only(config, memory)] if isinstance(memory, int) else memory
+    weight_bytes = 0 if devices else model.weight_bytes
+    available = [max(0, host.available_bytes - _taken(host, weight_bytes)) for host in hosts]
+    pool = (int(config.kv_pool.size_gib * GIB) or min(available) // 4) // geometry.block_bytes
     if devices:
         found = plan_devices(config, model, devices)
         plan = StorePlan(
@@ -68,15 +88,32 @@ def plan_stores(
             devices=found.roles,
         )
     else:
-        plan = _plan_on_cpu(config, geometry, geometry.blocks_for(model.max_positions) + 1, pool, available_bytes)
-    _require_room(config, plan, geometry.block_bytes, memory_bytes, 0 if devices else model.weight_bytes)
+        per_instance = min(free // (8 * host.instances) for free, host in zip(available, hosts, strict=True))
+        plan = _plan_on_cpu(config, geometry, geometry.blocks_for(model.max_positions) + 1, pool, per_instance)
+    for host in hosts:
+        where = f" on node {host.node_id}" if len(hosts) > 1 else ""
+        _require_room(config, plan, geometry.block_bytes, host, weight_bytes, where)
+    if pool < 2:
+        raise ResourceError(
+            f"a pool of {describe_bytes(pool * geometry.block_bytes)} holds {pool} blocks of "
+            f"{describe_bytes(geometry.block_bytes)}; set kv_pool.size_gib higher"
+        )
     return plan
 
 
-def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, available_bytes: int) -> StorePlan:
-    """`longest`: blocks of a request of as many positions as the model has, and one to grow."""
-    instances = max(1, config.cluster.prefill + config.cluster.decode)
-    per_instance = available_bytes // (8 * instances)
+def _only(config: Config, memory_bytes: int) -> HostMemory:
+    """One node that everything is on."""
+    return HostMemory("", memory_bytes, config.cluster.prefill, config.cluster.decode, config.supervisor.spares)
+
+
+def _taken(host: HostMemory, weight_bytes: int) -> int:
+    """By what is no store."""
+    return host.instances * weight_bytes + host.spares * SPARE_BYTES
+
+
+def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, per_instance: int) -> StorePlan:
+    """`longest`: blocks of a request of as many positions as the model has, and one to grow. `per_instance`: bytes that
+    a cache may have where none is configured."""
 
     def own(configured: int, requests: int, least_tokens: int) -> int:
         wanted = max(requests * longest, geometry.blocks_for(least_tokens))
@@ -100,12 +137,14 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
     )
 
 
-def _require_room(config: Config, plan: StorePlan, block_bytes: int, memory_bytes: int, weight_bytes: int) -> None:
+def _require_room(
+    config: Config, plan: StorePlan, block_bytes: int, host: HostMemory, weight_bytes: int, where: str
+) -> None:
     """Raises ResourceError where the stores (and weights, where those lie there too) are more than host memory has."""
-    prefill, decode = config.cluster.prefill, config.cluster.decode
+    prefill, decode = host.prefill, host.decode
     parts = {"the KV pool": plan.pool * block_bytes}
-    if config.supervisor.spares:
-        parts[f"{config.supervisor.spares} warm spare(s)"] = config.supervisor.spares * SPARE_BYTES
+    if host.spares:
+        parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
     if weight_bytes:
         parts[f"the weights of {prefill + decode} workers"] = (prefill + decode) * weight_bytes
         parts[f"{decode} decode cache(s)"] = decode * plan.decode_cache * block_bytes
@@ -114,15 +153,10 @@ def _require_room(config: Config, plan: StorePlan, block_bytes: int, memory_byte
             buffers = plan.batch_buffer + plan.requests_buffer
             parts[f"the candidate buffers of {prefill} prefill instance(s)"] = prefill * buffers * block_bytes
     needed = sum(parts.values())
-    if needed > memory_bytes:
-        figures = ", ".join(f"{describe_bytes(size)} for {name}" for name, size in parts.items())
+    if needed > host.available_bytes:
+        figures = ", ".join(f"{describe_bytes(size)} for {name}" for name, size in parts.items() if size)
         raise ResourceError(
-            f"this cluster needs {describe_bytes(needed)} of host memory, but only {describe_bytes(memory_bytes)} are "
-            f"available: {figures}; lower kv_pool.size_gib, decode.cache_blocks or prefill.cache_blocks, or ask for "
-            "fewer instances"
-        )
-    if plan.pool < 2:
-        raise ResourceError(
-            f"a pool of {describe_bytes(parts['the KV pool'])} holds {plan.pool} blocks of "
-            f"{describe_bytes(block_bytes)}; set kv_pool.size_gib higher"
+            f"this cluster needs {describe_bytes(needed)} of host memory{where}, but only "
+            f"{describe_bytes(host.available_bytes)} are available: {figures}; lower kv_pool.size_gib, "
+            "decode.cache_blocks or prefill.cache_blocks, or ask for fewer instances"
         )

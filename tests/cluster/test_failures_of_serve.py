@@ -185,7 +185,7 @@ async def test_serves_own_proxy_dies(server: ServeProcess, calm: list[Answers]) 
             await wait_back(other, killed_s)
 
         await streams_through(other, calm, blow)
-        async with AsyncClient(other.grpc_address, resume_s=0) as client:
+        async with AsyncClient(other.grpc_address, resume_s=0, max_retries=0) as client:
             stream = client.stream("a", max_tokens=8000, ignore_eos=True)
             await anext(stream)
             kill(other.pids("ray::ProxyActor"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ from transformers import PreTrainedModel
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.scheduler.pool_audit import SETTLE_S
 from alignedserve.testing.faulty_channel import FaultPlan, fault_environment
 from alignedserve.testing.gateway import http_to, joined_gateway
+from alignedserve.testing.held import wait_nothing_held
 from alignedserve.testing.models import VOCAB_SIZE, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 
@@ -54,16 +53,6 @@ class Served:
 
     async def metrics(self) -> str:
         return (await self.cluster.status()).metrics
-
-    async def wait_nothing_held(self) -> str:
-        deadline = time.monotonic() + SETTLE_S + 15.0
-        while True:
-            metrics = await self.metrics()
-            capacity = value(metrics, "alignedserve_kv_capacity_blocks")
-            if capacity and value(metrics, "alignedserve_kv_blocks", state="free") == capacity:
-                return metrics
-            assert time.monotonic() < deadline, metrics
-            await asyncio.sleep(0.1)
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +93,7 @@ async def test_whatever_a_copy_does_wrong_the_tokens_are_right(model: Model) -> 
     prompts = random_prompts(LENGTHS * 2, VOCAB_SIZE, seed=5)
     async with serving(model.folder, plan) as served:
         answers = await asyncio.gather(*(served.ask(prompt) for prompt in prompts))
-        metrics = await served.wait_nothing_held()
+        metrics = await wait_nothing_held(served.cluster)
     expected = [greedy(model.reference, prompt, NEW_TOKENS) for prompt in prompts]
     wrong = [
         (answer, tokens)
@@ -127,5 +116,5 @@ async def test_a_copy_that_never_ends_costs_its_worker_and_no_request(model: Mod
         answers = await asyncio.gather(*(served.ask(prompt) for prompt in prompts[:6]))
         answers += await asyncio.gather(*(served.ask(prompt) for prompt in prompts[6:]))
         assert served.cluster.peer("prefill-0").process.incarnation > old
-        await served.wait_nothing_held()
+        await wait_nothing_held(served.cluster)
     assert [answer.get("tokens") for answer in answers] == [greedy(model.reference, p, NEW_TOKENS) for p in prompts]

@@ -217,7 +217,7 @@ async def test_streams_of_a_killed_gateway_go_on_through_another(running: Runnin
 async def test_what_is_behind_a_killed_gateway_is_free_within_a_second(running: Running) -> None:
     async with (
         GatewayProcess(running.cluster, "gateway-3") as victim,
-        AsyncClient(victim.grpc_address, resume_s=0) as client,
+        AsyncClient(victim.grpc_address, resume_s=0, max_retries=0) as client,
     ):
         calls = [
             asyncio.ensure_future(client.generate("a " * 200, max_tokens=2000, ignore_eos=True)) for _ in range(40)

@@ -16,6 +16,7 @@ from alignedserve.cluster.processes import is_alive
 from alignedserve.config_sources import from_tree
 from alignedserve.testing.faulty_roles import FOLDER
 from alignedserve.testing.gateway import http_to, joined_gateway
+from alignedserve.testing.held import wait_nothing_held
 
 httpx = pytest.importorskip("httpx")
 
@@ -49,17 +50,6 @@ class Served:
         """Whether requests were running when the decode instance last said so."""
         member = self.cluster.supervisor.core.roster.slots["decode-0"].member
         return member is not None and bool(member.beat.holds) and not member.beat.holds.startswith("0 running")
-
-    async def wait_nothing_held(self, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            metrics = (await self.cluster.status()).metrics
-            lines = [line for line in metrics.splitlines() if 'state="owned"' in line]
-            held = {line for line in lines if float(line.rpartition(" ")[2])}
-            if lines and not held:
-                return
-            assert time.monotonic() < deadline, held
-            await asyncio.sleep(0.2)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -101,7 +91,7 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
     await served.cluster.wait_restarted(role_id, old.process.incarnation)
     assert time.monotonic() - begun < BOUND_S
     assert await running == undisturbed
-    await served.wait_nothing_held()
+    await wait_nothing_held(served.cluster)
 
 
 async def test_a_worker_that_is_stopped_for_a_moment_goes_on(served: Served) -> None:
@@ -114,4 +104,4 @@ async def test_a_worker_that_is_stopped_for_a_moment_goes_on(served: Served) -> 
     served.cluster.kill("decode-0", signal.SIGCONT)
     assert await running == undisturbed
     assert served.cluster.peer("decode-0").process == old.process
-    await served.wait_nothing_held()
+    await wait_nothing_held(served.cluster)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.scheduler.pool_audit import SETTLE_S
 from alignedserve.testing.faulty_channel import FaultPlan, fault_environment
 from alignedserve.testing.gateway import http_to, joined_gateway
+from alignedserve.testing.held import wait_nothing_held
 from alignedserve.testing.models import VOCAB_SIZE, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 
@@ -57,16 +56,6 @@ class Served:
         assert answer.status_code == 200, answer.text
         return [choice["token_ids"] for choice in answer.json()["choices"]]
 
-    async def wait_nothing_held(self) -> str:
-        deadline = time.monotonic() + SETTLE_S + 15.0
-        while True:
-            metrics = (await self.cluster.status()).metrics
-            capacity = value(metrics, "alignedserve_kv_capacity_blocks")
-            if capacity and value(metrics, "alignedserve_kv_blocks", state="free") == capacity:
-                return metrics
-            assert time.monotonic() < deadline, metrics
-            await asyncio.sleep(0.1)
-
 
 @contextlib.asynccontextmanager
 async def serving(model: Model, plan: FaultPlan | None = None) -> AsyncIterator[Served]:
@@ -101,7 +90,7 @@ async def test_tokens_are_exact_and_groups_and_cancelled_prompts_leave_nothing_b
     ]
     together, *answers = await asyncio.gather(group, *asked)
     await asyncio.gather(*cancelled, return_exceptions=True)
-    metrics = await served.wait_nothing_held()
+    metrics = await wait_nothing_held(served.cluster)
     assert [tokens for (tokens,) in answers] == model.expected
     assert together == [model.expected[3]] * 3
     copied = value(metrics, "alignedserve_prefill_offload_blocks_total")
@@ -121,14 +110,14 @@ async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_
     served.cluster.kill("prefill-0")
     await served.cluster.wait_restarted("prefill-0", old)
     assert [tokens for (tokens,) in await asyncio.gather(*asked)] == model.expected
-    await served.wait_nothing_held()
+    await wait_nothing_held(served.cluster)
 
 
 async def test_parts_that_fail_or_lie_are_made_good_by_whole_blocks(model: Model) -> None:
     plan = FaultPlan(refuse=0.03, error=0.03, delay=0.1, short=0.03, flip=0.03, delay_s=0.02, only="prefill-0/cache>")
     async with serving(model, plan) as served:
         answers = await asyncio.gather(*(served.ask(prompt) for prompt in model.prompts), return_exceptions=True)
-        metrics = await served.wait_nothing_held()
+        metrics = await wait_nothing_held(served.cluster)
     good = [answer for answer in answers if not isinstance(answer, BaseException)]
     wrong = [
         (answer, tokens)

@@ -65,9 +65,9 @@ def test_generate_returns_the_typed_answer(ask: Ask) -> None:
 
 
 def test_stream_hands_over_each_piece(ask: Ask) -> None:
-    first, last = ask("stream", "go")
-    assert first == Chunk("made-up", "tiny", 0, " a", (7,), prompt_token_ids=(1, 2))
-    assert last == Chunk("made-up", "tiny", 0, " b", (8, 9), finish_reason="length", usage=Usage(2, 3))
+    first, last = ask("stream", "go", request_id="mine")
+    assert first == Chunk("mine", "tiny", 0, " a", (7,), prompt_token_ids=(1, 2))
+    assert last == Chunk("mine", "tiny", 0, " b", (8, 9), finish_reason="length", usage=Usage(2, 3))
 
 
 def test_options_and_defaults_reach_the_server(ask: Ask, service: ScriptedInference) -> None:
@@ -119,7 +119,7 @@ def test_a_status_becomes_its_error(
     ask: Ask, method: str, status: str, details: str, kind: type[AlignedServeError]
 ) -> None:
     with pytest.raises(kind) as caught:
-        ask(method, f"fail {status} {details}", request_id="mine", settings={"resume_s": 0})
+        ask(method, f"fail {status} {details}", request_id="mine", settings={"resume_s": 0, "max_retries": 0})
     assert type(caught.value) is kind
     assert str(caught.value) == "no"
     assert caught.value.details["status"] == status
@@ -129,7 +129,7 @@ def test_a_status_becomes_its_error(
 
 def test_what_stands_in_brackets_reaches_the_error(ask: Ask) -> None:
     with pytest.raises(OverloadedError) as full:
-        ask("generate", "fail RESOURCE_EXHAUSTED full [code=overloaded retry-after-s=2.5]")
+        ask("generate", "fail RESOURCE_EXHAUSTED full [code=overloaded retry-after-s=2.5]", max_retries=0)
     assert full.value.retry_after_s == 2.5
     with pytest.raises(InvalidRequestError) as bad:
         ask("generate", "fail INVALID_ARGUMENT [x] is bad [param=stop]")
@@ -155,6 +155,7 @@ def test_what_stands_in_brackets_reaches_the_error(ask: Ask) -> None:
         (("go",), {"stop": 3}, "stop"),
         (("go",), {"logit_bias": [1]}, "logit_bias"),
         (("go",), {"logit_bias": {"a": 1.0}}, "logit_bias"),
+        (("go",), {"max_retries": -1}, "max_retries"),
         (("go",), {"timeout_s": 0}, "timeout_s"),
         (("go",), {"timeout_s": float("nan")}, "timeout_s"),
     ],

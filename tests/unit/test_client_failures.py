@@ -11,6 +11,7 @@ from alignedserve.errors import (
     CancelledError,
     DeadlineError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     TooLargeError,
     UnavailableError,
@@ -54,3 +55,19 @@ def test_a_status_and_its_words_become_an_error(
     error = error_from_status(Failed(status, details), 1.5)
     assert type(error) is kind
     assert error.details["status"] == status.name
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        ("Application metadata not set.", "name the one that is meant (application=...)"),
+        ("Application 'chta' not found.", "no application is called 'chta' there"),
+    ],
+)
+def test_a_call_for_no_application_of_several_says_what_to_give(details: str, said: str) -> None:
+    words = f"{details} Ping /ray.serve.RayServeAPIService/ListApplications for available applications."
+    error = error_from_status(Failed(grpc.StatusCode.NOT_FOUND, words), None)
+    assert said in str(error)
+    assert "Ping" not in str(error)
+    assert isinstance(error, NotFoundError)
+    assert error.param == "application"

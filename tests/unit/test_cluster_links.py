@@ -138,7 +138,7 @@ def test_an_instance_whose_only_pair_is_to_go_gets_another():
         cell.join(role_id)
         cell.say(role_id)
     cell.core.planner.adopt(MODEL.to_json(), StorePlan(16, 1, 1, 1, 1, 1).to_json())
-    cell.core.scale(1, 2, 1 << 50, 0.0)
+    cell.core.scale(1, 2, {"": 1 << 50}, 0.0)
     assert cell.pairs() == BY_INDEX | {("decode-1", "prefill-0", 0)}
 
 

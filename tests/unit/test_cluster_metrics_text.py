@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from alignedserve.cluster.metrics_text import merge
+from alignedserve.cluster.metrics_text import merge, with_label
 
 ONE = """# HELP blocks Blocks by state.
 # TYPE blocks gauge
@@ -47,3 +47,10 @@ def test_what_comes_without_a_type_gets_it_from_its_name() -> None:
         'alignedserve_kv_blocks{instance="a"} 2',
         "other 3",
     ]
+
+
+def test_one_more_label_on_every_sample() -> None:
+    page = '# TYPE a counter\na_total 3\nb{role="x"} 1.5\n'
+    assert with_label(page, "application", "chat") == (
+        '# TYPE a counter\na_total{application="chat"} 3\nb{application="chat",role="x"} 1.5\n'
+    )

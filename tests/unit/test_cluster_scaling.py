@@ -57,7 +57,7 @@ class Cell:
         return self.core.heard(key(role_id, incarnation), beat, self.now)
 
     def scale(self, prefill: int = 0, decode: int = 0, available_bytes: int = PLENTY) -> list[Action]:
-        return self.core.scale(prefill, decode, available_bytes, self.now)
+        return self.core.scale(prefill, decode, {"": available_bytes}, self.now)
 
     def ended(self, role_id: str) -> list[Action]:
         return self.core.ended(role_id, self.core.roster.slots[role_id].generation, "ended", self.now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +51,27 @@ async def test_what_the_device_decides_is_decided_for_every_role_and_for_the_sto
         told = [supervisor._settings(slot).config["prefill"] for slot in supervisor.core.roster.slots.values()]
     assert {prefill["token_budget"] for prefill in told} == {GPU_PASS_TOKENS}
     assert supervisor.core.planner._config.prefill.pass_tokens == GPU_PASS_TOKENS
+
+
+async def test_its_room_is_given_back_while_agents_live_whatever_fails_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        agent = cluster.supervisor.core.roster.slots["node_agent-0"]
+        agent_at_release: list[bool] = []
+
+        async def release() -> None:
+            agent_at_release.append(agent.ready)
+
+        async def fail(*_: object) -> None:
+            raise RuntimeError("nobody can be ended")
+
+        monkeypatch.setattr(cluster.launcher, "release", release)
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.supervisor, "_end_slots", fail)
+            with pytest.raises(RuntimeError, match="nobody can be ended"):
+                await cluster.supervisor.end_all()
+        assert agent_at_release == [True]
+    assert agent_at_release == [True, True]
 
 
 async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind() -> None:
@@ -237,6 +259,32 @@ async def test_a_supervisors_successor_goes_on_with_the_processes_it_finds() -> 
         assert cluster.pids == pids
         assert cluster.view().version > version
         assert cluster.view().store_plan == plan
+
+
+async def test_a_supervisor_that_is_closed_starts_nothing_when_a_process_ends() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        old, before = cluster.supervisor, cluster.peer("decode-0")
+        await cluster.restart_supervisor()
+        await cluster.wait_ready(10)
+        launches: list[str] = []
+        old._spawn = lambda work: launches.append(work.close() or "spawned")  # type: ignore[assignment,func-returns-value]
+        cluster.kill("decode-0")
+        await cluster.wait_restarted("decode-0", before.process.incarnation, 15)
+        assert launches == []
+
+
+async def test_a_role_whose_supervisors_port_is_somebody_elses_by_now_ends_itself() -> None:
+    ended: asyncio.Queue[str] = asyncio.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
+        key = pb.ProcessKey(role="decode", id="decode-0", incarnation=1)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        host = RoleHost(
+            key, "", address, "x", sv.Heartbeat, lambda view: None, ended.put, heartbeat_s=0.02, orphan_after_s=0.3
+        )
+        host.start()
+        assert "no supervisor was heard of" in await asyncio.wait_for(ended.get(), 3)
+        await host.close()
 
 
 async def test_only_calls_with_the_clusters_token_are_answered() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 
 from alignedserve.control.link import DuplexLink, Outbox
@@ -77,6 +79,30 @@ async def test_a_link_to_a_peer_that_did_not_read_is_opened_again(monkeypatch: p
     await link.close()
 
 
+async def test_a_stream_that_is_broken_off_is_told_down_and_opened_again() -> None:
+    calls: list[StuckCall] = []
+    opened, downs = asyncio.Queue[None](), asyncio.Queue[None]()
+
+    def open_call() -> StuckCall:
+        calls.append(StuckCall())
+        opened.put_nowait(None)
+        return calls[-1]
+
+    link: DuplexLink[int, int] = DuplexLink(
+        open_call, lambda message: None, on_down=lambda: downs.put_nowait(None), retry_s=0.001
+    )
+    link.break_off("nothing is open")
+    link.start()
+    async with asyncio.timeout(5.0):
+        await opened.get()
+        await asyncio.sleep(0)
+        link.break_off("its peer does not answer")
+        await downs.get()
+        await opened.get()
+    assert (len(calls), calls[0].cancelled.is_set(), calls[1].cancelled.is_set()) == (2, True, False)
+    await link.close()
+
+
 class BrokenCall(StuckCall):
     """A stream that breaks after so many steps of the loop."""
 
@@ -100,3 +126,53 @@ async def test_a_link_is_closed_at_whatever_moment_its_stream_breaks(steps: int)
             await asyncio.sleep(0)
         await asyncio.wait_for(link.close(), 5.0)
         assert not link.up
+
+
+class ConnectingCall(BrokenCall):
+    """As gRPC does, it keeps a cancel to itself that comes while it connects, which then fails."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        connecting = asyncio.get_running_loop().create_task(self._connect())
+        await connecting
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+        yield
+
+    async def _connect(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            for _ in range(self.steps):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+@pytest.mark.parametrize("reconnect", [True, False])
+async def test_a_link_is_closed_while_it_connects(steps: int, reconnect: bool) -> None:
+    for wait in range(12):
+        link = DuplexLink[Any, Any](lambda: ConnectingCall(steps), lambda message: None, reconnect=reconnect)
+        task = link.start()
+        for _ in range(wait):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(link.close(), 5.0)
+        assert task.done()
+        assert not link.up
+
+
+async def test_a_stream_that_cannot_be_opened_is_tried_again() -> None:
+    """Certificates that are being exchanged, say: a link that gave up would never come back."""
+    calls: list[StuckCall] = []
+    tries = 0
+
+    def open_call() -> StuckCall:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise OSError("the certificate cannot be read")
+        calls.append(StuckCall())
+        return calls[-1]
+
+    link: DuplexLink[Any, Any] = DuplexLink(open_call, lambda message: None, retry_s=0.01)
+    link.start()
+    async with asyncio.timeout(5.0):
+        while not link.up:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await link.close()
+    assert (tries, len(calls)) == (3, 1)

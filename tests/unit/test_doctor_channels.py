@@ -83,11 +83,14 @@ def test_a_running_clusters_channels_are_read_from_its_metrics() -> None:
 
     text = "\n".join(["# HELP x", *lines("prefill-0/batch-7", 3e9, 1.5), *lines("prefill-0/requests-7", 0.0, 0.0)])
     busy, idle = busy_channels(text)
-    assert (busy["source"], busy["channel"], busy["copies"], busy["failed"], busy["GB/s"]) == (
-        "prefill-0/batch-7",
-        "gloo",
-        3,
-        1,
-        2.0,
-    )
+    assert busy == {
+        "source": "prefill-0/batch-7",
+        "destination": "decode-0/cache",
+        "channel": "gloo",
+        "copies": 3,
+        "failed": 1,
+        "bytes": 3_000_000_000,
+        "seconds": 1.5,
+        "GB/s": 2.0,
+    }
     assert (idle["source"], idle["GB/s"]) == ("prefill-0/requests-7", "")

@@ -55,7 +55,7 @@ async def test_what_is_open_runs_to_its_end_and_what_is_new_is_refused(
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) >= 1
     assert (health.status_code, health.json()["status"]) == (503, "draining")
-    async with AsyncClient(gateway.grpc_address) as client:
+    async with AsyncClient(gateway.grpc_address, resume_s=0) as client:
         with pytest.raises(UnavailableError):
             await client.generate("a")
     assert not any(report.heartbeat.state == "drained" for report in cluster.reports)
@@ -113,7 +113,7 @@ async def test_closing_a_gateway_ends_its_requests(cluster: FakeCluster) -> None
 async def test_orders_without_the_admin_key_are_refused(
     cluster: FakeCluster, http: httpx.AsyncClient, headers: dict[str, str]
 ) -> None:
-    for path in ("/alignedserve/scale", "/alignedserve/stop"):
+    for path in ("/alignedserve/scale", "/alignedserve/restart", "/alignedserve/stop"):
         answer = await http.post(path, json={"prefill": 2}, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_key_required")
     assert cluster.orders == []
@@ -128,6 +128,27 @@ async def test_a_scale_order_that_makes_no_sense_is_refused(
 ) -> None:
     assert (await http.post("/alignedserve/scale", json=body, headers=KEY)).status_code == 400
     assert cluster.orders == []
+
+
+@pytest.mark.parametrize("body", [{"roles": "decode"}, {"roles": [1]}, {"role": ["decode"]}, []])
+async def test_a_restart_order_that_makes_no_sense_is_refused(
+    cluster: FakeCluster, http: httpx.AsyncClient, body: Any
+) -> None:
+    assert (await http.post("/alignedserve/restart", json=body, headers=KEY)).status_code == 400
+    assert cluster.orders == []
+
+
+async def test_a_rolling_restart_is_ordered_and_a_second_one_refused(
+    cluster: FakeCluster, http: httpx.AsyncClient
+) -> None:
+    answer = await http.post("/alignedserve/restart", json={"roles": ["scheduler"]}, headers=KEY)
+    assert answer.status_code == 200
+    assert (answer.json()["roles"], answer.json()["since_unix_s"], answer.json()["done"]) == (["scheduler"], 5.0, False)
+    assert cluster.orders == [sv.RestartRequest(roles=["scheduler"])]
+    cluster.scale_refused = UnavailableError("a rolling restart is under way (decode-0 drains)")
+    refused = await http.post("/alignedserve/restart", json={}, headers=KEY)
+    assert refused.status_code == 503
+    assert "decode-0 drains" in refused.json()["error"]["message"]
 
 
 async def test_orders_reach_the_supervisor_and_its_refusal_comes_back(

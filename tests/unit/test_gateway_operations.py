@@ -39,7 +39,7 @@ def ids(text: str) -> list[int]:
 
 @pytest.fixture
 async def client(gateway: RunningGateway) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(gateway.grpc_address) as client:
+    async with AsyncClient(gateway.grpc_address, max_retries=0) as client:
         yield client
 
 

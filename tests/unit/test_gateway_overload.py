@@ -92,7 +92,7 @@ async def test_over_grpc_a_full_cluster_is_resource_exhausted(cluster: FakeClust
     cluster.publish_intake(0, again_s=2.5)
     cluster.publish_capacity(4242)
     await told(gateway)
-    async with AsyncClient(gateway.grpc_address) as client:
+    async with AsyncClient(gateway.grpc_address, max_retries=0) as client:
         with pytest.raises(OverloadedError) as refused:
             await client.generate("a", max_tokens=1)
     assert refused.value.retry_after_s == pytest.approx(2.5)

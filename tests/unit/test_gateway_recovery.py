@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from alignedserve.errors import CancelledError, UnavailableError
 from alignedserve.gateway import ledger as ledger_module
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.testing.fake_cluster import FakeCluster, counting_script, silent_script
 from alignedserve.testing.gateway import RunningGateway, running_gateway
@@ -340,7 +343,43 @@ async def test_without_a_scheduler_a_request_ends_in_time(
         await gateway.server.wait_model(5.0)
         answer = await ask(gateway)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert "no scheduler" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"] == "there was no scheduler for 0.2 s (the supervisor has named none)"
+
+
+async def test_one_that_is_being_replaced_on_purpose_is_waited_for_as_long_as_it_may_take(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "SCHEDULER_WAIT_S", 0.2)
+    cluster.states["scheduler"] = ""
+    cluster.restart.CopyFrom(sv.Restart(since_ns=1, roles=["scheduler"]))
+    async with running_gateway(cluster, wait=False) as gateway:
+        await gateway.server.wait_model(5.0)
+        waiting = asyncio.create_task(tokens(gateway))
+        await asyncio.sleep(2.5)  # the ledger looks once a second
+        assert not waiting.done()
+        cluster.restart.done = True
+        cluster.publish_view()
+        with pytest.raises(AssertionError, match=r"no scheduler for 0\.2 s"):
+            await waiting
+
+
+async def test_without_a_scheduler_the_error_says_where_it_was_and_why_it_is_not_reached(
+    cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "SCHEDULER_WAIT_S", 0.2)
+    backend = gateway.server.backend
+    assert backend._link is not None
+    assert backend._host is not None
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        nobody = f"127.0.0.1:{listening.getsockname()[1]}"
+    await backend._link.follow(nobody, 2**62)
+    await backend._host.close()
+    monkeypatch.setattr(backend._host, "_heard_at", time.monotonic() - 60.0)
+    message: str = (await ask(gateway)).json()["error"]["message"]
+    assert message.startswith(
+        f"there was no scheduler for 0.2 s (the last one, at {nobody}, is not reached: UNAVAILABLE"
+    )
+    assert f"the supervisor at {backend._supervisor_address} has not been heard of for 6" in message
 
 
 async def test_a_cancel_waits_for_the_scheduler(cluster: FakeCluster, gateway: RunningGateway) -> None:

@@ -69,6 +69,13 @@ def test_an_unknown_group_is_refused_with_the_names_of_all() -> None:
     assert not any(group.extra for group in suite.chosen(""))
 
 
+def test_on_a_cpu_where_nothing_is_measured_each_group_has_longer() -> None:
+    gpu, cpu = (suite.on_device(GROUPS, device) for device in ("cuda", "cpu"))
+    assert gpu == list(GROUPS)
+    assert [group.budget_s for group in cpu] == [4 * group.budget_s for group in GROUPS]
+    assert planned_s(tuple(cpu)) <= MOST_S * suite.patience("cpu")
+
+
 # ---- what is kept
 
 

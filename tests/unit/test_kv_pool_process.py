@@ -29,7 +29,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.sizing import StorePlan
 from alignedserve.testing.fake_roles import MODEL
-from alignedserve.transfer.segments import SegmentClient, SegmentServer
+from alignedserve.transfer.segments import SegmentServer
 
 TOKEN = "token"
 BLOCKS, LEASED = 40, 8
@@ -231,7 +231,7 @@ async def test_a_writer_that_was_declared_dead_is_told_so_and_must_be_replaced(p
     await pool.view(peer(STOPPED))
     await writer.close()
     await pool.view()
-    attachment = PoolAttachment(SegmentClient(pool.server.settings.agent_socket, TOKEN))
+    attachment = PoolAttachment(pool.server.settings, OTHER, 10.0)
     served = view(sv.Peer(process=pb.ProcessKey(role="kv_pool", id="kv_pool-0"), address=pool.address, state="ready"))
     served.peers[0].stores.extend(pool.server.heartbeat().stores)
     await attachment.on_view(served)
@@ -244,7 +244,7 @@ async def test_a_writer_that_was_declared_dead_is_told_so_and_must_be_replaced(p
 
 
 async def test_a_pool_in_other_memory_than_is_mapped_is_not_used(pool: Pool) -> None:
-    attachment = PoolAttachment(SegmentClient(pool.server.settings.agent_socket, TOKEN))
+    attachment = PoolAttachment(pool.server.settings, OTHER, 10.0)
     served = view(sv.Peer(process=pb.ProcessKey(role="kv_pool", id="kv_pool-0"), address=pool.address, state="ready"))
     served.peers[0].stores.extend(pool.server.heartbeat().stores)
     await attachment.on_view(served)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +22,12 @@ from alignedserve.proto import common_pb2 as pb  # noqa: E402
 from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
 from alignedserve.transfer.copier import Copier, Route  # noqa: E402
 from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
+from alignedserve.transfer.paired.blocks import HostBlocks  # noqa: E402
 from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
 from alignedserve.transfer.paired.client import PairClient  # noqa: E402
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
 from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
-from alignedserve.transfer.paired.transport import DECODE_RANK  # noqa: E402
+from alignedserve.transfer.paired.transport import ASKING_RANK  # noqa: E402
 
 GEOMETRY = KvGeometry("pair", "float16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 BLOCKS = 64
@@ -37,7 +40,7 @@ class Pair:
 
     def __init__(self, peer: PeerProcess, cache: HostBlockStore | DeviceBlockStore | None = None) -> None:
         self.peer = peer
-        wiring = replace(SPEC.wiring(DECODE_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
+        wiring = replace(SPEC.wiring(ASKING_RANK, "cpu"), piece_bytes=8 * GEOMETRY.block_bytes)
         self.client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=AWAY_S)
         self.cache = cache or HostBlockStore.private("cache", GEOMETRY, BLOCKS)
         self.batch, self.requests = (RemoteBlockStore(h, self.client.checksums) for h in self.peer.handles)
@@ -185,8 +188,14 @@ def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_nei
         assert mortal.pull.copy([0], [0]).wait(20)
         os.kill(peer.process.pid, signal.SIGSTOP)
         begun = time.monotonic()
+        copier = Copier(verify=False, timeout_s=SPEC.silent_s / 4)
+        copy = copier.copy([Route(mortal.pull, range(BLOCKS))], range(BLOCKS), "r")
+        while not copy.done():
+            assert copier.stuck() is None  # the peer is, not this process
+            time.sleep(0.05)
+        copier.close()
         with pytest.raises(TransferError, match="peer"):
-            mortal.pull.copy(range(BLOCKS), range(BLOCKS)).wait(20)
+            copy.wait()
         assert SPEC.silent_s * 0.9 < time.monotonic() - begun < SPEC.silent_s + 2.0
         os.kill(peer.process.pid, signal.SIGCONT)
         assert mortal.pull.copy([0], [0]).wait(20)
@@ -201,6 +210,47 @@ def test_a_dead_peer_is_noticed_at_once_and_a_stopped_one_after_its_time_and_nei
         assert all(copy.wait(20) for copy in went_on)
         assert pair.client.sessions == 1
         mortal.close()
+
+
+def test_an_eviction_to_a_peer_that_is_silent_fails_in_time_and_is_in_doubt_until_the_peer_is_back() -> None:
+    with PeerProcess(SPEC) as peer:
+        pair = Pair(peer)
+        assert pair.push.copy([0], [0]).wait(20)
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(TransferError, match="peer"):
+            pair.push.copy(range(BLOCKS), range(BLOCKS)).wait(20)
+        assert time.monotonic() - begun < SPEC.silent_s + AWAY_S + 2.0
+        assert not pair.client.settled
+        os.kill(peer.process.pid, signal.SIGCONT)
+        deadline = time.monotonic() + 20.0
+        while not pair.client.settled and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert pair.client.settled
+        assert pair.push.copy([1], [1]).wait(20)
+        assert pair.requests.checksums([1]) == pair.cache.checksums([1])
+        pair.close()
+
+
+def test_a_copy_that_hangs_in_this_process_is_found_stuck_and_one_that_waits_for_the_peer_is_not(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = threading.Event(), HostBlocks.write
+
+    def hang(self: HostBlocks, *arguments: Any) -> None:
+        assert written.wait(20.0)
+        write(self, *arguments)
+
+    monkeypatch.setattr(HostBlocks, "write", hang)
+    copier = Copier(verify=False, timeout_s=0.5)
+    copy = copier.copy([Route(pair.pull, [1])], [2], "r")
+    deadline = time.monotonic() + 20.0
+    while (stuck := copier.stuck()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    written.set()
+    assert copy.wait(20.0)
+    copier.close()
+    assert "peer/batch to cache has not ended" in str(stuck)
 
 
 def test_stores_that_are_both_here_are_no_pair(pair: Pair) -> None:

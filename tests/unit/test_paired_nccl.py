@@ -27,7 +27,7 @@ from alignedserve.transfer.paired.nccl import NcclTransport, id_to_bytes, nccl_p
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
 from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
 from alignedserve.transfer.paired.rendezvous import Rendezvous  # noqa: E402
-from alignedserve.transfer.paired.transport import DECODE_RANK, PREFILL_RANK, Portion, Wiring  # noqa: E402
+from alignedserve.transfer.paired.transport import ASKING_RANK, SERVING_RANK, Portion, Wiring  # noqa: E402
 
 GEOMETRY = KvGeometry("nccl", "bfloat16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 PIECE_BLOCKS = 5
@@ -95,9 +95,9 @@ def ends(library: PretendedNccl) -> tuple[NcclTransport, NcclTransport]:
 
     told = Rendezvous(tell)
     other = Rendezvous(told.heard)
-    wiring = Wiring("nccl", PREFILL_RANK, "", "cpu", PIECE_BLOCKS * GEOMETRY.block_bytes, 5.0)
+    wiring = Wiring("nccl", SERVING_RANK, "", "cpu", PIECE_BLOCKS * GEOMETRY.block_bytes, 5.0)
     first = NcclTransport(wiring, "pull", told, library=library)
-    return first, NcclTransport(replace(wiring, rank=DECODE_RANK), "pull", other, library=library)
+    return first, NcclTransport(replace(wiring, rank=ASKING_RANK), "pull", other, library=library)
 
 
 def portion(of: DeviceBlockStore, ids: list[int], part: StoreSlice) -> Portion:
@@ -160,7 +160,7 @@ def test_two_ranks_on_one_gpu_copy_both_ways_with_checksums(monkeypatch: pytest.
     monkeypatch.setenv(MULTI_RANK_VARIABLE, "1")
     spec = PeerSpec(GEOMETRY, 256, channel="nccl", device="cuda:0", silent_s=20.0)
     with PeerProcess(spec) as peer:
-        wiring = replace(spec.wiring(DECODE_RANK, "cuda:0"), piece_bytes=16 * GEOMETRY.block_bytes)
+        wiring = replace(spec.wiring(ASKING_RANK, "cuda:0"), piece_bytes=16 * GEOMETRY.block_bytes)
         client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, GEOMETRY, "peer", away_s=60.0)
         batch, requests = (RemoteBlockStore(handle, client.checksums) for handle in peer.handles)
         cache = make_store(spec, "cache")

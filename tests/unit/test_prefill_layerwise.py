@@ -68,7 +68,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_layer_of_the_blocks_that_a_chunk_fills_is_copied_when_it_is_written() -> None:
     world = World()
-    ahead = world.layerwise.open(KEY, 18, 0)
+    ahead = world.layerwise.open(KEY, 18, 0, 0)
     assert ahead is not None
     assert (world.prepared, ahead.count, ahead.kept) == ([ahead], 5, 0)
     ahead.fresh, blocks = [9, 8, 20, 3, 11], [4, 5, 7, 6, 1]
@@ -111,7 +111,7 @@ def test_a_lease_that_comes_late_is_caught_up_with() -> None:
 
 def test_blocks_that_the_pool_has_from_an_earlier_epoch_are_not_written_again() -> None:
     world = World()
-    ahead = world.layerwise.open(KEY, 18, 6)
+    ahead = world.layerwise.open(KEY, 18, 6, 1)
     assert ahead is not None
     assert (ahead.kept, ahead.count, ahead.copied) == (1, 4, 1)
     ahead.fresh = [9, 8, 20, 3]
@@ -121,7 +121,7 @@ def test_blocks_that_the_pool_has_from_an_earlier_epoch_are_not_written_again() 
 
 def test_short_prompts_and_layers_in_another_order_are_left_to_whole_blocks() -> None:
     world = World()
-    assert world.layerwise.open(KEY, 9, 2) is None
+    assert world.layerwise.open(KEY, 9, 2, 0) is None
     assert not world.prepared
     ahead = Ahead(KEY, 0, 2, fresh=[1, 2])
     copies = world.layerwise.watch([world.layerwise.filling(ahead, [3, 4], 0, 8, last=True)])

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from alignedserve.control.link import Outbox
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.remote_shards import PoolReader, RemoteShards
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.buffers import CandidateBuffer
 from alignedserve.prefill_worker.prefetch import Prefetcher
@@ -37,8 +39,9 @@ class Prefill:
         self.copier = Copier(verify=True, timeout_s=60.0)
         self.outbox: Outbox[pw.BufferEvent] = Outbox()
         writer = PoolWriter(pb.ProcessKey(role="write_back", id="prefill-0"), "", 0)
-        channels = {BufferKind.BATCH: self.channel}
-        self.prefetcher = Prefetcher({BufferKind.BATCH: self.buffer}, self.copier, channels, {}, writer, 4)
+        others = RemoteShards(RoleSettings("prefill", "prefill-0", {}, "c", ""), pb.ProcessKey(), 10.0)
+        readers = {BufferKind.BATCH: PoolReader(self.channel, others)}
+        self.prefetcher = Prefetcher({BufferKind.BATCH: self.buffer}, self.copier, readers, {}, writer, 4)
 
     @property
     def store(self) -> HostBlockStore:
@@ -125,3 +128,28 @@ def test_blocks_stay_taken_while_a_copy_for_a_lost_decode_instance_may_still_wri
         assert prefill.buffer.allocator.free_blocks == CAPACITY
 
     run(FaultPlan(stuck=1.0), scenario)
+
+
+def test_a_candidate_whose_shard_has_gone_is_lost_and_delays_no_other() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        gone, here = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
+        gone.pool_id = gone.store_id = "kv_pool-7"
+        returned, lost = await prefill.prefetcher.prefetch(prefill.command(gone, here), prefill.outbox, OWNER)
+        assert (returned, lost) == ([], [RequestKey("r")])
+        assert prefill.buffer.requests[RequestKey("s")].ready
+        assert prefill.buffer.allocator.free_blocks == CAPACITY - 1
+
+    run(FaultPlan(), scenario)
+
+
+def test_answers_to_one_prompt_share_blocks_in_a_buffer_only_where_they_lie_in_one_shard() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        first, same, other = (prefill.stored(name, [5, 2]) for name in "rst")
+        for stored in (first, same, other):
+            stored.spec.group_id, stored.spec.group_size = "g", 3
+        other.pool_id = "kv_pool-7"
+        await prefill.prefetcher.prefetch(prefill.command(first), prefill.outbox, OWNER)
+        placed = [prefill.buffer.place(stored, OWNER) for stored in (same, other)]
+        assert [placement.resident for placement in placed if placement is not None] == [2, 0]
+
+    run(FaultPlan(), scenario)

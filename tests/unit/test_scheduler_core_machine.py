@@ -20,6 +20,7 @@ INDEX = st.integers(0, 20)
 SHIFTS = st.sampled_from((0, 0, 0, -1, 1))
 TOKENS = st.integers(1, 60)
 INSTANCES = st.integers(0, 1)
+POOLS = st.integers(0, 3)  # the last is gone
 BLOCKS = st.sampled_from((0, 1, 5, 20, 40))
 BATCH = BufferKind.BATCH
 BATCH_BUFFER, REQUESTS_BUFFER, CACHE = 16, 10, 40
@@ -44,6 +45,7 @@ class CoreMachine(RuleBasedStateMachine):
         flush_after_s=st.sampled_from((0.0, 0.3)),
         starvation_after_s=st.sampled_from((0.5, 5.0)),
         drain=st.booleans(),
+        shards=st.sampled_from((0, 0, 1, 2, 3)),
     )
     def start(
         self,
@@ -58,6 +60,7 @@ class CoreMachine(RuleBasedStateMachine):
         flush_after_s: float,
         starvation_after_s: float,
         drain: bool,
+        shards: int,
     ) -> None:
         config = Config(
             cluster=ClusterConfig(prefetch=prefetch),
@@ -75,10 +78,28 @@ class CoreMachine(RuleBasedStateMachine):
             ),
         )
         self.model = CoreModel(SchedulerCore(config, BLOCK))
-        self.prefetch, self.pool, self.max_running, self.drain = prefetch, pool, max_running, drain
+        self.prefetch, self.pool_blocks, self.max_running, self.drain = prefetch, pool, max_running, drain
+        self.named = shards  # of the pool; 0: one that has no name
+        self.pools = [f"pool-{number}" for number in range(shards)] or ["pool"]
+        self.pools_ever = len(self.pools)
         self.now_s = 0.0
+        self.name_shards()
         self.epochs = [0] * 8
         self.heal()
+
+    def name_shards(self) -> None:
+        """With three shards, one is on a node with decode instances only."""
+        homes = {"p0": 0, "p1": 1, "d0": 0, "d1": -1}
+        if self.named:
+            named = [(name, self.pools[number % self.named]) for name, number in homes.items()]
+            self.homes = dict(named)
+            self.do(ev.ShardsChanged(tuple(self.pools), tuple(named)))
+        else:
+            self.homes = dict.fromkeys(homes, "")
+
+    def pool(self, number: int) -> str:
+        """One that is there, mostly."""
+        return self.pools[number] if number < len(self.pools) else "pool-gone"
 
     def do(self, event: ev.Event) -> None:
         self.went_wrong = True
@@ -102,15 +123,14 @@ class CoreMachine(RuleBasedStateMachine):
         metas = [ev.RequestMeta(key, tokens, tokens + more, f"group-{numbers[0]}", gateway) for key in keys]
         self.do(ev.Submitted(tuple(metas)))
 
-    @rule(number=NUMBERS, tokens=TOKENS, more=st.integers(1, 30), missing=st.integers(1, 20))
-    def submit_again(self, number: int, tokens: int, more: int, missing: int) -> None:
+    @rule(number=NUMBERS, tokens=TOKENS, more=st.integers(1, 30), missing=st.integers(1, 20), pool=POOLS)
+    def submit_again(self, number: int, tokens: int, more: int, missing: int, pool: int) -> None:
         """In a new epoch, which the pool has made over to it what it had of an older one."""
         self.epochs[number] += 1
         base = max(0, tokens - missing)
         whole = base > 0 and missing == 1
-        meta = ev.RequestMeta(
-            self.key(number), tokens, tokens + more, "", "g", base, blocks_of(base), blocks_of(base), whole
-        )
+        key, blocks = self.key(number), blocks_of(base)
+        meta = ev.RequestMeta(key, tokens, tokens + more, "", "g", base, blocks, blocks, whole, self.pool(pool))
         self.do(ev.Submitted((meta,)))
 
     @rule(numbers=MANY, shift=SHIFTS)
@@ -138,9 +158,12 @@ class CoreMachine(RuleBasedStateMachine):
         elif how == "is lost":
             self.do(ev.Lost((key,), "a test"))
         elif entry.state == "prefilling":
-            self.do(ev.Prefilled(key, tokens, blocks_of(tokens), blocks_of(tokens)))
+            home = self.homes[entry.prefill_id]
+            self.do(ev.Prefilled(key, tokens, blocks_of(tokens), blocks_of(tokens), home))
         elif how == "returns":
-            self.do(ev.Returned(key, grown, blocks_of(grown)))
+            stays = entry.pool_id if entry.pool_id in self.pools else self.homes[entry.decode_id]
+            home = self.homes[entry.decode_id] if entry.state == "decoding" else stays
+            self.do(ev.Returned(key, grown, blocks_of(grown), pool_id=home))
         elif entry.state == "prefetched":
             self.do(ev.Joined(entry.decode_id, (key,)))
         else:
@@ -155,13 +178,17 @@ class CoreMachine(RuleBasedStateMachine):
         tokens=TOKENS,
         new_blocks=st.integers(0, 15),
         instance=INSTANCES,
+        pool=POOLS,
     )
-    def stray(self, kind: type, numbers: list[int], shift: int, tokens: int, new_blocks: int, instance: int) -> None:
+    def stray(
+        self, kind: type, numbers: list[int], shift: int, tokens: int, new_blocks: int, instance: int, pool: int
+    ) -> None:
         keys = tuple(self.key(number, shift) for number in numbers)
         if kind is ev.Prefilled:
-            self.do(ev.Prefilled(keys[0], tokens, blocks_of(tokens), min(new_blocks, blocks_of(tokens))))
+            new_blocks = min(new_blocks, blocks_of(tokens))
+            self.do(ev.Prefilled(keys[0], tokens, blocks_of(tokens), new_blocks, self.pool(pool)))
         elif kind is ev.Returned:
-            self.do(ev.Returned(keys[0], tokens, blocks_of(tokens)))
+            self.do(ev.Returned(keys[0], tokens, blocks_of(tokens), pool_id=self.pool(pool)))
         elif kind is ev.Joined:
             self.do(ev.Joined(f"d{instance}", keys))
         elif kind is ev.Finished:
@@ -195,9 +222,13 @@ class CoreMachine(RuleBasedStateMachine):
         report = ev.DecodeReported(f"d{instance}", CACHE, free, running, shortest, longest, batch_id, 0, 0, waits)
         self.do(report)
 
-    @rule(free=BLOCKS)
-    def pool_reports(self, free: int) -> None:
-        self.do(ev.PoolReported("pool", self.pool, min(free, self.pool)))
+    @rule(free=BLOCKS, pool=POOLS)
+    def pool_reports(self, free: int, pool: int) -> None:
+        self.report_pool(self.pool(pool if self.named else 0), free)
+
+    def report_pool(self, pool_id: str, free: int) -> None:
+        self.do(ev.InstanceJoined("kv_pool", pool_id))
+        self.do(ev.PoolReported(pool_id, self.pool_blocks, min(free, self.pool_blocks)))
 
     # inventories
 
@@ -220,25 +251,43 @@ class CoreMachine(RuleBasedStateMachine):
             held.append(ev.HeldRequest(meta, running, tokens, blocks_of(tokens), prefill_id, BATCH))
         self.do(ev.InventoryTaken(name, tuple(held), restore))
 
-    @rule(missing=MANY, tokens=TOKENS)
-    def pool_inventory(self, missing: list[int], tokens: int) -> None:
+    @rule(missing=MANY, tokens=TOKENS, pool=POOLS, strays=st.booleans(), whole=st.booleans())
+    def pool_inventory(self, missing: list[int], tokens: int, pool: int, *, strays: bool, whole: bool) -> None:
         """What it has by the books here, but for some; of others it has a copy of an earlier length."""
         copies = {}
+        pool_id = self.pool(pool if self.named else 0)
         for key, entry in self.model.open.items():
+            if not strays and self.named and entry.pool_tokens and entry.pool_id != pool_id:
+                continue
             if entry.state in ("waiting", "prefetched", "decoding") and int(key.request_id[1:]) not in missing:
                 length = entry.pool_tokens or min(tokens, entry.kv_tokens)
                 copies[key] = length, blocks_of(length)
-        self.do(ev.PoolInventoryTaken(copies))
+        self.do(ev.PoolInventoryTaken(copies, pool_id) if whole else ev.CopiesFound(pool_id, copies))
 
     # instances come and go
 
     @rule(role=st.sampled_from(("prefill", "decode", "kv_pool")), instance=INSTANCES)
     def lose(self, role: str, instance: int) -> None:
-        self.do(ev.InstanceLost(role, "pool" if role == "kv_pool" else f"{role[0]}{instance}"))
+        self.do(ev.InstanceLost(role, self.name(role, instance)))
+
+    def name(self, role: str, instance: int) -> str:
+        return self.pools[instance % len(self.pools)] if role == "kv_pool" else f"{role[0]}{instance}"
+
+    @precondition(lambda self: self.named)
+    @rule(pool=st.integers(0, 2), another=st.booleans())
+    def lose_node(self, pool: int, *, another: bool) -> None:
+        """A shard goes for good; another node takes the place, or the others are all that is left."""
+        gone = self.pools.pop(pool % len(self.pools))
+        if another or not self.pools:
+            self.pools.append(f"pool-{self.pools_ever}")
+            self.pools_ever += 1
+        self.named = len(self.pools)
+        self.model.instances["kv_pool"].discard(gone)
+        self.name_shards()
 
     @rule(role=st.sampled_from(("prefill", "decode", "kv_pool")), instance=INSTANCES)
     def join(self, role: str, instance: int) -> None:
-        self.do(ev.InstanceJoined(role, "pool" if role == "kv_pool" else f"{role[0]}{instance}"))
+        self.do(ev.InstanceJoined(role, self.name(role, instance)))
 
     @precondition(lambda self: self.prefetch)
     @rule(pairs=st.lists(st.lists(INSTANCES, max_size=2, unique=True), max_size=2), far=INSTANCES)
@@ -262,7 +311,6 @@ class CoreMachine(RuleBasedStateMachine):
             ("prefill", "p1"),
             ("decode", "d0"),
             ("decode", "d1"),
-            ("kv_pool", "pool"),
         ):
             self.do(ev.InstanceJoined(role, name))
         entries = list(self.model.open.values())
@@ -277,8 +325,10 @@ class CoreMachine(RuleBasedStateMachine):
             free_blocks = max(0, CACHE - sum(map(blocks_of, running)))
             lengths = min(running, default=0), max(running, default=0)
             self.do(ev.DecodeReported(name, CACHE, free_blocks, len(running), *lengths, 1, 0, 0))
-        held = sum(blocks_of(e.kv_tokens) for e in entries if e.state in ("waiting", "prefetched", "decoding"))
-        self.do(ev.PoolReported("pool", self.pool, max(0, self.pool - held)))
+        for pool_id in self.pools:
+            mine = [e for e in self.model.open.values() if e.pool_id == pool_id or not self.named]
+            held = sum(blocks_of(e.kv_tokens) for e in mine if e.state in ("waiting", "prefetched", "decoding"))
+            self.report_pool(pool_id, max(0, self.pool_blocks - held))
 
     def teardown(self) -> None:
         if not hasattr(self, "model") or self.went_wrong:
@@ -289,7 +339,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.cancel_all()
         self.model.check_empty()
         self.heal()
-        assert self.model.core._books.ledger.free == self.pool
+        assert self.model.core._books.ledger.free == self.pool_blocks * len(self.pools)
 
     def cancel_all(self) -> None:
         self.do(ev.CancelRequested(tuple(self.model.open)))

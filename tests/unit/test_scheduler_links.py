@@ -14,7 +14,9 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.links import WorkerLinks
+from alignedserve.scheduler.wire import shards_changed
 
 TOKEN = "token"
 
@@ -89,3 +91,20 @@ async def test_a_worker_that_is_being_ended_is_lost_once_and_not_heard_when_it_w
     await heard.links.close()
     await old.stop()
     await new.stop()
+
+
+def test_the_view_says_which_shard_each_instance_writes_to() -> None:
+    def peer(role: str, name: str, node_id: str) -> sv.Peer:
+        return sv.Peer(process=pb.ProcessKey(role=role, id=name), node_id=node_id)
+
+    view = sv.ClusterView(
+        pools=[sv.PoolShard(pool_id="kv_pool-0", node_id="a"), sv.PoolShard(pool_id="kv_pool-1", node_id="b")],
+        peers=[
+            peer("prefill", "prefill-0", "b"),
+            peer("decode", "decode-0", "a"),
+            peer("decode", "decode-1", "gone"),
+            peer("scheduler", "scheduler-0", "a"),
+        ],
+    )
+    homes = (("decode-0", "kv_pool-0"), ("prefill-0", "kv_pool-1"))
+    assert shards_changed(view) == ev.ShardsChanged(("kv_pool-0", "kv_pool-1"), homes)

@@ -214,4 +214,4 @@ def test_request_keys_of_the_paced_cell_are_all_forgotten_at_the_end():
     cell.offer(100, 1)
     cell.drain()
     assert cell.core.describe() == dict.fromkeys(cell.core.describe(), 0)
-    assert RequestKey("0") not in cell.core._books.in_pool
+    assert RequestKey("0") not in cell.core._books.ledger.only.waiting

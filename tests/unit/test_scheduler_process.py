@@ -23,9 +23,12 @@ class Sent:
 
     def __init__(self) -> None:
         self.commands: list[Any] = []
+        self.shards: list[str] = []  # that are up
+        self.to_pools: list[tuple[str, kp.PoolCommand]] = []
 
-    def send_pool(self, command: Any) -> None:
+    def send_pool(self, command: Any, pool_id: str = "") -> None:
         self.commands.append(command)
+        self.to_pools.append((pool_id, command))
 
     def send_all(self, role: str, command: Any) -> None:
         self.commands.append(command)
@@ -33,8 +36,8 @@ class Sent:
     def send(self, role: str, instance_id: str, command: Any) -> None:
         self.commands.append(command)
 
-    def first(self, role: str) -> None:
-        return None
+    def up(self, role: str) -> list[str]:
+        return self.shards
 
 
 @pytest.fixture
@@ -108,3 +111,55 @@ async def test_an_action_that_cannot_be_carried_out_is_a_failure(
     monkeypatch.setattr(server._outgoing, "carry_out", fails)
     server._cancel([RequestKey("a")])  # what is queued is rejected, and forgotten
     assert server.state == "failed"
+
+
+@pytest.fixture
+async def two_shards(server: SchedulerServer) -> SchedulerServer:
+    server._links.shards = ["k0", "k1"]  # type: ignore[attr-defined]
+    server._follow_shards(ev.ShardsChanged(("k0", "k1")))
+    return server
+
+
+def to_pools(server: SchedulerServer, kind: str) -> list[tuple[str, Any]]:
+    sent: Any = server._links
+    return [(name, getattr(command, kind)) for name, command in sent.to_pools if command.WhichOneof("body") == kind]
+
+
+def part(spec: pb.RequestSpec, tokens: int) -> kp.Holding:
+    blocks = range(-(-tokens // 16))
+    return kp.Holding(key=spec.key, kv_tokens=tokens, block_ids=blocks, blocks=len(blocks))
+
+
+async def test_all_shards_are_asked_and_the_longest_answer_is_the_base(two_shards: SchedulerServer) -> None:
+    spec = submitted_again("a")
+    two_shards._submit([spec])
+    assert [name for name, _ in to_pools(two_shards, "adopt")] == [""]
+    two_shards._on_adopted("k0", part(spec, 5))
+    assert not two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
+    two_shards._on_adopted("k1", part(spec, 8))
+    assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
+    assert two_shards._adoption.bases[RequestKey("a", 1)].pool_id == "k1"
+    ((pool_id, drop),) = to_pools(two_shards, "drop")
+    assert (pool_id, [held.kv_tokens for held in drop.holdings]) == ("k0", [5])
+
+
+async def test_a_shard_that_is_named_no_more_is_not_waited_for(two_shards: SchedulerServer) -> None:
+    spec = submitted_again("a")
+    two_shards._submit([spec])
+    two_shards._on_adopted("k0", part(spec, 5))
+    two_shards._links.shards = ["k0"]  # type: ignore[attr-defined]
+    two_shards._follow_shards(ev.ShardsChanged(("k0",)))
+    assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
+
+
+async def test_what_a_shard_says_that_was_not_waited_for_is_dropped_there(two_shards: SchedulerServer) -> None:
+    spec = submitted_again("a")
+    two_shards._links.shards = ["k0"]  # type: ignore[attr-defined]
+    two_shards._submit([spec])
+    two_shards._on_adopted("k0", part(spec, 10))  # all of it
+    assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
+    two_shards._on_adopted("k1", part(spec, 4))
+    ((pool_id, drop),) = to_pools(two_shards, "drop")
+    assert (pool_id, [held.kv_tokens for held in drop.holdings]) == ("k1", [4])
+    two_shards._on_adopted("k0", part(spec, 10))  # asked twice
+    assert len(to_pools(two_shards, "drop")) == 1

@@ -1,6 +1,7 @@
 """The real decisions in a small cell: nothing is lost, stuck, leaked or starved, and the same seed does the same."""
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -85,6 +86,59 @@ def test_losing_any_instance_loses_no_request(seed):
         cell.at(rng.uniform(0.0, 2.0), lose)
     cell.run()
     cell.check_nothing_is_left()
+    for request in cell.requests.values():
+        assert request.ended == "cancelled" or request.tokens == request.answer
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_with_a_shard_on_each_node_every_request_ends_with_its_tokens(seed):
+    shape = replace(random_shape(3000 + seed), nodes=2 + seed % 2)
+    cell = run(shape)
+    assert len(cell.shards.pools) == shape.nodes
+    for request in cell.requests.values():
+        assert request.ended == "cancelled" or request.tokens == request.answer
+    moved = [action for _, action in cell.log if isinstance(action, actions.ReleasePool) and action.pool_id]
+    assert all(action.dropped for action in moved)
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_evicted_far_from_its_prefill_moves_and_every_shard_is_empty_at_the_end(seed, prefetch):
+    """One node prefills, two decode, with caches that are too small for the load."""
+    cell = run(Shape(seed=seed, nodes=3, prefills=1, decodes=2, prefetch=prefetch, requests_buffer=0, max_answer=80))
+    prefilled_in = cell.shards.home("prefill-0").name
+    moved = [a for _, a in cell.log if isinstance(a, actions.ReleasePool) and a.pool_id == prefilled_in]
+    assert cell.counts["evicted"] > 20
+    assert sum(len(action.keys) for action in moved) > 5
+    ways = {action.prefill_id for _, action in cell.log if isinstance(action, actions.Prefetch)}
+    assert ways == {None, "prefill-0"} if prefetch else {None}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_losing_nodes_instances_and_pool_processes_loses_no_request(seed):
+    shape = replace(random_shape(4000 + seed), nodes=2 + seed % 2)
+    cell = SmallCell(shape)
+    cell.arrive_at_random()
+    rng = random.Random(seed)
+    for turn in range(6):
+        kind = ("node", "pool", "decode", "prefill")[turn % 4]
+        number, another = rng.randrange(6), rng.random() < 0.5
+
+        def lose(kind=kind, number=number, another=another):
+            names = list(cell.prefills if kind == "prefill" else cell.decodes)
+            if kind == "node":
+                cell.lose_node(number, another=another)
+            elif kind == "pool":
+                cell.lose_pool(number)
+            elif names and kind == "prefill":
+                cell.lose_prefill(names[number % len(names)])
+            elif names:
+                cell.lose_decode(names[number % len(names)])
+
+        cell.at(rng.uniform(0.0, 1.5), lose)
+    cell.run()
+    cell.check_nothing_is_left()
+    assert cell.counts["nodes lost"] == 2
     for request in cell.requests.values():
         assert request.ended == "cancelled" or request.tokens == request.answer
 

@@ -7,7 +7,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.adoption import Adoption, adopted_whole
+from alignedserve.scheduler.adoption import AWAY_S, Adoption, adopted_whole
 from alignedserve.scheduler.succession import PATIENCE_S, Succession
 from alignedserve.scheduler.wire import held_requests
 
@@ -25,7 +25,7 @@ def spec(epoch: int = 1, prompt: int = 6, answer: int = 3, gateway: str = "gw") 
 
 def holding(tokens: int, epoch: int = 1) -> kp.Holding:
     key = pb.RequestKey(request_id="a", epoch=epoch)
-    return kp.Holding(key=key, kv_tokens=tokens, block_ids=range(-(-tokens // 4)))
+    return kp.Holding(key=key, kv_tokens=tokens, block_ids=range(-(-tokens // 4)), pool_id="pool")
 
 
 def test_a_new_scheduler_is_told_of_the_objective_that_a_request_has_for_its_wait() -> None:
@@ -74,24 +74,29 @@ def test_the_pool_is_asked_for_what_can_be_of_use_only() -> None:
     assert not adoption.wants([spec(epoch=0)])
     assert not adoption.wants([spec(), spec()])  # a group has no token yet
     assert adoption.wants([spec()])
-    (asked,) = adoption.ask(KEY, spec(), 1.0).holdings
+    (asked,) = adoption.ask(KEY, spec(), ["pool"], 1.0).holdings
     assert asked.kv_tokens == 8  # the newest token's KV is computed by the next pass
-    assert adoption.ask_again(2.0).holdings == [asked]
-    assert not adoption.ask_again(3.0, after_s=2.0).holdings
-    assert adoption.ask_again(4.0, after_s=2.0).holdings == [asked]
-    assert adoption.answered(holding(8)) == (KEY, spec())
+    assert list(adoption.ask_again(["pool"], 2.0)["pool"].holdings) == [asked]
+    assert not adoption.ask_again(["pool"], 3.0, after_s=2.0)
+    assert list(adoption.ask_again(["pool"], 4.0, after_s=2.0)["pool"].holdings) == [asked]
+    assert adoption.end(KEY, ["pool"], 1000.0) is None
+    assert adoption.answered("pool", holding(8)) == kp.Holding()
+    found = adoption.end(KEY, ["pool"], 5.0)
+    assert found is not None
+    assert (found.key, found.spec, found.base.kv_tokens) == (KEY, spec(), 8)
     assert adoption.bases[KEY].kv_tokens == 8
-    assert adoption.answered(holding(8)) is None
+    assert KEY not in adoption
+    assert adoption.end(KEY, ["pool"], 5.0) is None
     adoption.forget(KEY)
     assert not adoption.bases
 
 
 def test_a_newer_epoch_takes_the_place_of_one_that_waits() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), 1.0)
+    adoption.ask(KEY, spec(), ["pool"], 1.0)
     assert adoption.replaced_by(RequestKey("a", 2)) == KEY
-    adoption.ask(RequestKey("a", 2), spec(epoch=2), 1.0)
-    assert adoption.answered(holding(8)) is None
+    adoption.ask(RequestKey("a", 2), spec(epoch=2), ["pool"], 1.0)
+    assert KEY not in adoption
     assert len(adoption) == 1
     assert adoption.of_gateway("gw") == [RequestKey("a", 2)]
     assert adoption.forget(RequestKey("a", 2))
@@ -99,8 +104,79 @@ def test_a_newer_epoch_takes_the_place_of_one_that_waits() -> None:
 
 
 def test_only_complete_kv_of_a_request_with_a_token_needs_no_prefill() -> None:
-    whole = adopted_whole(spec(), holding(8), "pool")
+    whole = adopted_whole(spec(), holding(8))
     assert whole is not None
     assert (whole.store_id, whole.kv_tokens, list(whole.pool_block_ids)) == ("pool", 8, [0, 1])
-    assert adopted_whole(spec(), holding(7), "pool") is None
-    assert adopted_whole(spec(answer=0), holding(5), "pool") is None
+    assert adopted_whole(spec(), holding(7)) is None
+    assert adopted_whole(spec(answer=0), holding(5)) is None
+
+
+SHARDS = ["k0", "k1", "k2"]
+
+
+def part(tokens: int) -> kp.Holding:
+    found = holding(tokens)
+    found.pool_id = ""
+    return found
+
+
+def test_of_all_shards_answers_the_longest_counts_and_the_others_are_dropped() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    assert not adoption.answered("k1", part(5)).kv_tokens
+    assert adoption.end(KEY, SHARDS, 1.1) is None
+    worse = adoption.answered("k0", part(7))
+    assert (worse.pool_id, worse.kv_tokens) == ("k1", 5)
+    worse = adoption.answered("k2", part(6))
+    assert (worse.pool_id, worse.kv_tokens) == ("k2", 6)
+    found = adoption.end(KEY, SHARDS, 1.2)
+    assert found is not None
+    assert (found.base.pool_id, found.base.kv_tokens) == ("k0", 7)
+    assert adoption.bases[KEY].pool_id == "k0"
+
+
+def test_a_shard_that_answers_twice_drops_nothing_of_its_own() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    assert not adoption.answered("k0", part(7)).kv_tokens
+    assert not adoption.answered("k0", part(7)).kv_tokens
+    assert set(adoption.ask_again(SHARDS, 5.0)) == {"k1", "k2"}
+
+
+def test_a_shard_that_is_away_is_waited_for_no_longer_than_its_successor_takes() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.answered("k0", part(3))
+    adoption.answered("k2", part(0))
+    assert adoption.end(KEY, ["k0", "k2"], 0.9 + AWAY_S) is None
+    assert adoption.end(KEY, SHARDS, 9.0 + AWAY_S) is None  # it is back, and will answer
+    assert [found.base.kv_tokens for found in adoption.end_all(["k0", "k2"], 1.0 + AWAY_S)] == [3]
+
+
+def test_where_all_of_it_is_found_nobody_who_is_away_is_waited_for() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.answered("k0", part(8))
+    assert adoption.end(KEY, SHARDS, 1.0) is None
+    assert adoption.end(KEY, ["k0"], 1.0) is not None
+
+
+def test_a_shard_that_has_gone_is_not_waited_for_nor_its_answer_used() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.answered("k0", part(7))
+    adoption.answered("k1", part(5))
+    adoption.lose(["k0", "k2"])
+    (found,) = adoption.end_all(["k1"], 1.0)
+    assert not found.base.kv_tokens
+    assert not adoption.bases
+
+
+def test_while_no_shard_is_known_a_submission_waits_for_the_first() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, spec(), [], 1.0)
+    assert adoption.end_all([], 100.0) == []
+    assert set(adoption.ask_again(["k0"], 100.0)) == {"k0"}
+    assert adoption.end_all(["k0"], 100.0) == []
+    adoption.answered("k0", part(0))
+    assert len(adoption.end_all(["k0"], 100.0)) == 1

@@ -27,9 +27,16 @@ from alignedserve.engine.backends.triton_tuning import (  # noqa: E402
 )
 from alignedserve.engine.backends.triton_write import PagedWrite  # noqa: E402
 from alignedserve.engine.batch import DecodeTable  # noqa: E402
-from alignedserve.testing.attention import TOLERANCE, PagedCase, paged_case  # noqa: E402
+from alignedserve.testing.attention import (  # noqa: E402
+    INTERPRETER_WARNINGS,
+    OPTIONS,
+    TOLERANCE,
+    PagedCase,
+    options_of,
+    paged_case,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = [1, 16, 17, 90, 2, 32, 31]
@@ -42,22 +49,6 @@ SHAPES: list[dict[str, Any]] = [
     {"heads": 20, "kv_heads": 1, "head_dim": 112, "block_size": 256},
     {"heads": 2, "kv_heads": 1, "head_dim": 256, "block_size": 16},
 ]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"sliding_window": 9},
-    "window_of_one": {"sliding_window": 1},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": 2.0},
-    "all": {"sliding_window": 20, "softcap": 5.0, "sinks": 8.0},
-}
-
-
-def options_of(values: dict[str, Any], shape: dict[str, Any], device: str = "cpu") -> AttentionOptions:
-    given = dict(values)
-    if "sinks" in given:
-        draw = torch.randn(shape["heads"], generator=torch.Generator().manual_seed(3))
-        given["sinks"] = given["sinks"] * draw.to(device)
-    return AttentionOptions(scaling=shape["head_dim"] ** -0.5, **given)
 
 
 def decode_case(lengths: list[int], dtype: torch.dtype, shape: dict[str, Any], device: str = "cpu") -> PagedCase:
@@ -97,7 +88,7 @@ def check(
     **how: Any,
 ) -> None:
     case = decode_case(lengths, dtype, shape, device)
-    options = options_of(values, shape, device)
+    options = options_of(values, shape["heads"], shape["head_dim"], device)
     decode = PagedDecode(case.cache, **how)
     decode.begin(table_of(case))
     out, lse = run(decode, case, options)
@@ -144,7 +135,7 @@ def test_padding_gives_zeros_and_leaves_the_others_as_they_are() -> None:
     padded[[1, 3]] = table.block_table
     query = torch.randn(5, 6, 32)
     query[[1, 3]] = case.query
-    options = options_of(OPTIONS["all"], SHAPE)
+    options = options_of(OPTIONS["all"], SHAPE["heads"], SHAPE["head_dim"])
     for split in (True, False):
         decode = PagedDecode(case.cache, setting=SMALL, split=split)
         decode.begin(DecodeTable(lengths, padded))
@@ -157,7 +148,7 @@ def test_rows_of_a_mixed_batch_are_found_by_their_packed_position() -> None:
     case = decode_case([20, 50], FP32, SHAPE)
     query = torch.randn(7, 6, 32).transpose(0, 1).contiguous().transpose(0, 1)  # as transformers hands it over
     query[[5, 2]] = case.query
-    options = options_of({}, SHAPE)
+    options = options_of({}, SHAPE["heads"], SHAPE["head_dim"])
     decode = PagedDecode(case.cache, setting=SMALL)
     decode.begin(table_of(case), torch.tensor([5, 2]))
     out, lse = torch.full((7, 6, 32), float("nan")), torch.full((7, 6), float("nan"))
@@ -367,7 +358,7 @@ def test_a_replayed_graph_shares_out_what_the_lengths_are_then() -> None:
     case = decode_case([300, 17, 4000, 64], BF16, SHAPES[0], "cuda")
     table = table_of(case)
     decode = PagedDecode(case.cache)
-    options = options_of({}, SHAPES[0], "cuda")
+    options = options_of({}, SHAPES[0]["heads"], SHAPES[0]["head_dim"], "cuda")
     still = DecodeTable(torch.ones_like(table.lengths), table.block_table.clone())
     out = torch.empty_like(case.query)
     stream = torch.cuda.Stream()

@@ -16,9 +16,15 @@ pytest.importorskip("triton")
 from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
 from alignedserve.engine.backends.triton_prefill import PrefillAttention, Tile, choose_tile, plan_work  # noqa: E402
 from alignedserve.engine.batch import Span  # noqa: E402
-from alignedserve.testing.attention import TOLERANCE, paged_case  # noqa: E402
+from alignedserve.testing.attention import (  # noqa: E402
+    INTERPRETER_WARNINGS,
+    OPTIONS,
+    TOLERANCE,
+    options_of,
+    paged_case,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
 
 RAGGED = [(7, 0), (3, 45), (33, 0), (2, 13), (18, 30)]
 SMALL = Tile(16, 16, 4, 1)
@@ -30,21 +36,6 @@ SHAPES: list[dict[str, Any]] = [
     {"heads": 10, "kv_heads": 2, "head_dim": 112, "block_size": 256},
     {"heads": 8, "kv_heads": 1, "head_dim": 256, "block_size": 48},
 ]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"sliding_window": 9},
-    "window_of_one": {"sliding_window": 1},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": 2.0},
-    "all": {"sliding_window": 20, "softcap": 5.0, "sinks": 8.0},
-}
-
-
-def options_of(values: dict[str, Any], heads: int, head_dim: int, device: str = "cpu") -> AttentionOptions:
-    given = dict(values)
-    if "sinks" in given:
-        given["sinks"] = given["sinks"] * torch.randn(heads, generator=torch.Generator().manual_seed(3)).to(device)
-    return AttentionOptions(scaling=head_dim**-0.5, **given)
 
 
 def check(

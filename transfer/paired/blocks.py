@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,17 @@ class PackedBlocks(ABC):
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
+        self.busy = False
+        """Whether the copy that uses it waits for this process's memory and devices, not for the other process."""
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """`busy` within."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     def width_bytes(self, part: StoreSlice) -> int:
         """Bytes of `part` of one block."""

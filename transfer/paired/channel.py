@@ -39,6 +39,11 @@ class PairedChannel(QueuedChannel):
     def name(self) -> str:
         return self._client.channel
 
+    @property
+    def waits_for_peer(self) -> bool:
+        """Also while it waits for its turn: whose it is has a channel of its own, that says this for itself."""
+        return not self._blocks.busy
+
     def _ready(self) -> Any:
         return self._blocks.now()
 

@@ -1,4 +1,4 @@
-"""The decode instance's end of a pair: it asks for every copy. Whoever has the stream between the two drives it."""
+"""The asking end of a pair: a decode instance's, or a reader's of a shard. Whoever has the stream drives it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,33 @@ class PairClient:
     """
 
     def __init__(
-        self, process: pb.ProcessKey, wiring: Wiring, geometry: KvGeometry, peer: str, *, away_s: float
+        self,
+        process: pb.ProcessKey,
+        wiring: Wiring,
+        geometry: KvGeometry,
+        peer: str,
+        *,
+        away_s: float,
+        read_only: bool = False,
     ) -> None:
-        """`peer`: its id, for messages."""
+        """`peer`: its id, for messages. `read_only`: it is never pushed to, so that one connection is enough."""
         self.peer = peer
+        self._lanes = (PULL,) if read_only else (PULL, PUSH)
         self._process, self._wiring, self._geometry, self._away_s = process, wiring, geometry, away_s
         self._changed = threading.Condition()
         self._session: ClientSession | None = None
         self._away_since: float | None = time.monotonic()  # None: connected
+        self._doubtful = -1  # the last session in which a push failed
         self._opened = 0  # sessions that the peer has opened, which ended what it did in those before
         self._closed = False
         self._connecting: threading.Thread | None = None
-        self._turns = {PULL: Turns(), PUSH: Turns()}
+        self._turns = {lane: Turns() for lane in self._lanes}
         self.sessions = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the peer writes nothing of a push that has failed: it has opened another session since."""
+        return self._opened > self._doubtful
 
     @property
     def channel(self) -> str:
@@ -59,6 +73,7 @@ class PairClient:
                 channel=self._wiring.channel,
                 geometry=geometry_to_proto(self._geometry),
                 piece_bytes=self._wiring.piece_bytes,
+                read_only=PUSH not in self._lanes,
             )
         )
 
@@ -69,7 +84,7 @@ class PairClient:
         """
         with self._changed:
             self.sessions += 1
-            self._session = ClientSession(self.sessions, self._wiring, self.peer, send, on_trouble)
+            self._session = ClientSession(self.sessions, self._wiring, self._lanes, self.peer, send, on_trouble)
 
     def on_event(self, event: pc.PairEvent) -> None:
         session = self._session
@@ -79,9 +94,10 @@ class PairClient:
             with self._changed:
                 self._opened = session.number
                 self._changed.notify_all()
-            name = f"pair-{self.peer}"
-            self._connecting = threading.Thread(target=self._connect, args=(session,), name=name, daemon=True)
-            self._connecting.start()
+                if not self._closed:  # else nobody would wait for the thread
+                    name = f"pair-{self.peer}"
+                    self._connecting = threading.Thread(target=self._connect, args=(session,), name=name, daemon=True)
+                    self._connecting.start()
         else:
             session.on_event(event)
 
@@ -98,9 +114,12 @@ class PairClient:
     def copy(self, store_id: str, remote_ids: IdArray, portion: Portion, *, push: bool) -> None:
         """Copy blocks of the peer's store to those of the portion, or (`push`) the other way.
 
-        Raises TransferError. Neither side's blocks are used any more when it returns or raises.
+        Raises TransferError. Neither side's blocks are used any more when it returns or raises; but after a push that
+        failed the peer's may be, until `settled`.
         """
         lane = PUSH if push else PULL
+        if lane not in self._lanes:
+            raise TransferError(f"stores of {self.peer} can only be read from here: {store_id} is not written to")
         with self._turns[lane]:
             session = self._wait_up()
             try:
@@ -110,7 +129,8 @@ class PairClient:
             except Exception as error:
                 session.trouble(f"a copy failed: {error}")
                 if push:
-                    self._wait_stopped(session)
+                    self._doubtful = session.number
+                    self._wait_settled()
                 if isinstance(error, TransferError):
                     raise
                 raise TransferError(f"a copy with {self.peer} failed: {error!r}") from error
@@ -119,10 +139,15 @@ class PairClient:
         """Of blocks of the peer's store, as it computes them. Raises TransferError."""
         return self._wait_up().checksums(store_id, block_ids)
 
-    def close(self) -> None:
-        """Copies that wait or are under way fail; idempotent. May block for a moment."""
+    def shut(self) -> None:
+        """Copies that wait fail, and none begins any more; idempotent. Does not block."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Copies that wait or are under way fail; idempotent. May block for a moment."""
+        self.shut()
         self.broke("it was closed")
         if self._connecting is not None:  # a process that ends while Gloo's threads are being joined is aborted
             self._connecting.join(self._wiring.silent_s)
@@ -152,10 +177,14 @@ class PairClient:
                     raise TransferError(f"there is no connection to {self.peer}: {why}")
                 self._changed.wait(left)
 
-    def _wait_stopped(self, session: ClientSession) -> None:
-        """Until the peer writes nothing of that session any more: it has opened another, or is gone for certain."""
+    def _wait_settled(self) -> None:
+        """Until that is so, or there has been no session for `away_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._opened > session.number)
+            while not (self.settled or self._closed):
+                left = (self._away_since or time.monotonic()) + self._away_s - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(left)
 
 
 class ClientSession:
@@ -165,12 +194,14 @@ class ClientSession:
         self,
         number: int,
         wiring: Wiring,
+        lanes: Sequence[str],
         peer: str,
         send: Callable[[pc.PairCommand], None],
         on_trouble: Callable[[], None],
     ) -> None:
         self.number = number
         self.up = False
+        self._lanes = lanes
         self._wiring, self._peer, self._send, self._on_trouble = wiring, peer, send, on_trouble
         self._rendezvous = Rendezvous(lambda key, value: send(pc.PairCommand(value=pc.PairValue(key=key, value=value))))
         self._transports: dict[str, Transport] = {}
@@ -181,7 +212,7 @@ class ClientSession:
 
     def connect(self) -> None:
         """Raises TransferError where the connections do not come about."""
-        for lane in (PULL, PUSH):
+        for lane in self._lanes:
             transport = open_transport(self._wiring, lane, self._rendezvous)
             with self._changed:
                 self._transports[lane] = transport

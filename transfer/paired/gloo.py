@@ -6,6 +6,8 @@ gone, after `silent_s` a piece. (`ProcessGroupGloo.abort` ends no wait of anothe
 
 from __future__ import annotations
 
+import logging
+import secrets
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,10 @@ from torch._C._distributed_c10d import Store
 
 from alignedserve.errors import TransferError
 from alignedserve.transfer.paired.rendezvous import Rendezvous
+from alignedserve.transfer.paired.strangers import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
 from alignedserve.transfer.paired.transport import Portion, Transport, Wiring
+
+logger = logging.getLogger(__name__)
 
 _dist: Any = dist  # its process groups have no types
 
@@ -26,9 +31,12 @@ class _Addresses(Store):
     def __init__(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
         super().__init__()
         self._rendezvous, self._name, self._timeout_s = rendezvous, name, timeout_s
+        self.own = b""  # what was said of this end: the address that it listens on is in it
 
     def set(self, key: str, value: Any) -> None:
-        self._rendezvous.set(f"{self._name}/{key}", value.encode() if isinstance(value, str) else bytes(value))
+        said = value.encode() if isinstance(value, str) else bytes(value)
+        self.own += said
+        self._rendezvous.set(f"{self._name}/{key}", said)
 
     def get(self, key: str) -> bytes:
         return self._rendezvous.get(f"{self._name}/{key}", self._timeout_s)
@@ -43,7 +51,7 @@ class GlooTransport(Transport):
 
     def __init__(self, wiring: Wiring, name: str, rendezvous: Rendezvous) -> None:
         """As `open_transport`."""
-        self._peer = 1 - wiring.rank
+        self._rank, self._peer = wiring.rank, 1 - wiring.rank
         self._piece_bytes = wiring.piece_bytes
         self._silent = timedelta(seconds=wiring.silent_s)
         self._buffers: list[torch.Tensor] = []
@@ -55,6 +63,25 @@ class GlooTransport(Transport):
             self._group: Any = _dist.ProcessGroupGloo(store, wiring.rank, 2, options)
         except RuntimeError as error:
             raise TransferError(f"Gloo could not connect ({name}, at {wiring.host}): {error}") from error
+        self._meet(name, rendezvous)
+        if not close_door(store.own):
+            logger.warning("the port that Gloo listens on for %s stays open to everybody who reaches it", name)
+
+    def _meet(self, name: str, rendezvous: Rendezvous) -> None:
+        """Both ends show each other that they have the stream, too. Raises TransferError where one has not."""
+        key = f"{name}/secret"
+        if self._rank == 0:
+            rendezvous.set(key, secrets.token_bytes(SECRET_BYTES))
+        secret = rendezvous.get(key, self._silent.total_seconds())
+        own = torch.frombuffer(bytearray(proof(secret, name, self._rank)), dtype=torch.uint8)
+        shown = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
+        try:
+            works = [self._group.send([own], self._peer, 0), self._group.recv([shown], self._peer, 0)]
+            self._settle(works, 0)
+            self._settle(works, 1)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        check_proof(shown.numpy().tobytes(), secret, name, self._peer)
 
     def send(self, portion: Portion) -> None:
         group, part, ids, ready = self._live(), portion.part, portion.ids, portion.ready
@@ -63,7 +90,8 @@ class GlooTransport(Transport):
             for number, (begin, end) in enumerate(portion.pieces(self._piece_bytes)):
                 self._settle(works, number % 2)
                 buffer = self._buffer(portion, number % 2, end - begin)
-                portion.blocks.read(part, ids[begin:end], buffer, ready)
+                with portion.blocks.in_use():
+                    portion.blocks.read(part, ids[begin:end], buffer, ready)
                 works[number % 2] = group.send([buffer], self._peer, 0)
             self._settle(works, 0)
             self._settle(works, 1)
@@ -83,7 +111,8 @@ class GlooTransport(Transport):
                     begin, end = pieces[number - 1]
                     self._settle(works, (number - 1) % 2)
                     buffer = self._buffer(portion, (number - 1) % 2, end - begin)
-                    portion.blocks.write(part, ids[begin:end], buffer, ready)
+                    with portion.blocks.in_use():
+                        portion.blocks.write(part, ids[begin:end], buffer, ready)
         except RuntimeError as error:
             raise self._failed(error) from error
 

@@ -21,7 +21,7 @@ from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store
 from alignedserve.transfer.paired.remote import RemoteBlockStore
-from alignedserve.transfer.paired.transport import DECODE_RANK
+from alignedserve.transfer.paired.transport import ASKING_RANK
 from alignedserve.transfer.segment import create_descriptor
 from alignedserve.transfer.topology import CUDA_IPC, CUDA_STAGED, SHARED_MEMORY
 
@@ -67,7 +67,7 @@ def measure_channel(
 @contextlib.contextmanager
 def _paired(spec: PeerSpec, local: BlockStore, ours: str) -> Iterator[tuple[Channel, Channel]]:
     with PeerProcess(spec) as peer:
-        process, wiring = pb.ProcessKey(role="decode", id="doctor"), spec.wiring(DECODE_RANK, ours)
+        process, wiring = pb.ProcessKey(role="decode", id="doctor"), spec.wiring(ASKING_RANK, ours)
         client = PairClient(process, wiring, spec.geometry, "the other process", away_s=PATIENCE_S)
         remote = RemoteBlockStore(peer.handles[0], client.checksums)
         peer.connect(client)

@@ -18,13 +18,16 @@ from alignedserve.errors import TransferError
 from alignedserve.transfer.pair_choice import INSTALL_NCCL, cupy_missing
 from alignedserve.transfer.paired.blocks import DeviceBlocks
 from alignedserve.transfer.paired.rendezvous import Rendezvous
-from alignedserve.transfer.paired.transport import PREFILL_RANK, Portion, Transport, Wiring
+from alignedserve.transfer.paired.transport import SERVING_RANK, Portion, Transport, Wiring
 from alignedserve.transfer.topology import NCCL
 
 ABORT_GRACE_S = 0.2
 POLL_S = 50e-6
 ASK_S = 0.05
 _cuda: Any = torch.cuda  # most of it has no types
+
+Move = Callable[[torch.Tensor, torch.Tensor, Any], Any]
+"""Gives the device one piece: ids, a staging buffer and the event after which that is idle; when it is again."""
 
 
 def nccl_problem() -> str:
@@ -63,7 +66,7 @@ class NcclTransport(Transport):
         self._staging: list[torch.Tensor] = []
         self._idle: list[Any] = [None, None]  # the event after which a staging buffer is free
         self._wire, self._packing = _Line(self._device), _Line(self._device)
-        if wiring.rank == PREFILL_RANK:
+        if wiring.rank == SERVING_RANK:
             unique = id_to_bytes(self._nccl.get_unique_id())
             rendezvous.set(f"{name}/id", unique)
         else:
@@ -76,35 +79,29 @@ class NcclTransport(Transport):
 
     def send(self, portion: Portion) -> None:
         blocks = _device_blocks(portion)
-        with self._on_device(), self._draining():
-            ids, over = self._begin(portion, blocks), []
-            for number, (begin, end) in enumerate(portion.pieces(self._piece_bytes)):
-                slot = number % 2
-                buffer = self._buffer(portion, slot, end - begin)
-                self._packing.wait(self._idle[slot])
-                with self._packing.current():
-                    blocks.gather(portion.part, ids[begin:end], buffer)
-                self._wire.wait(self._packing.record())
-                self._message("send", buffer)
-                self._idle[slot] = self._wire.record()
-                over.append(self._idle[slot])
-            self._await(over)
+
+        def move(ids: torch.Tensor, buffer: torch.Tensor, idle: Any) -> Any:
+            self._packing.wait(idle)
+            with self._packing.current():
+                blocks.gather(portion.part, ids, buffer)
+            self._wire.wait(self._packing.record())
+            self._message("send", buffer)
+            return self._wire.record()
+
+        self._move(portion, blocks, move)
 
     def receive(self, portion: Portion) -> None:
         blocks = _device_blocks(portion)
-        with self._on_device(), self._draining():
-            ids, over = self._begin(portion, blocks), []
-            for number, (begin, end) in enumerate(portion.pieces(self._piece_bytes)):
-                slot = number % 2
-                buffer = self._buffer(portion, slot, end - begin)
-                self._wire.wait(self._idle[slot])
-                self._message("recv", buffer)
-                self._packing.wait(self._wire.record())
-                with self._packing.current():
-                    blocks.scatter(portion.part, ids[begin:end], buffer)
-                self._idle[slot] = self._packing.record()
-                over.append(self._idle[slot])
-            self._await(over)
+
+        def move(ids: torch.Tensor, buffer: torch.Tensor, idle: Any) -> Any:
+            self._wire.wait(idle)
+            self._message("recv", buffer)
+            self._packing.wait(self._wire.record())
+            with self._packing.current():
+                blocks.scatter(portion.part, ids, buffer)
+            return self._packing.record()
+
+        self._move(portion, blocks, move)
 
     def abort(self) -> None:
         with self._gate:
@@ -125,6 +122,16 @@ class NcclTransport(Transport):
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def _move(self, portion: Portion, blocks: DeviceBlocks, move: Move) -> None:
+        """Piece after piece, by turns through the two staging buffers; returns when all are through."""
+        with blocks.in_use(), self._on_device(), self._draining():
+            ids, over = self._begin(portion, blocks), []
+            for number, (begin, end) in enumerate(portion.pieces(self._piece_bytes)):
+                slot = number % 2
+                self._idle[slot] = move(ids[begin:end], self._buffer(portion, slot, end - begin), self._idle[slot])
+                over.append(self._idle[slot])
+            self._await(over)
 
     def _begin(self, portion: Portion, blocks: DeviceBlocks) -> torch.Tensor:
         needed = portion.staging_bytes(self._piece_bytes)

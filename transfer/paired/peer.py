@@ -30,7 +30,7 @@ from alignedserve.transfer.device import DeviceBlockStore
 from alignedserve.transfer.handles import HOST, StoreHandle
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.server import PairServer
-from alignedserve.transfer.paired.transport import PIECE_BYTES, PREFILL_RANK, Wiring
+from alignedserve.transfer.paired.transport import PIECE_BYTES, SERVING_RANK, Wiring
 from alignedserve.transfer.segment import Segment
 
 _HEAD = struct.Struct("!II")
@@ -197,7 +197,7 @@ class _Service:
         if self._server is not None:
             self._server.close()
         self._session = session
-        wiring = self._spec.wiring(PREFILL_RANK, self._spec.device)
+        wiring = self._spec.wiring(SERVING_RANK, self._spec.device)
         # The client sees the same break, and begins again.
         self._server = PairServer(command.hello, self._stores, wiring, partial(self._send, session), lambda: None)
         self._server.start(self._process)

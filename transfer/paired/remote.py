@@ -5,41 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from alignedserve.errors import TransferError
-from alignedserve.geometry import KvGeometry, StoreSlice
-from alignedserve.transfer.block_store import BlockStore
+from alignedserve.transfer.block_store import HandleBlockStore
 from alignedserve.transfer.handles import StoreHandle
 
 
-class RemoteBlockStore(BlockStore):
+class RemoteBlockStore(HandleBlockStore):
     """Has no memory here: a `PairedChannel` copies from and to it. Its checksums are the other process's work."""
 
     def __init__(self, handle: StoreHandle, ask_checksums: Callable[[str, Sequence[int]], list[int]]) -> None:
         """`ask_checksums(store_id, block_ids)` blocks, and raises TransferError where there is no answer."""
-        self._handle = handle
+        super().__init__(handle)
         self._ask_checksums = ask_checksums
-
-    @property
-    def store_id(self) -> str:
-        return self._handle.store_id
-
-    @property
-    def geometry(self) -> KvGeometry:
-        return self._handle.geometry
-
-    @property
-    def slice(self) -> StoreSlice:
-        return self._handle.slice
-
-    @property
-    def capacity_blocks(self) -> int:
-        return self._handle.capacity_blocks
-
-    @property
-    def device(self) -> str:
-        return self._handle.device
-
-    def handle(self) -> StoreHandle:
-        return self._handle
 
     def read_block(self, block: int) -> memoryview:
         """Raises TransferError: its bytes are in another process."""

@@ -1,4 +1,4 @@
-"""The prefill instance's end of a pair: takes part in the copies that its decode instance asks for."""
+"""The serving end of a pair, a prefill instance's or a shard's: takes part in the copies that it is asked for."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ JOIN_MARGIN_S = 1.0
 
 
 class PairServer:
-    """One session of one decode instance, from its hello on. `close` ends it; then no copy of it runs any more.
+    """One session of one worker, from its hello on. `close` ends it; then no copy of it runs any more.
 
     `on_command` never blocks. `send` and `on_trouble` may be called by any thread, and must not block; `on_trouble`:
-    the stream is to be ended, and the decode instance begins another.
+    the stream is to be ended, and the worker begins another.
     """
 
     def __init__(
@@ -41,8 +41,13 @@ class PairServer:
         wiring: Wiring,
         send: Callable[[pc.PairEvent], None],
         on_trouble: Callable[[], None],
+        *,
+        writable: bool = True,
     ) -> None:
-        """Raises GeometryMismatchError, naming both, and ConfigError for what this end cannot or must not do."""
+        """`writable` False: only sessions that read are served, and a push is refused.
+
+        Raises GeometryMismatchError, naming both, and ConfigError for what this end cannot or must not do.
+        """
         self.peer = hello.process.id
         geometry = geometry_from_proto(hello.geometry)
         for store in stores.values():
@@ -54,13 +59,16 @@ class PairServer:
             )
         if not PIECE_LIMITS[0] <= hello.piece_bytes <= PIECE_LIMITS[1]:
             raise ConfigError(f"{self.peer} wants pieces of {hello.piece_bytes} bytes, not {PIECE_LIMITS}")
+        if not (writable or hello.read_only):
+            raise ConfigError(f"{self.peer} wants to write to stores that can only be read: {', '.join(stores)}")
         self._stores, self._send, self._on_trouble = dict(stores), send, on_trouble
         self._wiring = replace(wiring, piece_bytes=hello.piece_bytes)
         self._rendezvous = Rendezvous(lambda key, value: send(pc.PairEvent(value=pc.PairValue(key=key, value=value))))
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix=f"checksums-{self.peer}")
         self._closed = False
+        lanes = (PULL,) if hello.read_only else (PULL, PUSH)
         self._lanes = {
-            lane: _Lane(lane, self._wiring, self._rendezvous, self._stores, send, self._broke) for lane in (PULL, PUSH)
+            lane: _Lane(lane, self._wiring, self._rendezvous, self._stores, send, self._broke) for lane in lanes
         }
 
     def start(self, process: pb.ProcessKey) -> None:
@@ -75,9 +83,17 @@ class PairServer:
         if kind == "value":
             self._rendezvous.heard(command.value.key, command.value.value)
         elif kind == "copy":
-            self._lanes[PUSH if command.copy.push else PULL].ask(command.copy)
+            self._on_copy(command.copy)
         elif kind == "checksums_of" and not self._closed:
             self._hasher.submit(self._checksums, command.checksums_of)
+
+    def _on_copy(self, copy: pc.PairedCopy) -> None:
+        lane = self._lanes.get(PUSH if copy.push else PULL)
+        if lane is not None:
+            lane.ask(copy)
+            return
+        refused = TransferError(f"{copy.store_id} can only be read: nothing is written to it over this session")
+        self._send(pc.PairEvent(ended=pc.CopyEnded(number=copy.number, failure=_failure(refused))))
 
     def close(self) -> bool:
         """May block for as long as a silent peer is given. False: a copy hangs, and may still write to the stores."""

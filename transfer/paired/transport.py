@@ -14,7 +14,7 @@ from alignedserve.transfer.paired.rendezvous import Rendezvous
 from alignedserve.transfer.runs import IdArray
 from alignedserve.transfer.topology import GLOO, NCCL
 
-PREFILL_RANK, DECODE_RANK = 0, 1
+SERVING_RANK, ASKING_RANK = 0, 1
 PIECE_BYTES = {GLOO: 8 << 20, NCCL: 32 << 20}
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from alignedserve.cluster.gpus import count_gpus
 from gpu_suite import machine, report
-from gpu_suite.groups import BY_NAME, GROUPS, MOST_S, Group, planned_s
+from gpu_suite.groups import BY_NAME, GROUPS, MOST_S, Group, on_device, patience, planned_s
 from gpu_suite.record import read_records
 
 HERE = Path(__file__).resolve().parents[1]
@@ -210,7 +210,9 @@ def main() -> int:
     require_packages()
     if args.device == "cuda":
         require_gpu()
-    args.limit_s = args.limit_s or max(MOST_S, sum(group.budget_s for group in groups if args.only))
+    groups = on_device(groups, args.device)
+    most_s = MOST_S * patience(args.device)
+    args.limit_s = args.limit_s or max(most_s, sum(group.budget_s for group in groups if args.only))
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="alignedserve-gpu-", ignore_cleanup_errors=True) as work:

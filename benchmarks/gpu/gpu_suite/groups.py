@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 MOST_S = 565.0
 """What all of them may take together; the call itself has ten minutes."""
+
+CPU_PATIENCE = 4.0
+"""On a CPU nothing is measured, and other work may have most of it: each has so many times its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +59,13 @@ def planned_s(groups: tuple[Group, ...] = GROUPS) -> float:
     wanted = [group for group in groups if not group.extra]
     together = max((group.budget_s for group in wanted if not group.timed), default=0.0)
     return together + sum(group.budget_s for group in wanted if group.timed)
+
+
+def patience(device: str) -> float:
+    """By what budgets are multiplied."""
+    return CPU_PATIENCE if device == "cpu" else 1.0
+
+
+def on_device(groups: Iterable[Group], device: str) -> list[Group]:
+    """The groups, with the time that they have there."""
+    return [replace(group, budget_s=group.budget_s * patience(device)) for group in groups]

@@ -14,7 +14,7 @@ from alignedserve.transfer.paired.channel import PairedChannel
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store
 from alignedserve.transfer.paired.remote import RemoteBlockStore
-from alignedserve.transfer.paired.transport import DECODE_RANK
+from alignedserve.transfer.paired.transport import ASKING_RANK
 
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 SILENT_S = 20.0
@@ -38,7 +38,7 @@ def paired(channel: str, device: str, geometry: KvGeometry, blocks: int) -> Iter
     device = "cuda:0" if device != "cpu" else "cpu"
     spec = PeerSpec(geometry, blocks, channel=channel, device=device, stores=("peer/buffer",), silent_s=SILENT_S)
     with PeerProcess(spec) as peer:
-        wiring = spec.wiring(DECODE_RANK, device)
+        wiring = spec.wiring(ASKING_RANK, device)
         client = PairClient(pb.ProcessKey(role="decode", id="decode-0"), wiring, geometry, "peer", away_s=3 * SILENT_S)
         remote = RemoteBlockStore(peer.handles[0], client.checksums)
         cache = make_store(spec, "cache")

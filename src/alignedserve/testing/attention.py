@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,26 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 With wider ones the result's own rounding is more: Triton's interpreter cuts bfloat16 off where a GPU rounds it.
 """
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "window_of_one": {"sliding_window": 1},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": 2.0},
+    "all": {"sliding_window": 20, "softcap": 5.0, "sinks": 8.0},
+}
+"""What a model may ask of attention, for `options_of`; `sinks` is the standard deviation of the drawn ones."""
+INTERPRETER_WARNINGS = ("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+"""Triton's interpreter has NumPy divide what a kernel then masks: for pytest's `filterwarnings`."""
+
+
+def options_of(values: dict[str, Any], heads: int, head_dim: int, device: str = "cpu") -> AttentionOptions:
+    """`values` is one of `OPTIONS`."""
+    given = dict(values)
+    if "sinks" in given:
+        given["sinks"] = given["sinks"] * torch.randn(heads, generator=torch.Generator().manual_seed(3)).to(device)
+    return AttentionOptions(scaling=head_dim**-0.5, **given)
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ class Callers:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits)
         self._other_http = httpx.AsyncClient(base_url=other_url, timeout=60.0, limits=limits)
-        self._grpc = AsyncClient(grpc_address, resume_s=0)
-        self._other_grpc = AsyncClient(other_grpc_address, resume_s=0)
+        self._grpc = AsyncClient(grpc_address, resume_s=0, max_retries=0)
+        self._other_grpc = AsyncClient(other_grpc_address, resume_s=0, max_retries=0)
         self.ways: tuple[Callable[[list[int], int, asyncio.Event], Awaitable[str]], ...] = (
             self.drop_http,
             self.drop_http_stream,

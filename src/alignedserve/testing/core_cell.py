@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
@@ -50,7 +50,11 @@ def marked(actions: Iterable[Action]) -> tuple[RequestKey, ...]:
 
 
 class CoreCell:
-    """`batch` and `requests` are the buffers' blocks; every action's books are checked."""
+    """`batch` and `requests` are the buffers' blocks; every action's books are checked.
+
+    `homes`: where there are several shards of the pool, "k0", "k1" and so on, which of them each instance writes to;
+    `pool` is the size of each.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class CoreCell:
         queue_tokens: int = 8192,
         growth_reserve: float = 0.05,
         max_running: int = 256,
+        homes: Mapping[str, str] | None = None,
         **scheduler: Any,
     ) -> None:
         scheduler.setdefault("min_batch_requests", 3)
@@ -80,13 +85,18 @@ class CoreCell:
         self.now_s = 0.0
         prefill_ids = tuple(f"p{i}" for i in range(prefills))
         decode_ids = tuple(f"d{i}" for i in range(decodes))
-        for role, ids in ("prefill", prefill_ids), ("decode", decode_ids), ("kv_pool", ("pool",)):
+        self.homes = homes or {}
+        self.pools = tuple(sorted(set(self.homes.values()))) or ("pool",)
+        if homes:
+            self.do(ev.ShardsChanged(self.pools, tuple(homes.items())))
+        for role, ids in ("prefill", prefill_ids), ("decode", decode_ids), ("kv_pool", self.pools):
             for name in ids:
                 self.do(ev.InstanceJoined(role, name))
         for name in prefill_ids:
             self.do(ev.PrefillReported(name, 0, 1000, batch, batch, requests, requests))
         self.do(ev.PairsChanged(tuple((name, prefill_ids if prefetch else ()) for name in decode_ids)))
-        self.do(ev.PoolReported("pool", pool, pool))
+        for name in self.pools:
+            self.do(ev.PoolReported(name, pool, pool))
         for name in decode_ids:
             self.do(decode_report(name, cache))
 
@@ -101,9 +111,15 @@ class CoreCell:
         group = f"group-{names[0]}"
         return self.do(ev.Submitted(tuple(ev.RequestMeta(key(n), tokens, most, group, gateway) for n in names)))
 
-    def prefilled(self, name: object, tokens: int = 10, new_blocks: int | None = None) -> list[Action]:
+    def prefilled(
+        self, name: object, tokens: int = 10, new_blocks: int | None = None, pool_id: str = ""
+    ) -> list[Action]:
+        """Into the shard of the instance that computed it, if nothing else is said."""
         blocks = -(-tokens // BLOCK)
-        return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks))
+        record = self.core._books.table.get(key(name))
+        if not pool_id and record is not None:
+            pool_id = self.homes.get(record.prefill_id, "")
+        return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks, pool_id))
 
     def wait(self, name: object, tokens: int = 10, most: int | None = None) -> list[Action]:
         """Submit and prefill; the actions of the latter."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
@@ -24,6 +25,7 @@ class Entry:
     decode_id: str = ""
     kv_tokens: int = 0
     pool_tokens: int = 0  # of the copy in the pool
+    pool_id: str = ""  # the shard that it is in, or was in last
     cancelled: bool = False
 
 
@@ -41,6 +43,8 @@ class _Turn:
     forgotten: list[RequestKey] = field(default_factory=list)
     cancelled_at: set[RequestKey] = field(default_factory=set)
     kept: set[RequestKey] = field(default_factory=set)  # the pool keeps what it has of them, for their next epoch
+    moved: dict[tuple[RequestKey, str], int] = field(default_factory=dict)  # older copies, by shard
+    found: dict[RequestKey, tuple[int, int]] = field(default_factory=dict)  # in the shard that the event is about
 
 
 class CoreModel:
@@ -50,6 +54,8 @@ class CoreModel:
         self.core = core
         self.open: dict[RequestKey, Entry] = {}
         self.instances: dict[str, set[str]] = {"prefill": set(), "decode": set(), "kv_pool": set()}
+        self.pools: tuple[str, ...] = ()  # shards that are named; none: there is one
+        self.homes: dict[str, str] = {}
         self.history: list[str] = []
         self.ended: Counter[str] = Counter()
 
@@ -81,10 +87,10 @@ class CoreModel:
                 self._cancelled(keys, turn)
             case ev.GatewayLost(gateway_id):
                 self._cancelled([key for key, e in self.open.items() if e.meta.gateway_id == gateway_id], turn)
-            case ev.Prefilled(key, kv_tokens):
-                self._placed(key, ("prefilling",), kv_tokens, turn)
-            case ev.Returned(key, kv_tokens):
-                self._placed(key, ("prefetched", "decoding"), kv_tokens, turn)
+            case ev.Prefilled(key, kv_tokens, pool_id=pool_id):
+                self._placed(key, ("prefilling",), kv_tokens, pool_id, turn)
+            case ev.Returned(key, kv_tokens, pool_id=pool_id):
+                self._placed(key, ("prefetched", "decoding"), kv_tokens, pool_id, turn)
             case ev.Joined(decode_id, keys):
                 turn.strangers = set(keys) - self.open.keys()
                 for entry in self._entries(keys):
@@ -100,18 +106,43 @@ class CoreModel:
         match event:
             case ev.InventoryTaken(decode_id, requests, restore):
                 self._restored(decode_id, requests, restore, turn)
-            case ev.PoolInventoryTaken(copies):
-                turn.must_end |= {key for key, e in self.open.items() if e.state == "waiting" and key not in copies}
-                for entry in (e for key, e in self.open.items() if e.state == "queued" and key not in copies):
-                    entry.kv_tokens = entry.pool_tokens = 0
-                for key in self.open.keys() & copies.keys():
-                    if not self.open[key].pool_tokens and self.open[key].state in ("prefetched", "decoding"):
-                        self.open[key].pool_tokens = copies[key][0]
+            case ev.PoolInventoryTaken(copies, pool_id) if self._is_named(pool_id):
+                self._inventory(copies, pool_id, turn)
+            case ev.CopiesFound(_, copies):
+                turn.found = dict(copies)
+            case ev.ShardsChanged(pool_ids, homes):
+                self._shards_changed(pool_ids, dict(homes), turn)
             case ev.InstanceJoined(role, instance_id):
                 self.instances[role].add(instance_id)
             case ev.InstanceLost(role, instance_id):
                 self.instances[role].discard(instance_id)
                 turn.must_end |= {key for key, e in self.open.items() if self._was_behind(e, role, instance_id)}
+
+    def _is_named(self, pool_id: str) -> bool:
+        return not self.pools or pool_id in self.pools
+
+    def _inventory(self, copies: Mapping[RequestKey, tuple[int, int]], pool_id: str, turn: _Turn) -> None:
+        here = [e for e in self.open.values() if e.pool_id == pool_id or not self.pools]
+        gone = [e for e in here if e.meta.key not in copies]
+        turn.must_end |= {e.meta.key for e in gone if e.state == "waiting"}
+        turn.found = dict(copies)
+        for entry in (e for e in gone if e.state == "queued"):
+            entry.kv_tokens = entry.pool_tokens = 0
+        for key in self.open.keys() & copies.keys():
+            entry = self.open[key]
+            if not entry.pool_tokens and entry.state in ("prefetched", "decoding"):
+                entry.pool_tokens, entry.pool_id = copies[key][0], pool_id
+
+    def _shards_changed(self, pool_ids: tuple[str, ...], homes: dict[str, str], turn: _Turn) -> None:
+        self.pools, self.homes = pool_ids, homes
+        for key, entry in self.open.items():
+            if not entry.pool_tokens or entry.pool_id in pool_ids:
+                continue
+            if entry.state == "waiting" or (entry.state == "prefetched" and not entry.prefill_id):
+                turn.must_end.add(key)
+            else:
+                entry.pool_tokens = 0
+                entry.kv_tokens = 0 if entry.state == "queued" else entry.kv_tokens
 
     def _entries(self, keys: tuple[RequestKey, ...]) -> list[Entry]:
         return [self.open[key] for key in keys if key in self.open]
@@ -129,8 +160,10 @@ class CoreModel:
             if known is not None:
                 turn.must_end.add(known)
                 turn.silent.add(known)
-            self.open[meta.key] = Entry(meta, "waiting" if meta.whole else "queued", kv_tokens=meta.base_tokens)
-            self.open[meta.key].pool_tokens = meta.base_tokens
+            base_tokens = meta.base_tokens if self._is_named(meta.base_pool_id) else 0
+            state = "waiting" if meta.whole and base_tokens else "queued"
+            self.open[meta.key] = Entry(meta, state, kv_tokens=base_tokens, pool_id=meta.base_pool_id)
+            self.open[meta.key].pool_tokens = base_tokens
 
     def _cancelled(self, keys: tuple[RequestKey, ...] | list[RequestKey], turn: _Turn) -> None:
         for key in self.open.keys() & set(keys):
@@ -141,13 +174,19 @@ class CoreModel:
                 entry.cancelled = True
                 turn.asked_to_end.add(key)
 
-    def _placed(self, key: RequestKey, states: tuple[str, ...], kv_tokens: int, turn: _Turn) -> None:
+    def _placed(self, key: RequestKey, states: tuple[str, ...], kv_tokens: int, pool_id: str, turn: _Turn) -> None:
         entry = self.open.get(key)
-        if entry is not None and entry.state in states:
-            entry.state, entry.kv_tokens, entry.pool_tokens = "waiting", kv_tokens, kv_tokens
-            entry.prefill_id = entry.decode_id = ""
-            if entry.cancelled:
-                turn.must_end.add(key)
+        if entry is None or entry.state not in states:
+            return
+        if not self._is_named(pool_id):
+            turn.must_end.add(key)
+            return
+        if self.pools and entry.pool_tokens and entry.pool_id != pool_id:
+            turn.moved[key, entry.pool_id] = entry.pool_tokens
+        entry.state, entry.kv_tokens, entry.pool_tokens, entry.pool_id = "waiting", kv_tokens, kv_tokens, pool_id
+        entry.prefill_id = entry.decode_id = ""
+        if entry.cancelled:
+            turn.must_end.add(key)
 
     def _restored(self, decode_id: str, requests: tuple[ev.HeldRequest, ...], restore: bool, turn: _Turn) -> None:
         if decode_id not in self.instances["decode"]:
@@ -169,6 +208,8 @@ class CoreModel:
         match action:
             case act.StartPrefill(prefill_id, keys, base_tokens):
                 assert prefill_id in self.instances["prefill"]
+                if len(self.pools) > 1:
+                    assert self.homes[prefill_id] in self.instances["kv_pool"]
                 assert base_tokens == self.open[keys[0]].kv_tokens
                 self._move(keys, ("queued",), "prefilling", prefill_id, "")
             case act.Prefetch(decode_id, prefill_id, _, _, keys):
@@ -191,15 +232,22 @@ class CoreModel:
     def _check_word(self, action: act.Action, turn: _Turn) -> None:
         """What is said of requests that end, or of their copies."""
         match action:
-            case act.ReleasePool(keys, True, kv_tokens):
+            case act.ReleasePool(keys, True, kv_tokens, pool_id):
                 for key, tokens in zip(keys, kv_tokens, strict=True):
                     entry = self.open[key]
+                    if turn.moved.get((key, pool_id)) == tokens:
+                        del turn.moved[key, pool_id]
+                        continue
+                    if self.pools and (entry.pool_id != pool_id or not entry.pool_tokens):  # a stray
+                        assert turn.found[key][0] == tokens, key
+                        assert entry.state in ("waiting", "queued"), key
+                        continue
                     assert entry.pool_tokens == tokens > 0, key
                     entry.pool_tokens = 0
                     assert entry.state in ("decoding", "queued"), key
                     if entry.state == "queued":  # to be prefilled from its first token on
                         entry.kv_tokens = 0
-            case act.ReleasePool(keys):
+            case act.ReleasePool(keys, pool_id=""):  # all shards
                 turn.released += keys
             case act.Reject(keys):
                 turn.rejected += keys
@@ -228,6 +276,7 @@ class CoreModel:
         assert len(gone) == len(turn.forgotten), "forgotten twice"
         assert len(set(told)) == len(told), "told twice"
         assert len(set(turn.released)) == len(turn.released), "released twice"
+        assert not turn.moved, "an older copy stays in another shard"
         assert gone == turn.must_end | set(told), f"{gone ^ (turn.must_end | set(told))}"
         assert gone <= self.open.keys()
         assert gone - turn.silent <= set(told), "ended without a word"

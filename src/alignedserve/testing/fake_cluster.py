@@ -105,6 +105,12 @@ class _Supervisor(sv_grpc.SupervisorServicer):
             return sv.ScaleReply(refused=failure_to_proto(self._cluster.scale_refused))
         return sv.ScaleReply(prefill=request.prefill or 1, decode=request.decode or 1)
 
+    async def RestartRoles(self, request: sv.RestartRequest, context: Any) -> sv.RestartReply:
+        self._cluster.orders.append(request)
+        if self._cluster.scale_refused is not None:
+            return sv.RestartReply(refused=failure_to_proto(self._cluster.scale_refused))
+        return sv.RestartReply(restart=sv.Restart(since_ns=5_000_000_000, roles=request.roles or ["decode"]))
+
     async def Stop(self, request: pb.Empty, context: Any) -> sv.StopReply:
         self._cluster.orders.append(request)
         return sv.StopReply(grace_s=25.0)
@@ -125,6 +131,7 @@ class FakeCluster:
         self.ending = False
         self.books = [sv.BookCheck(store="kv_pool-0", instance="kv_pool-0", capacity_blocks=1, free_blocks=1)]
         self.grace_s = 0.0
+        self.restart = sv.Restart(done=True)
         self.orders: list[Any] = []  # Scale and Stop
         self.scale_refused: AlignedServeError | None = None
         self.address = ""
@@ -279,7 +286,12 @@ class FakeCluster:
         ]
         model_info = self.info.to_json() if self.info is not None else ""
         return sv.ClusterView(
-            version=self._version, peers=peers, model_info=model_info, ending=self.ending, grace_s=self.grace_s
+            version=self._version,
+            peers=peers,
+            model_info=model_info,
+            ending=self.ending,
+            grace_s=self.grace_s,
+            restart=self.restart,
         )
 
     def on_gateway_message(self, message: sc.GatewayMessage) -> None:

@@ -2,8 +2,8 @@
 
 `python -m alignedserve.testing.fake_roles` is `role_main` with these roles. What they do beside joining is said in
 `FAKE_<ROLE>` in the environment: words of `key=value`, among them `fail=CODE`, `exit=SECONDS`, `never_ready=1`,
-`step=SECONDS` (how long a step of its work takes). SIGUSR1 blocks the event loop for ever, SIGUSR2 has it report work
-with which it comes no further.
+`step=SECONDS` (how long a step of its work takes), `end=SECONDS` (how long it takes to end). SIGUSR1 blocks the event
+loop for ever, SIGUSR2 has it report work with which it comes no further.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FakeRole(RoleServer):
         return []
 
     async def on_start(self) -> None:
-        orders = dict(word.split("=", 1) for word in os.environ.get(f"FAKE_{self.role.upper()}", "").split())
+        orders = self._orders()
         if code := orders.get("fail"):
             raise by_code(code)(f"{self.settings.id} was told to fail")
         if "exit" in orders:
@@ -69,9 +69,15 @@ class FakeRole(RoleServer):
         if "never_ready" not in orders:
             self.set_state("ready")
 
+    def _orders(self) -> dict[str, str]:
+        return dict(word.split("=", 1) for word in os.environ.get(f"FAKE_{self.role.upper()}", "").split())
+
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.store_plan:
             self._planned.set()
+
+    async def on_close(self) -> None:
+        await asyncio.sleep(float(self._orders().get("end", 0.0)))
 
     def describe(self) -> sv.Heartbeat:
         beat = sv.Heartbeat(holds="nothing", metrics=f'fake_up{{instance="{self.settings.id}"}} 1\n')

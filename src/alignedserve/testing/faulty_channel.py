@@ -96,6 +96,10 @@ class FaultyChannel(Channel):
     def counters(self) -> ChannelCounters:
         return self._inner.counters()
 
+    @property
+    def waits_for_peer(self) -> bool:
+        return self._inner.waits_for_peer and not self._held
+
     def page_locked(self) -> PageLocked | None:
         return self._inner.page_locked()
 

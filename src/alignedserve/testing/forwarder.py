@@ -22,6 +22,8 @@ class Forwarder:
         self.accepted = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -34,6 +36,7 @@ class Forwarder:
         assert self._server is not None
         self._server.close()
         self.cut()
+        self._flows.set()
         await asyncio.sleep(0)
 
     def cut(self) -> int:
@@ -44,6 +47,10 @@ class Forwarder:
             writer.transport.abort()
         self._open.clear()
         return open_now
+
+    def freeze(self) -> None:
+        """From now on let nothing through, either way, and close nothing: as a network does that is cut."""
+        self._flows.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -61,6 +68,7 @@ class Forwarder:
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
+                await self._flows.wait()
                 writer.write(data)
                 await writer.drain()
         self._open.discard(writer)

@@ -102,11 +102,9 @@ def make_model(
     eos = overrides.get("vocab_size", VOCAB_SIZE) - 1 if eos_token_id is None else eos_token_id
     config = _build_config(kind, {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": eos, **overrides})
     config.dtype = dtype
-    state = torch.random.get_rng_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # of parameters that keep their mean, gpt_oss's sinks among them
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    finally:
-        torch.random.set_rng_state(state)
     draw_weights(model, seed=seed, std=std)
     values = {"bos_token_id": 0, "eos_token_id": eos, "pad_token_id": 0, **(generation or {})}
     model.generation_config = GenerationConfig(**values)

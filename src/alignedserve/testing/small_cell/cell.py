@@ -6,7 +6,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from alignedserve.testing.small_cell.decode import Decode
 from alignedserve.testing.small_cell.pool import Pool, Write
 from alignedserve.testing.small_cell.prefill import Prefill
 from alignedserve.testing.small_cell.requests import Request, Service
+from alignedserve.testing.small_cell.shards import Shards
 
 
 class Part(Protocol):
@@ -45,6 +46,7 @@ class Shape:
     block_size: int = 4
     prefills: int = 1
     decodes: int = 1
+    nodes: int = 1  # instances are shared out among them, and each has a shard of `pool_blocks`
     prefetch: bool = True
     pool_blocks: int = 240
     prefill_cache: int = 40
@@ -83,7 +85,6 @@ class SmallCell:
         self.log: list[tuple[float, actions.Action]] = []
         self.services: list[Service] = []  # that are over
         self.longest_s: dict[str, float] = {}  # that each kind of step has taken
-        self._adopting: dict[RequestKey, Request] = {}
         self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt what the pool holds
         self.coming = 0  # arrivals and other disturbances that are planned
         self._queue: list[tuple[float, int, Part, Callable[..., None], tuple[Any, ...]]] = []
@@ -96,7 +97,9 @@ class SmallCell:
         self.pairs = dict.fromkeys(decode_ids, prefill_ids if shape.prefetch else ())
         self.prefills: dict[str, Prefill] = {}
         self.decodes: dict[str, Decode] = {}
-        self.pool = self._new_pool()
+        self.shards = Shards(self, shape.nodes, [*prefill_ids, *decode_ids])
+        if self.shards.named:
+            self._handle(self.shards.event())
         for name in prefill_ids:
             self._new_prefill(name)
         for name in decode_ids:
@@ -152,6 +155,7 @@ class SmallCell:
     # the core
 
     def _handle(self, event: events.Event) -> None:
+        self.shards.note(event)
         for action in self.core.handle(event, self.now_s):
             self.log.append((self.now_s, action))
             self._carry_out(action)
@@ -174,7 +178,7 @@ class SmallCell:
                 holders: dict[str, Any] = {**self.prefills, **self.decodes}
                 self._command(holders.get(action.instance_id), "cancel", action.keys)
             case actions.ReleasePool():
-                self._command(self.pool, "release", action)
+                self.release_pool(action)
             case actions.Reject():
                 for key in action.keys:
                     self.request(key).ended = self.request(key).ended or action.error.code
@@ -182,6 +186,11 @@ class SmallCell:
                 self._left.update(action.keys)
                 for key in action.keys:
                     self._deliver(self._core_process, self._gateway, self._resubmit, key)
+
+    def release_pool(self, action: actions.ReleasePool) -> None:
+        for name, pool in self.shards.pools.items():
+            if not action.pool_id or action.pool_id == name:
+                self._command(pool, "release", action)
 
     def _command(self, target: Part | None, method: str, argument: Any) -> None:
         if target is not None:
@@ -210,7 +219,7 @@ class SmallCell:
         self._handle(events.CancelRequested((key,)))
 
     def _release(self, key: RequestKey) -> None:
-        self._command(self.pool, "release", actions.ReleasePool((key,)))
+        self.release_pool(actions.ReleasePool((key,)))
 
     def _resubmit(self, key: RequestKey) -> None:
         request = self.request(key)
@@ -219,21 +228,19 @@ class SmallCell:
         self.counts["resubmitted"] += 1
         request.epoch += 1
         request.waiting_since_s = None
-        self._adopting[request.key] = request
-        self.send(self._core_process, self.pool, "adopt", request)
+        for pool in self.shards.ask(request):
+            self.send(self._core_process, pool, "adopt", request)
 
-    def submit_again(self, pool: Part, request: Request, base_tokens: int, base_blocks: int) -> None:
-        """The pool has said what it holds of a request that was lost."""
-        whole = request.tokens > 0 and base_tokens == request.kv_tokens
-        meta = replace(
-            request.meta, base_tokens=base_tokens, base_blocks=base_blocks, own_blocks=base_blocks, whole=whole
-        )
-        self.counts["whole"] += whole
-        self._deliver(pool, self._core_process, self._submit_again, request, meta)
+    def adopted(self, pool: Pool, request: Request, tokens: int, blocks: int) -> None:
+        """A shard says what it holds of a request that was lost."""
+        self._deliver(pool, self._core_process, self._adopted, pool, request, tokens, blocks)
+
+    def _adopted(self, pool: Pool, request: Request, tokens: int, blocks: int) -> None:
+        found = self.shards.answered(pool, request, tokens, blocks)
+        if found is not None:
+            self._submit_again(*found)
 
     def _submit_again(self, request: Request, meta: events.RequestMeta) -> None:
-        if self._adopting.pop(meta.key, None) is None:
-            return  # answered twice
         if request.ended:
             self._release(meta.key)
         else:
@@ -250,17 +257,25 @@ class SmallCell:
         self.tell_core(source, events.Finished((key,)))
 
     def write_back(self, source: Part, key: RequestKey, kv_tokens: int) -> None:
-        """Commit to the pool what it lacks of a request that was given back, and report it returned."""
+        """Commit to the own node's shard what it lacks of a request that was given back, and report it returned.
+
+        Where another shard has all of it, nothing is written.
+        """
+        pool = self.shards.home(source.name)
+        holder = self.shards.where(key)
+        if holder is not None and holder.lengths.get(key) == kv_tokens:
+            pool = holder
 
         def committed(blocks: int, new_blocks: int) -> None:
-            self.returned(source, key, kv_tokens, blocks)
+            self.returned(source, key, kv_tokens, blocks, pool)
 
-        self.pool.write(Write(source, key, kv_tokens, None, committed))
+        pool.write(Write(source, key, kv_tokens, None, committed))
 
-    def returned(self, source: Part, key: RequestKey, kv_tokens: int, blocks: int) -> None:
+    def returned(self, source: Part, key: RequestKey, kv_tokens: int, blocks: int, pool: Pool | None) -> None:
+        assert pool is not None
         since_s = self.request(key).waiting_since_s
         waited_s = 0.0 if since_s is None else self.now_s - since_s
-        self.tell_core(source, events.Returned(key, kv_tokens, blocks, waited_s))
+        self.tell_core(source, events.Returned(key, kv_tokens, blocks, waited_s, pool.name))
 
     # load and disturbances
 
@@ -307,53 +322,74 @@ class SmallCell:
         for prefill in self.prefills.values():
             self.after(self.delay(0.002), prefill, prefill.drop_decode, name)
 
-    def lose_pool(self) -> None:
+    def lose_pool(self, number: int = 0) -> None:
         """Its process: what it holds and whom it owes blocks stays, and a successor goes on with that."""
-        self.pool.alive = False
+        pool = list(self.shards.pools.values())[number % len(self.shards.pools)]
+        pool.alive = False
         newcomer = Gateway()
-        newcomer.name = Pool.name
-        self.tell_core(newcomer, events.InstanceLost("kv_pool", Pool.name))
-        self.at(self.now_s + 0.2, self._revive_pool)
+        newcomer.name = pool.name
+        self.tell_core(newcomer, events.InstanceLost("kv_pool", pool.name))
+        self.at(self.now_s + 0.2, partial(self._revive_pool, pool))
 
-    def _revive_pool(self) -> None:
-        if not self.pool.alive:
-            self.pool.alive = True
-            self._introduce("kv_pool", Pool.name)
+    def _revive_pool(self, pool: Pool) -> None:
+        if not pool.alive and self.shards.pools.get(pool.name) is pool:
+            pool.alive = True
+            self.introduce("kv_pool", pool.name)
             self.counts["pool lost"] += 1
-            self.pool.report()
-            self.pool.serve()
-            for request in self._adopting.values():
-                self.send(self._core_process, self.pool, "adopt", request)
+            pool.report()
+            pool.serve()
+            for asked in self.shards.adopting.values():
+                self.send(self._core_process, pool, "adopt", asked.request)
+
+    def lose_node(self, number: int, *, another: bool) -> None:
+        """Instances and shard, for good. Its instances start again elsewhere: on a new node, if `another`."""
+        names = list(self.shards.pools)
+        lost = names[number % len(names)]
+        for instance in [name for name, home in self.shards.homes.items() if home == lost]:
+            if instance in self.prefills:
+                self.lose_prefill(instance)
+            elif instance in self.decodes:
+                self.lose_decode(instance)
+        self.counts["nodes lost"] += 1
+        new = self.shards.add() if another or len(names) == 1 else None
+        self.shards.lose(lost, names[number % len(names) - 1] if new is None else new.name)
+        for decode in self.decodes.values():
+            self.after(self.delay(0.002), decode, decode.shard_lost, lost)
+        self._deliver(self._gateway, self._core_process, self._shard_lost, lost, new)
+
+    def _shard_lost(self, lost: str, new: Pool | None) -> None:
+        self._handle(self.shards.event())
+        if new is not None:
+            new.report()
+        for request, meta in self.shards.forget(lost):
+            self._submit_again(request, meta)
 
     def _audit(self) -> None:
         """Words that something is done with get lost with a process: what then nobody claims is found and freed."""
-        for key in list(self.pool.lengths):
-            unclaimed = self.request(key).ended and not self.core.is_open(key)
-            if unclaimed and (self.counts["pool lost"] or key in self._left):
-                self.pool.release(actions.ReleasePool((key,)))
+        for pool in self.shards.pools.values():
+            for key in list(pool.lengths):
+                unclaimed = self.request(key).ended and not self.core.is_open(key)
+                if unclaimed and (self.counts["pool lost"] or key in self._left):
+                    pool.release(actions.ReleasePool((key,)))
 
     def _lose(self, part: Part, role: str, successor: Callable[[], None]) -> None:
         part.alive = False
         self.tell_core(part, events.InstanceLost(role, part.name))
-        self.pool.serve()
+        self.shards.serve()
         self.at(self.now_s + 0.2, successor)
 
     def _new_prefill(self, name: str) -> None:
-        self._introduce("prefill", name)
+        self.introduce("prefill", name)
         self.prefills[name] = Prefill(self, name)
         for decode in self.decodes.values():
             self.after(0.0, decode, decode.refresh_lease)
 
     def _new_decode(self, name: str) -> None:
-        self._introduce("decode", name)
+        self.introduce("decode", name)
         self.decodes[name] = Decode(self, name)
         self.after(0.0, self.decodes[name], self.decodes[name].refresh_lease)
 
-    def _new_pool(self) -> Pool:
-        self._introduce("kv_pool", Pool.name)
-        return Pool(self, self.shape.pool_blocks)
-
-    def _introduce(self, role: str, name: str) -> None:
+    def introduce(self, role: str, name: str) -> None:
         newcomer = Gateway()
         newcomer.name = name
         self.tell_core(newcomer, events.InstanceJoined(role, name))
@@ -363,7 +399,7 @@ class SmallCell:
         self._audit()
         self.core.check_integrity()
         open_requests = [request.request_id for request in self.requests.values() if not request.ended]
-        stores = [self.pool.blocks]
+        stores = [pool.blocks for pool in self.shards.pools.values()]
         for part in self.prefills.values():
             stores += [part.cache, part.buffers.batch, part.buffers.requests]
         stores += [part.cache for part in self.decodes.values()]

@@ -34,10 +34,11 @@ class Decode:
         self.tombstones: set[RequestKey] = set()  # cancelled before they were announced
         self.busy = self.kicked = False
         self.reported: tuple[int, IterationStatus, int] | None = None
+        self.home = cell.shards.home(name)
         self.report()
 
     def report(self) -> None:
-        waits = sum(self.cell.pool.missing_blocks(write) for write in self.cell.pool.waiting if write.writer is self)
+        waits = sum(self.home.missing_blocks(write) for write in self.home.waiting if write.writer is self)
         status = self.scheduler.status()
         state = self.cache.free_blocks, status, waits
         if state == self.reported:
@@ -66,8 +67,11 @@ class Decode:
 
     def offer_from_pool(self, action: Prefetch) -> None:
         for key in action.keys:
-            kv_tokens = self.cell.pool.lengths.get(key)
-            if kv_tokens is not None:
+            pool = self.cell.shards.where(key)
+            kv_tokens = None if pool is None else pool.lengths.get(key)
+            if self.cell.shards.is_gone(key):
+                self.cell.tell_core(self, Lost((key,), "its shard is gone"))
+            elif kv_tokens is not None:
                 self.offer(key, kv_tokens, action.buffer, action.batch_id, "")
 
     def release_source(self, key: RequestKey, source: str) -> None:
@@ -112,13 +116,20 @@ class Decode:
         self.scheduler.set_requests_buffer_lease(max((pair.top_up_lease(self.name) for pair in pairs), default=0))
 
     def source_lost(self, prefill_id: str) -> None:
-        for key in [key for key, source in self.source.items() if source == prefill_id]:
+        self.lose([key for key, source in self.source.items() if source == prefill_id], prefill_id)
+        self.refresh_lease()
+
+    def shard_lost(self, name: str) -> None:
+        stored = self.cell.shards.stored
+        self.lose([key for key, source in self.source.items() if not source and stored.get(key) == name], name)
+
+    def lose(self, keys: Iterable[RequestKey], source: str) -> None:
+        for key in keys:
             if self.scheduler.withdraw(key):
                 self.forget(key)
-                self.cell.tell_core(self, Lost((key,), f"{prefill_id} was lost"))
+                self.cell.tell_core(self, Lost((key,), f"{source} was lost"))
             else:
                 self.broken.add(key)
-        self.refresh_lease()
         self.kick()
 
     # the loop
@@ -194,7 +205,7 @@ class Decode:
         if evict.to_pool:
             then = partial(self.written, evict)
             failed = partial(self.eviction_failed, evict.key)
-            self.cell.pool.write(Write(self, evict.key, evict.kv_tokens, None, then, failed))
+            self.home.write(Write(self, evict.key, evict.kv_tokens, None, then, failed))
             return
         for name in self.cell.pairs[self.name]:
             prefill = self.cell.prefills.get(name)
@@ -226,7 +237,7 @@ class Decode:
     def returned(self, evict: Evict, blocks: int) -> None:
         if self.scheduler.copied_out(evict.key):
             self.forget(evict.key)
-            self.cell.returned(self, evict.key, evict.kv_tokens, blocks)
+            self.cell.returned(self, evict.key, evict.kv_tokens, blocks, self.home)
         else:
             self.drop(evict.key)
         self.kick()

@@ -1,4 +1,4 @@
-"""The KV pool of a small cell: blocks by request; writers that find no room wait in line."""
+"""A shard of a small cell's KV pool: blocks by request; writers that find no room wait in line."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Write:
 class Pool:
     name = "pool"
 
-    def __init__(self, cell: SmallCell, capacity: int) -> None:
-        self.cell = cell
+    def __init__(self, cell: SmallCell, capacity: int, name: str) -> None:
+        self.cell, self.name = cell, name
         self.alive = True
         self.blocks = BlockAllocator(capacity, self.name)
         self.lengths: dict[RequestKey, int] = {}
@@ -86,7 +86,7 @@ class Pool:
             self.blocks.release_all(older)
         if tokens:
             self.lengths[key] = tokens
-        self.cell.submit_again(self, request, tokens, len(ids))
+        self.cell.adopted(self, request, tokens, len(ids))
 
     def discard(self, key: RequestKey) -> None:
         """The writer has given up."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import Prefilled
+from alignedserve.scheduler.events import Lost, Prefilled
 from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.testing.small_cell.pool import Write
@@ -29,6 +29,7 @@ class Prefill:
         self.groups: dict[RequestKey, list[RequestKey]] = {}  # by the one that carries the prompt
         self.lead: dict[RequestKey, RequestKey] = {}
         self.busy = False
+        self.home = cell.shards.home(name)
         self.report()
 
     def report(self) -> None:
@@ -77,7 +78,7 @@ class Prefill:
             share = left[0] if key != left[0] else None
             kv_tokens = self.cell.request(key).kv_tokens
             then = partial(self.offloaded, lead, key, kv_tokens)
-            self.cell.pool.write(Write(self, key, kv_tokens, share, then))
+            self.home.write(Write(self, key, kv_tokens, share, then))
 
     def offloaded(self, lead: RequestKey, key: RequestKey, kv_tokens: int, blocks: int, new_blocks: int) -> None:
         self.forget(key)
@@ -85,7 +86,7 @@ class Prefill:
             self.chunks.release(lead)
             self.cell.after(0.0, self, self.compute)
         self.cell.request(key).wait(self.cell.now_s, evicted=False)
-        self.cell.tell_core(self, Prefilled(key, kv_tokens, blocks, new_blocks))
+        self.cell.tell_core(self, Prefilled(key, kv_tokens, blocks, new_blocks, self.home.name))
         self.report()
 
     def forget(self, key: RequestKey) -> None:
@@ -99,25 +100,29 @@ class Prefill:
             if key in self.lead:
                 lead = self.lead[key]
                 self.forget(key)
-                self.cell.pool.discard(key)
+                self.home.discard(key)
                 if lead not in self.groups and not self.chunks.cancel(lead):
                     self.chunks.release(lead)
                 self.cell.stopped(self, key)
         self.compute()
-        self.cell.pool.serve()
+        self.home.serve()
 
     # candidate buffers
 
     def prefetch(self, action: Prefetch) -> None:
         for key in action.keys:
-            kv_tokens = self.cell.pool.lengths.get(key)
+            pool = self.cell.shards.where(key)
+            kv_tokens = None if pool is None else pool.lengths.get(key)
+            if self.cell.shards.is_gone(key):
+                self.cell.tell_core(self, Lost((key,), "its shard is gone"))
+                continue
             if kv_tokens is None:
                 continue  # it has ended; the word is on its way here
             blocks = self.cell.blocks_for(kv_tokens)
             alive = action.decode_id in self.cell.decodes  # else there is nobody to announce it to
             if not (alive and self.buffers.take(action.buffer, key, blocks, action.decode_id)):
                 self.cell.counts["bounced"] += 1
-                self.cell.returned(self, key, kv_tokens, blocks)
+                self.cell.returned(self, key, kv_tokens, blocks, pool)
                 continue
             self.cell.after(self.cell.delay(0.005, "prefetch"), self, self.announce, action, key, kv_tokens)
         self.report()

@@ -1,0 +1,79 @@
+"""Greedy streams whose tokens are known, and something that happens in their middle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from alignedserve.client import AsyncClient
+from alignedserve.testing.reference import greedy, load_reference
+
+BEGUN_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Prompts, and what `transformers` answers to each: `new_tokens` tokens."""
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    answers: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, model: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> Expected:
+        reference = load_reference(model)
+        return cls(prompts, new_tokens, [greedy(reference, prompt, new_tokens) for prompt in prompts])
+
+
+@dataclass(slots=True)
+class Streamed:
+    """The tokens of each stream, and when each chunk came (`time.monotonic()`)."""
+
+    tokens: list[list[int]]
+    came_s: list[list[float]]
+    blown_s: float = 0.0
+    begun: list[asyncio.Event] = field(default_factory=list)
+
+    @property
+    def silent_s(self) -> float:
+        """The longest pause of any stream from the blow on."""
+        after = [[self.blown_s, *(at for at in came if at > self.blown_s)] for came in self.came_s]
+        return max((later - earlier for times in after for earlier, later in pairwise(times)), default=0.0)
+
+
+async def stream(
+    address: str, expected: Expected, blow: Callable[[], object] | None = None, timeout_s: float = 120.0
+) -> Streamed:
+    """All at once. When each has delivered a few tokens, `blow` is called in a thread.
+
+    Raises what a stream ends with, and AssertionError where none was open when the blow fell.
+    """
+    count = len(expected.prompts)
+    streamed = Streamed([[] for _ in range(count)], [[] for _ in range(count)])
+    streamed.begun = [asyncio.Event() for _ in range(count)]
+    async with AsyncClient(address, timeout_s=timeout_s) as client:
+        reading = [asyncio.ensure_future(_read(client, expected, streamed, number)) for number in range(count)]
+        for event, task in zip(streamed.begun, reading, strict=True):
+            waiting = asyncio.ensure_future(event.wait())
+            await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        streamed.blown_s = time.monotonic()
+        if blow is not None:
+            assert not all(task.done() for task in reading), "all streams had ended before"
+            await asyncio.to_thread(blow)
+        await asyncio.gather(*reading)
+    return streamed
+
+
+async def _read(client: AsyncClient, expected: Expected, streamed: Streamed, number: int) -> None:
+    prompt = expected.prompts[number]
+    chunks = client.stream(prompt_token_ids=prompt, max_tokens=expected.new_tokens, temperature=0, ignore_eos=True)
+    async for chunk in chunks:
+        streamed.tokens[number] += chunk.token_ids
+        streamed.came_s[number].append(time.monotonic())
+        if len(streamed.tokens[number]) >= BEGUN_TOKENS:
+            streamed.begun[number].set()

@@ -1,0 +1,23 @@
+"""Waiting until no request holds a block in any store of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from alignedserve.cluster.local import LocalCluster
+from alignedserve.control.samples import value
+from alignedserve.scheduler.pool_audit import SETTLE_S
+
+
+async def wait_nothing_held(cluster: LocalCluster, timeout_s: float = SETTLE_S + 15.0) -> str:
+    """The metrics once every block of every store is free; by default as late as the pool's audit finds the last."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        metrics = (await cluster.status()).metrics
+        capacity = value(metrics, "alignedserve_kv_capacity_blocks")
+        if capacity and value(metrics, "alignedserve_kv_blocks", state="free") == capacity:
+            return metrics
+        blocks = [line for line in metrics.splitlines() if line.startswith("alignedserve_kv_")]
+        assert time.monotonic() < deadline, "\n".join(blocks)
+        await asyncio.sleep(0.1)

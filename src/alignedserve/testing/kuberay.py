@@ -1,0 +1,161 @@
+"""The manifests of deploy/kuberay as objects, read as kustomize reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parents[3] / "deploy/kuberay"
+VARIANTS = ("cpu", "gpu-node", "gpu-nodes")
+Manifest = dict[str, Any]
+
+_UNITS = {"": 1.0, "m": 1e-3, **{f"{u}i": 1024.0 ** (n + 1) for n, u in enumerate("KMGT")}}
+
+
+def manifests(name: str) -> list[Manifest]:
+    """Every object of a folder with a kustomization, those of the folders that it names first."""
+    return [document for file in files(name) for document in _documents(file)]
+
+
+def files(name: str) -> list[Path]:
+    """The files that the kustomization of a folder applies."""
+    folder = (FOLDER / name).resolve()
+    found: list[Path] = []
+    for entry in kustomization(name)["resources"]:
+        place = folder / entry
+        found += files(str(place.resolve().relative_to(FOLDER.resolve()))) if place.is_dir() else [place]
+    return found
+
+
+def kustomization(name: str) -> Manifest:
+    (found,) = _documents(FOLDER / name / "kustomization.yaml")
+    return found
+
+
+def _documents(file: Path) -> list[Manifest]:
+    return [document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document]
+
+
+def of_kind(found: list[Manifest], kind: str) -> list[Manifest]:
+    return [entry for entry in found if entry["kind"] == kind]
+
+
+def ray_service(name: str) -> Manifest:
+    (found,) = of_kind(manifests(name), "RayService")
+    return found
+
+
+def serve_config(name: str) -> dict[str, Any]:
+    """The very text in the RayService, parsed."""
+    found: dict[str, Any] = yaml.safe_load(ray_service(name)["spec"]["serveConfigV2"])
+    return found
+
+
+def environment(name: str) -> dict[str, str]:
+    """What every Ray container's environment has from the ConfigMap."""
+    (found,) = [
+        entry for entry in of_kind(manifests(name), "ConfigMap") if entry["metadata"]["name"] == "alignedserve-ray"
+    ]
+    return dict(found["data"])
+
+
+@dataclass(frozen=True, slots=True)
+class RayPods:
+    """A group of equal pods. `count`: how many; `params`: of `ray start`."""
+
+    group: str
+    count: int
+    params: Mapping[str, str]
+    metadata: Manifest
+    spec: Manifest
+
+    @property
+    def is_head(self) -> bool:
+        return self.group == "head"
+
+    @property
+    def container(self) -> Manifest:
+        """Ray's; KubeRay takes the first."""
+        container: Manifest = self.spec["containers"][0]
+        return container
+
+    @property
+    def memory_bytes(self) -> int:
+        return quantity(self.container["resources"]["limits"]["memory"])
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Its own, and those of KubeRay that objects of ours may select by."""
+        kind = "head" if self.is_head else "worker"
+        own: dict[str, str] = self.metadata["labels"]
+        return {"ray.io/node-type": kind, "ray.io/is-ray-node": "yes"} | own
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Ray's of one pod: CPU and GPU as KubeRay derives them, and its own, as a shell and Ray read them."""
+        limits = self.container["resources"]["limits"]
+        own = json.loads(shlex.split(self.params["resources"])[0]) if "resources" in self.params else {}
+        found = {"CPU": float(self.params.get("num-cpus", quantity(limits["cpu"])))}
+        if "nvidia.com/gpu" in limits:
+            found["GPU"] = float(limits["nvidia.com/gpu"])
+        return found | own
+
+
+def ray_pods(name: str) -> list[RayPods]:
+    """The head, and every group of workers."""
+    cluster = ray_service(name)["spec"]["rayClusterConfig"]
+    head = cluster["headGroupSpec"]
+    found = [_pods("head", 1, head)]
+    found += [_pods(group["groupName"], group["replicas"], group) for group in cluster["workerGroupSpecs"]]
+    return found
+
+
+def _pods(group: str, count: int, spec: Manifest) -> RayPods:
+    template = spec["template"]
+    return RayPods(group, count, spec["rayStartParams"], template["metadata"], template["spec"])
+
+
+def quantity(text: str | float) -> int:
+    """Kubernetes' numbers with a unit, rounded up: "4Gi", "250m"."""
+    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(text))
+    assert match is not None, text
+    return -int(-float(match[1]) * _UNITS[match[2]] // 1)
+
+
+def on_this_machine(name: str, api_key_file: Path) -> dict[str, Any]:
+    """The Serve configuration with what a machine without GPUs and other nodes cannot have replaced, by rule.
+
+    Where it is for GPUs: instances run on CPUs, one prefill and one decode, with the model that ships and a pool of
+    half a GiB; there is one gateway. Where a Secret is mounted, the file is another. Everything else stays.
+    """
+    config = copy.deepcopy(serve_config(name))
+    for application in config["applications"]:
+        args = application["args"]
+        args["gateway"]["api_key_file"] = str(api_key_file)
+        if args["cluster"]["device"] == "cuda":
+            args["model"]["path"] = "tiny"
+            args["cluster"] |= {"device": "cpu", "prefill": 1, "decode": 1}
+            args["kv_pool"]["size_gib"] = 0.5
+            args["gateway"]["replicas"] = 1
+    return config
+
+
+def selected(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector without expressions takes these labels."""
+    return all(labels.get(key) == value for key, value in selector.items())
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string of an object, however deep."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(inner)

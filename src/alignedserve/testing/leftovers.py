@@ -1,0 +1,35 @@
+"""Processes that tests have left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+_STAYS = "multiprocessing.resource_tracker"  # Python's own, one for the whole run
+_POLL_S = 0.05
+
+
+def descendants() -> dict[int, str]:
+    """The command line of every process below this one, by its pid; "" of one that has ended and is not collected."""
+    found: dict[int, str] = {}
+    pending = [os.getpid()]
+    while pending:
+        for tasks in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                for pid in map(int, tasks.read_text().split()):
+                    pending.append(pid)
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    return found
+
+
+def leftovers(before: dict[int, str], grace_s: float) -> dict[int, str]:
+    """Those that live now, did not `before`, and have not ended within `grace_s`."""
+    deadline = time.monotonic() + grace_s
+    while True:
+        left = {pid: words for pid, words in descendants().items() if pid not in before and words}
+        left = {pid: words for pid, words in left.items() if _STAYS not in words}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(_POLL_S)

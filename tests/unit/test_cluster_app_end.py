@@ -1,0 +1,127 @@
+"""How the supervisor's replica ends, as Serve has it do: with its cluster, or leaving that to a successor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from alignedserve.cluster import app
+from alignedserve.cluster.supervisor import Identity
+from alignedserve.config import Config, GatewayConfig
+
+REPLICA: Any = app.SupervisorDeployment.func_or_class  # type: ignore[attr-defined]
+end: Callable[[Any], Any] = REPLICA.__del__
+
+
+class Replica:
+    """One whose supervisor only says what is done to it. No `__del__` of its own: the interpreter would call it."""
+
+    _is_replaced = REPLICA._is_replaced
+    _see_guests_off = REPLICA._see_guests_off
+
+    def __init__(self, *, due: bool = False, broken: bool = False) -> None:
+        self.done: list[str] = []
+        self._ended = False
+        self._begun = asyncio.Event()
+        self._begun.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._config = Config(gateway=GatewayConfig(drain_s=1.0))
+        self._identity = Identity("no-such-cluster", "token")
+        self._record = SimpleNamespace(remove=lambda: None)
+        self._broken = broken
+        self._supervisor = SimpleNamespace(
+            core=SimpleNamespace(rolling=SimpleNamespace(supervisor_due=due), roster=SimpleNamespace(guests={})),
+            application="app",
+            left_to="",
+            announce_end=self._announce_end,
+            end_all=self._end_all,
+            close=self._close,
+        )
+
+    def _announce_end(self, grace_s: float) -> None:
+        if self._broken:
+            raise RuntimeError("gateways cannot be told")
+
+    async def _end_all(self, grace_s: float) -> None:
+        self.done.append("ended")
+        if self._broken:
+            raise RuntimeError("roles cannot be ended")
+
+    async def _close(self) -> None:
+        self.done.append("closed")
+
+    async def _is_succeeded(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def deleted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Serve says of the application; an exception is raised."""
+    said: list[Any] = [False]
+
+    def answer(app_name: str) -> bool:
+        assert app_name == "app"
+        if isinstance(said[0], Exception):
+            raise said[0]
+        return bool(said[0])
+
+    monkeypatch.setattr(app, "is_deleted", answer)
+    return said
+
+
+async def test_it_ends_its_cluster() -> None:
+    replica = Replica()
+    await end(replica)
+    await end(replica)
+    assert replica.done == ["ended", "closed"]
+
+
+async def test_one_that_is_replaced_leaves_the_cluster_to_its_successor(deleted: list[Any]) -> None:
+    replica = Replica(due=True)
+    await end(replica)
+    assert replica.done == ["closed"]
+
+
+async def test_one_that_was_to_be_replaced_ends_the_cluster_where_the_application_is_deleted(
+    deleted: list[Any],
+) -> None:
+    deleted[0] = True
+    replica = Replica(due=True)
+    await end(replica)
+    assert replica.done == ["ended", "closed"]
+
+
+async def test_where_serve_does_not_say_the_cluster_is_a_successors(deleted: list[Any]) -> None:
+    deleted[0] = RuntimeError("Serve has ended")
+    replica = Replica(due=True)
+    await end(replica)
+    assert replica.done == ["closed"]
+
+
+async def test_everything_is_ended_whatever_fails_before() -> None:
+    replica = Replica(broken=True)
+    with pytest.raises(RuntimeError, match="roles cannot be ended"):
+        await end(replica)
+    assert replica.done == ["ended", "closed"]
+
+
+async def test_one_that_is_deleted_while_it_starts_ends_what_it_has_started() -> None:
+    replica = Replica()
+    replica._begun.clear()
+    ending = asyncio.ensure_future(end(replica))
+    await asyncio.sleep(0.01)
+    assert replica.done == []
+    replica._begun.set()
+    await ending
+    assert replica.done == ["ended", "closed"]
+
+
+async def test_one_that_could_not_start_has_nothing_to_end() -> None:
+    replica = Replica()
+    replica._ended = True
+    await end(replica)
+    assert replica.done == []

@@ -1,0 +1,70 @@
+"""`alignedserve wait-idle`: what a container waits for before it is ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from alignedserve.cluster.idle_command import GONE_AFTER_S, wait_idle
+from alignedserve.errors import UnavailableError
+
+URL = "http://gateway:8000"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Gateway:
+    """Answers with one count of open requests after another, the last for ever; None: nobody answers."""
+
+    def __init__(self, *counts: int | None) -> None:
+        self._counts = list(counts)
+
+    def metrics(self, url: str, timeout_s: float) -> str:
+        assert url == URL
+        assert timeout_s > 0
+        count = self._counts.pop(0) if len(self._counts) > 1 else self._counts[0]
+        if count is None:
+            raise UnavailableError(f"{url} does not answer")
+        return "\n".join(
+            f'alignedserve_gateway_open_requests{{instance="gateway-{number}"}} {share}'
+            for number, share in enumerate((count, 0))
+        )
+
+
+def ask(clock: Clock, gateway: Gateway, timeout_s: float = 60.0) -> int:
+    return wait_idle(URL, timeout_s, gateway.metrics, clock, clock.sleep)
+
+
+def test_it_returns_when_the_last_request_of_the_cluster_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert ask(clock, Gateway(2, 1, 1, 0)) == 0
+    assert clock.now == 1.5
+    assert capsys.readouterr().out == f"{URL}: no request is open\n"
+
+
+def test_it_gives_up_at_its_limit_and_says_how_many_are_open(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert ask(clock, Gateway(3), timeout_s=10.0) == 1
+    assert clock.now == 10.0
+    assert "3 requests are open after 10 s" in capsys.readouterr().out
+
+
+def test_a_proxy_that_is_replaced_meanwhile_ends_no_wait() -> None:
+    clock = Clock()
+    assert ask(clock, Gateway(1, None, None, 1, 0)) == 0
+    assert clock.now == 2.0
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert ask(clock, Gateway(None)) == 0
+    assert clock.now == GONE_AFTER_S
+    assert "nobody to wait for" in capsys.readouterr().out

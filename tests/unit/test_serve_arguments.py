@@ -1,0 +1,79 @@
+"""Arguments of the Serve application: nested as a Serve config has them, or `section.key=text` as for `serve run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ServeDeploySchema
+
+from alignedserve.cluster.app import application, build
+from alignedserve.cluster.ray_session import GRPC_SERVICERS
+from alignedserve.config import Config
+from alignedserve.config_sources import from_arguments, to_tree
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.systems import served_settings
+
+SERVE_YAML = Path(__file__).parents[2] / "deploy" / "serve.yaml"
+
+
+def test_texts_of_a_command_line_are_typed() -> None:
+    config = from_arguments(
+        {"model.path": "tiny", "cluster.decode": "2", "kv_pool.size_gib": "0.5", "gateway": {"replicas": 3}}
+    )
+    assert (config.model.path, config.cluster.decode, config.kv_pool.size_gib) == ("tiny", 2, 0.5)
+    assert config.gateway.replicas == 3
+
+
+def test_a_policy_brings_its_settings() -> None:
+    config = from_arguments({"scheduler.policy": "aligned-no-prefetch"}, served_settings)
+    assert not config.cluster.prefetch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"scheduler": {"polcy": "aligned"}}, "scheduler.policy"),
+        ({"cluster": {"decode": "two"}}, "cluster.decode must be int"),
+        ({"cluster.decode": "0"}, "cluster.decode must be between"),
+        ({"model": "tiny"}, "model in the application's arguments must hold keys"),
+        ({"scheduler": {"policy": "vllm"}}, "vllm"),
+        ({"gateway": {"replicas": 3, "max_replicas": 2}}, "gateway.max_replicas"),
+    ],
+)
+def test_what_is_wrong_is_named_and_serve_shows_it_alone(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        build(arguments)
+    assert isinstance(refused.value, RayServeException)  # of others `serve status` shows a traceback
+
+
+def deployments(config: Config) -> Any:
+    return application(config, wait_ready=True)._bound_deployment
+
+
+def test_the_file_that_ships_has_gateways_that_autoscale() -> None:
+    (app,) = yaml.safe_load(SERVE_YAML.read_text(encoding="utf-8"))["applications"]
+    config = from_arguments(app["args"], served_settings)
+    gateway = deployments(config)
+    limits = gateway._deployment_config.autoscaling_config
+    assert (limits.min_replicas, limits.max_replicas, limits.target_ongoing_requests) == (1, 4, 200)
+    assert gateway._deployment_config.graceful_shutdown_timeout_s > config.gateway.drain_s
+    assert gateway.init_args[0] == to_tree(config)
+
+
+def test_without_max_replicas_their_number_is_fixed() -> None:
+    gateway = deployments(from_arguments({"gateway": {"replicas": 2}}))
+    assert gateway._deployment_config.autoscaling_config is None
+    assert gateway.num_replicas == 2
+
+
+@pytest.mark.parametrize("file", sorted((SERVE_YAML.parent).glob("serve*.yaml")), ids=lambda file: file.name)
+def test_files_that_ship_are_serve_configs_whose_arguments_are_taken(file: Path) -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    for app in config.applications:
+        assert app.import_path == "alignedserve.cluster.app:build"
+        build(app.args)
+    assert config.grpc_options.grpc_servicer_functions == GRPC_SERVICERS

@@ -1,0 +1,108 @@
+"""The page of the HTTP API, from the OpenAPI document that gateways give out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from markdown_text import NOTICE, code, plain, table
+
+from alignedserve.gateway.openapi import openapi_json
+
+Schema = Mapping[str, Any]
+
+HEAD = f"""\
+# HTTP API
+
+{NOTICE}
+
+The OpenAI API, and a few paths of our own. A gateway gives this description as `GET /openapi.json`
+([the file](openapi.json)); requests are checked against the same fields. Where the server asks for API keys, a key goes
+into `Authorization: Bearer KEY` or `x-api-key: KEY`.
+"""
+
+
+def document() -> str:
+    return json.dumps(json.loads(openapi_json()), indent=2) + "\n"
+
+
+def page() -> str:
+    api = json.loads(openapi_json())
+    lines = [HEAD, "## Paths", ""]
+    for path, item in api["paths"].items():
+        for method in (name for name in ("get", "post") if name in item):
+            lines += _operation(method.upper(), path, item[method], item.get("parameters", []))
+    lines += ["## Schemas", ""]
+    for name, schema in api["components"]["schemas"].items():
+        lines += [f"### {name}", ""]
+        if "description" in schema:
+            lines += [plain(schema["description"]), ""]
+        if schema.get("properties"):
+            lines += _fields(schema)
+    return "\n".join(lines)
+
+
+def _operation(method: str, path: str, operation: Schema, shared: list[Schema]) -> list[str]:
+    lines = [f"### {method} {path}", "", plain(operation["summary"]) + ".", ""]
+    if operation.get("security") == []:
+        lines += ["Asks for no API key.", ""]
+    for parameter in [*shared, *operation.get("parameters", [])]:
+        lines += [f"`{parameter['name']}` ({parameter['in']}): {_kind(parameter['schema'])}.", ""]
+    if "requestBody" in operation:
+        lines += [f"Body: {_kind(operation['requestBody']['content']['application/json']['schema'])}.", ""]
+    rows = []
+    for status, answer in operation["responses"].items():
+        contents = answer.get("content", {})
+        kinds = [_kind(content["schema"]) for media, content in contents.items() if media == "application/json"]
+        kinds += [code(media) for media in contents if media != "application/json"]
+        rows.append((status, plain(answer["description"]), ", ".join(kinds)))
+    return lines + table(("status", "meaning", "body"), rows)
+
+
+def _fields(schema: Schema) -> list[str]:
+    required = schema.get("required", ())
+    rows = [
+        (code(name) + (" \\*" if name in required else ""), _kind(field), plain(_about(field)))
+        for name, field in schema["properties"].items()
+    ]
+    found = table(("field", "type", "meaning"), rows)
+    return [*found, "\\* always there", ""] if required else found
+
+
+def _about(field: Schema) -> str:
+    text = str(field.get("description", ""))
+    if "default" in field and field["default"] is not None:
+        text += f" Default: {field['default']}."
+    return text.strip()
+
+
+def _kind(schema: Schema) -> str:
+    """A schema in a few words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "const" in schema:
+        return code(json.dumps(schema["const"]))
+    if "enum" in schema:
+        return ", ".join(code(json.dumps(value)) for value in schema["enum"])
+    if "anyOf" in schema:
+        kinds = [_kind(one) for one in schema["anyOf"] if one != {"type": "null"}]
+        return " or ".join(dict.fromkeys(kinds))
+    kind = schema.get("type", "anything")
+    if isinstance(kind, list):
+        return " or ".join(name for name in kind if name != "null")
+    if kind == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    limits = [f"{word} {schema[name]:,}" for name, word in _LIMITS.items() if name in schema]
+    return " ".join([{"object": "object", "string": "text"}.get(kind, kind), ", ".join(limits)]).strip()
+
+
+_LIMITS = {
+    "minimum": "from",
+    "exclusiveMinimum": "over",
+    "maximum": "to",
+    "exclusiveMaximum": "under",
+    "minLength": "of at least",
+    "maxLength": "of at most",
+}

@@ -1,0 +1,16 @@
+"""The public names of the client, in the order in which they are of use."""
+
+from __future__ import annotations
+
+from alignedserve import client, errors
+
+FIRST = ("Client", "AsyncClient", "ChunkStream", "AsyncChunkStream", "Options")
+
+
+def client_names() -> str:
+    """A directive of mkdocstrings for each; errors have a part of their own."""
+    classes = [name for name in client.__all__ if not hasattr(errors, name)]
+    names = [*(name for name in FIRST if name in classes), *(name for name in classes if name not in FIRST)]
+    return "\n\n".join(
+        f"::: alignedserve.client.{name}\n    options:\n      show_if_no_docstring: true" for name in names
+    )

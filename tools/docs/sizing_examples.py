@@ -1,0 +1,72 @@
+"""Worked examples of how memory is divided, by the code that divides it."""
+
+from __future__ import annotations
+
+from markdown_text import table
+
+from alignedserve.config import ClusterConfig, Config, KvPoolConfig
+from alignedserve.device_memory import DeviceMemory
+from alignedserve.memory import GIB
+from alignedserve.model import ModelInfo
+from alignedserve.sizing import StorePlan, plan_stores
+
+EIGHT_B = ModelInfo(
+    name="llama-3.1-8b",
+    path="",
+    model_type="llama",
+    dtype="bfloat16",
+    layers=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab_size=128_256,
+    max_positions=131_072,
+    eos_token_ids=(),
+    generation_defaults={},
+    weight_bytes=16_060_522_496,
+    heads=32,
+    hidden_size=4096,
+    mlp_width=14_336,
+)
+GPUS = 80 * GIB
+POOL_GIB = 200.0
+HOST_GIB = 400
+
+
+def gpus() -> str:
+    """One prefill and one decode instance, a GPU of 80 GiB each."""
+    config = Config(cluster=ClusterConfig(device="cuda"), kv_pool=KvPoolConfig(size_gib=POOL_GIB)).on_device("cuda")
+    roles = ("prefill", "decode")
+    memories = [(role, DeviceMemory(f"{role}-0", f"cuda:{number}", GPUS, GPUS)) for number, role in enumerate(roles)]
+    plan = plan_stores(config, EIGHT_B, HOST_GIB * GIB, memories)
+    lines = []
+    for role in ("decode", "prefill"):
+        memory = plan.devices[role]
+        lines += [f"{role.capitalize()} instance, {memory.budget / GIB:.1f} of 80 GiB to divide:", ""]
+        rows = [(name, f"{size / GIB:.2f}") for name, size in memory.parts.items()]
+        lines += table(("part", "GiB"), [*rows, ("together", f"{memory.used / GIB:.2f}")])
+    return "\n".join([*lines, *_stores(config, EIGHT_B, plan)])
+
+
+def cpu() -> str:
+    """The same shape in fp32 on a machine without a GPU."""
+    config = Config()
+    model = EIGHT_B.from_json(
+        EIGHT_B.to_json().replace('"bfloat16"', '"float32"').replace("16060522496", "32121044992")
+    )
+    return "\n".join(_stores(config, model, plan_stores(config, model, HOST_GIB * GIB)))
+
+
+def _stores(config: Config, model: ModelInfo, plan: StorePlan) -> list[str]:
+    geometry = model.geometry(config.kv_pool.block_size)
+    stores = {
+        "KV pool": plan.pool,
+        "decode cache": plan.decode_cache,
+        "prefill cache": plan.prefill_cache,
+        "candidate batch buffer": plan.batch_buffer,
+        "candidate requests buffer": plan.requests_buffer,
+    }
+    rows = [
+        (name, f"{blocks:,}", f"{blocks * geometry.block_size:,}", f"{blocks * geometry.block_bytes / GIB:.1f}")
+        for name, blocks in stores.items()
+    ]
+    return table(("store", "blocks", "tokens", "GiB"), rows)

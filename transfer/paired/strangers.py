@@ -1,0 +1,76 @@
+"""Gloo's connections and who else reaches them (docs/adr/0041).
+
+Gloo listens on the node's address, asks nobody who he is, and takes the first who connects for the peer. It keeps every
+further connection open as well, and ends the process when there are too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import logging
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from alignedserve.errors import TransferError
+
+logger = logging.getLogger(__name__)
+
+SECRET_BYTES = PROOF_BYTES = 32
+_SO_ATTACH_FILTER = 26
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_RETURN_NOTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)  # a classic BPF program: drop the packet
+
+
+def proof(secret: bytes, name: str, rank: int) -> bytes:
+    """What the end of this rank shows over the connection `name`: the secret came over the pair's own stream."""
+    return hmac.digest(secret, f"{name} {rank}".encode(), hashlib.sha256)
+
+
+def check_proof(shown: bytes, secret: bytes, name: str, rank: int) -> None:
+    """Raises TransferError where somebody else has connected."""
+    if not hmac.compare_digest(shown, proof(secret, name, rank)):
+        raise TransferError(f"whoever connected for {name} is not the other process of this pair")
+
+
+def close_door(address: bytes) -> bool:
+    """Have the kernel drop what still wants to connect to a listening socket of this process; open connections go on.
+
+    `address`: bytes that contain the socket's, as the kernel has it. Returns whether there was such a socket: closing
+    it would end the process, since Gloo goes on to accept.
+    """
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), _borrowed(int(entry.name)) as listener:
+            listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.family in _FAMILIES
+            if listens and _kernel_address(listener) in address:
+                _drop_all(listener)
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A descriptor of somebody else. No duplicate: while there is one, a socket that Gloo closes stays in its epoll."""
+    found = socket.socket(fileno=descriptor)
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
+def _kernel_address(listener: socket.socket) -> bytes:
+    """The beginning of its sockaddr: family, port and address."""
+    host, port = listener.getsockname()[:2]
+    family = struct.pack("=H", listener.family) + struct.pack("!H", port)
+    if listener.family == socket.AF_INET6:
+        return family + bytes(4) + socket.inet_pton(socket.AF_INET6, host)
+    return family + socket.inet_pton(socket.AF_INET, host)
+
+
+def _drop_all(listener: socket.socket) -> None:
+    program = ctypes.create_string_buffer(_RETURN_NOTHING, len(_RETURN_NOTHING))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
