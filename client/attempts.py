@@ -109,7 +109,9 @@ class Attempts:
                 self._first_token_s = time.monotonic()
             self._failures, self._failing_since_s = 0, None
             self._rotation.worked(self.address)
-        self.complete = chunk.HasField("usage")
+        # Its usage alone does not say so: a gateway of an earlier version gives it with several chunks.
+        ended = sum(bool(answer.finish_reason) for answer in self._delivered.values())
+        self.complete = chunk.HasField("usage") and ended == (self.call.message.n or 1)
 
     def result(self, response: Any) -> Any:
         """What the response stands for."""
@@ -140,7 +142,7 @@ class Attempts:
         wait_s = self._wait_to_resume_s(now_s, error) if self._begun else self._wait_to_retry_s(now_s, error, kind)
         if wait_s is None:
             return None
-        self.address = self._rotation.next()
+        self.address = self._rotation.next(but=self._unreached)  # whatever other calls do to its turns
         self.call = self._next_call(now_s + wait_s)
         self._sent += 1
         return wait_s
@@ -155,6 +157,7 @@ class Attempts:
 
     def _wait_to_resume_s(self, now_s: float, error: grpc.RpcError) -> float | None:
         """A server has had the call: for `resume_s` without a token, one that goes on with it is waited for."""
+        self._unreached.clear()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
         if now_s - self._failing_since_s >= (self._resume_s or 0.0):

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,12 @@ class Rotation:
         self._shunned_until_s: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def next(self) -> str:
-        """The next one that has not failed of late; where all have, the next."""
+    def next(self, but: Container[str] = ()) -> str:
+        """The next one that has not failed of late; where all have, the next. None of those in `but`: not all are."""
         now_s = time.monotonic()
         with self._lock:
-            order = [self.addresses[(self._turn + step) % len(self.addresses)] for step in range(len(self.addresses))]
+            turns = [*self.addresses[self._turn :], *self.addresses[: self._turn]]
+            order = [one for one in turns if one not in but]
             chosen = next((one for one in order if self._shunned_until_s.get(one, 0.0) <= now_s), order[0])
             self._turn = (self.addresses.index(chosen) + 1) % len(self.addresses)
             return chosen

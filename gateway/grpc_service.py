@@ -90,7 +90,8 @@ class InferenceService:
         prompt: tuple[int, ...] | None = call.plan.prompts[0].token_ids
         try:
             while deltas := await call.next():
-                for view, part in parts.take(deltas):
+                taken = parts.take(deltas)
+                for number, (view, part) in enumerate(taken, 1):
                     chunk = inf.GenerateChunk(
                         request_id=call.plan.id, model=self._model.name, choice=self._choice(view, part)
                     )
@@ -99,7 +100,7 @@ class InferenceService:
                         chunk.seed = call.plan.prompts[0].sampling.seed
                         chunk.max_tokens = call.plan.prompts[0].sampling.max_tokens
                         prompt = None
-                    if all(other.finish is not None for other in parts.views):
+                    if number == len(taken) and parts.ended:
                         chunk.usage.CopyFrom(_usage(parts))
                         if (spent := _timings(call.plan, view.answer)) is not None:
                             chunk.timings.CopyFrom(spent)

@@ -60,6 +60,11 @@ class Parts:
         return list(held.values())
 
     @property
+    def ended(self) -> bool:
+        """Whether all answers have: the last of what was taken then ends the call."""
+        return all(view.finish is not None for view in self.views)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.call.plan.prompts)
 
@@ -118,9 +123,9 @@ class Reply(ABC):
             chunk = self._chunk(choice)
             if part.finish is not None:
                 self._last_ended = view.answer
-                if self._is_last(view) and not self._options.include_usage:
-                    self._add_timings(chunk)
             chunks.append(chunk)
+        if chunks and self._parts.ended and not self._options.include_usage:
+            self._add_timings(chunks[-1])
         return chunks
 
     def last_chunk(self) -> dict[str, Any] | None:
@@ -139,9 +144,6 @@ class Reply(ABC):
             self._begun = True
             self._add_prompt_tokens(chunk)
         return chunk
-
-    def _is_last(self, view: AnswerView) -> bool:
-        return all(other.finish is not None for other in self._parts.views)
 
     # ---- as a whole
 

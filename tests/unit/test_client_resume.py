@@ -102,6 +102,27 @@ async def test_a_stream_over_connections_that_break_is_the_undisturbed_one(
     assert len(cluster.submitted) > len(seeds) == 2 * len(joined(chunks)), "an answer keeps its own"
 
 
+async def test_answers_that_end_at_once_have_one_usage_with_the_last_chunk(
+    cluster: FakeCluster, gateway: RunningGateway
+) -> None:
+    cluster.script = silent_script
+    async with AsyncClient(gateway.grpc_address) as client:
+        stream = client.stream("a", n=3, max_tokens=2, include_timings=True)
+        waiting = asyncio.create_task(collect(stream))
+        await cluster.wait_for(lambda: len(cluster.submitted) == 3)
+        cluster.emit_together(cluster.submitted, [100, 101], FinishReason.LENGTH)
+        chunks = await waiting
+        answer = await stream.completion()
+    assert [chunk.finish_reason for chunk in chunks] == ["length"] * 3
+    assert [(chunk.usage is not None, chunk.timings is not None) for chunk in chunks] == [
+        (False, False),
+        (False, False),
+        (True, True),
+    ]
+    assert [choice.token_ids for choice in answer.choices] == [(100, 101)] * 3
+    assert answer.usage.completion_tokens == 6
+
+
 async def test_a_call_goes_on_after_any_of_its_tokens(cluster: FakeCluster, stub: Any) -> None:
     """Wherever it is cut, inside a character or a stop string: what had been held back follows, and the rest."""
     script = cluster.script = Pauses()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from alignedserve.client import (
     AlignedServeError,
+    AsyncClient,
     Backoff,
     Chunk,
     Client,
@@ -89,6 +92,7 @@ def test_a_stream_that_breaks_at_any_position_in_any_way_is_whole(
     faults=st.lists(
         st.tuples(st.integers(0, 6), st.sampled_from([*BREAKS, (FULL[0], "full [code=overloaded]")])), max_size=6
     ),
+    usage_with_each_end=st.booleans(),
     ask=st.sampled_from([ask_sync, ask_async]),
 )
 def test_a_stream_that_breaks_again_and_again_is_whole(
@@ -96,11 +100,13 @@ def test_a_stream_that_breaks_again_and_again_is_whole(
     n: int,
     sizes: list[int],
     faults: list[tuple[int, tuple[grpc.StatusCode, str]]],
+    usage_with_each_end: bool,
     ask: Callable[..., Any],
 ) -> None:
     service, address = shared
     service.requests.clear()
     service.sizes = sizes
+    service.usage_with_each_end = usage_with_each_end
     service.faults = [Fault(chunks, *words) for chunks, words in faults]
     try:
         given_settings = {"max_retries": len(faults), "backoff": AT_ONCE}
@@ -108,7 +114,17 @@ def test_a_stream_that_breaks_again_and_again_is_whole(
         assert len({request.request_id for request in service.requests}) == 1
     finally:
         service.sizes = list(SIZES)
+        service.usage_with_each_end = False
         service.faults = []
+
+
+@BOTH
+def test_a_stream_is_whole_with_the_ends_of_all_its_answers_not_with_its_usage(ask: Callable[..., Any]) -> None:
+    service = BreakingInference([1, 2], [Fault(3, *BREAKS[0])])
+    service.usage_with_each_end = True
+    with serving(service) as address:
+        check_stream(service, ask(address, {}, "stream", "go", n=2), 2)
+    assert len(service.requests) == 2
 
 
 @BOTH
@@ -234,6 +250,33 @@ def test_an_address_where_nobody_answers_is_left_out(ask: Callable[..., Any]) ->
         assert caught.value.details["address"] in (dead, "127.0.0.1:1")
 
 
+async def test_calls_at_once_do_not_hand_each_other_the_dead_addresses_for_ever() -> None:
+    async with AsyncClient(["127.0.0.1:1", "127.0.0.1:2"], backoff=AT_ONCE) as client:
+        with pytest.raises(UnavailableError):
+            await client.models()
+        async with asyncio.timeout(5):
+            calls = [client.generate("go", max_retries=1, request_id=f"go-{number}") for number in range(2)]
+            with count_sent() as sent:
+                failed = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in failed] == [UnavailableError] * 2
+    assert sent == {"go-0": 4, "go-1": 4}, "each of two tries at both addresses"
+
+
+@contextmanager
+def count_sent() -> Iterator[Counter[str]]:
+    """How often calls are sent, by their request ids."""
+    sent: Counter[str] = Counter()
+    send = AsyncClient._send
+
+    def counted(client: AsyncClient, attempts: attempts_module.Attempts, **how: Any) -> Any:
+        sent[attempts.request_id] += 1
+        return send(client, attempts, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncClient, "_send", counted)
+        yield sent
+
+
 def test_calls_that_follow_do_not_go_where_nobody_answered() -> None:
     with serving(BreakingInference(SIZES)) as address, Client(["127.0.0.1:1", address]) as client:
         attempts = [client.generate("go").client_timings.attempts for _ in range(6)]
@@ -264,6 +307,7 @@ def test_a_rotation_leaves_out_what_failed_until_it_works_or_all_have() -> None:
     for address in "ac":
         rotation.failed(address)
     assert {rotation.next() for _ in range(3)} == {"a", "b", "c"}
+    assert {rotation.next(but={"a", "b"}) for _ in range(3)} == {"c"}
     rotation.worked("b")
     assert [rotation.next() for _ in range(2)] == ["b", "b"]
 

@@ -275,6 +275,21 @@ async def test_timings_say_where_the_time_went(http: httpx.AsyncClient, cluster:
     assert all("timings" in choice for choice in answer["choices"])
 
 
+async def test_answers_that_end_at_once_have_the_timings_of_the_last_with_the_last_chunk(
+    http: httpx.AsyncClient, cluster: FakeCluster
+) -> None:
+    cluster.script = silent_script
+    body = {"prompt": "a", "include_timings": True, "n": 2, "max_tokens": 1}
+    for options, timed in (({}, [False, True]), ({"stream_options": {"include_usage": True}}, [False, False, True])):
+        cluster.submitted.clear()
+        streaming = asyncio.create_task(sse(http, "/v1/completions", {**body, **options}))
+        await cluster.wait_for(lambda: len(cluster.submitted) == 2)
+        cluster.emit_together(cluster.submitted, [100], FinishReason.LENGTH)
+        events = (await streaming)[:-1]
+        assert ["timings" in event for event in events] == timed
+        assert ["timings" in choice for event in events for choice in event["choices"]] == [True, True]
+
+
 # ---- stop strings and text
 
 

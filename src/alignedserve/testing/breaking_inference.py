@@ -44,12 +44,14 @@ class BreakingInference(InferenceServicer):
 
     A token's text is its number in angle brackets. With n answers their chunks take turns.
 
-    Each call takes the first of `faults`, until there are none. `requests` are what came.
+    Each call takes the first of `faults`, until there are none. `requests` are what came. `usage_with_each_end`: as from
+    a gateway that does not keep the usage for the last chunk.
     """
 
     def __init__(self, sizes: Sequence[int], faults: Sequence[Fault] = ()) -> None:
         self.sizes = list(sizes)
         self.faults = list(faults)
+        self.usage_with_each_end = False
         self.requests: list[pb.GenerateRequest] = []
         self._lock = threading.Lock()
 
@@ -113,7 +115,7 @@ class BreakingInference(InferenceServicer):
             if number == 0:
                 chunk.prompt_token_ids.extend([1, 2])
                 chunk.seed, chunk.max_tokens = SEED, total
-            if number == len(order) - 1:
+            if number == len(order) - 1 or (self.usage_with_each_end and done):
                 chunk.usage.CopyFrom(pb.Usage(prompt_tokens=2, completion_tokens=total))
             yield chunk
 

@@ -188,7 +188,24 @@ class FakeCluster:
         role: str = "decode",
     ) -> None:
         """Send the next tokens of a request (`spec.output_token_ids` grows), as a worker would."""
-        tokens = list(tokens)
+        event = self._event(spec, list(tokens), position, finish, logprobs, prompt_logprobs, error)
+        self._emitters[role].emit([(spec.gateway_address, event)])
+
+    def emit_together(self, specs: Iterable[RequestSpec], tokens: Sequence[int], finish: FinishReason) -> None:
+        """The last tokens of several requests, in one message, as of one iteration."""
+        events = [(spec.gateway_address, self._event(spec, list(tokens), finish=finish)) for spec in specs]
+        self._emitters["decode"].emit(events)
+
+    def _event(
+        self,
+        spec: RequestSpec,
+        tokens: list[int],
+        position: int | None = None,
+        finish: FinishReason | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+        error: AlignedServeError | None = None,
+    ) -> gw.TokenEvent:
         event = gw.TokenEvent(
             key=key_to_proto(spec.key),
             position=len(spec.output_token_ids) if position is None else position,
@@ -206,7 +223,7 @@ class FakeCluster:
             self.held.discard(spec.key)
         if position is None:
             spec.output_token_ids.extend(tokens)
-        self._emitters[role].emit([(spec.gateway_address, event)])
+        return event
 
     def forget(self, *keys: RequestKey) -> None:
         """Nobody has them any more, and nobody says so."""
