@@ -44,8 +44,8 @@ class BreakingInference(InferenceServicer):
 
     A token's text is its number in angle brackets. With n answers their chunks take turns.
 
-    Each call takes the first of `faults`, until there are none. `requests` are what came. `usage_with_each_end`: as from
-    a gateway that does not keep the usage for the last chunk.
+    Each call takes the first of `faults`, until there are none. `requests` are what came.
+    `usage_with_each_end`: as from a gateway that does not keep the usage for the last chunk.
     """
 
     def __init__(self, sizes: Sequence[int], faults: Sequence[Fault] = ()) -> None:
