@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -223,8 +225,9 @@ def references(spec: Manifest) -> Iterator[tuple[str, str, str]]:
         for source in container.get("envFrom", ()):
             yield source["configMapRef"]["name"], "configMap", ""
         for variable in container.get("env", ()):
-            taken = variable["valueFrom"]["secretKeyRef"]
-            yield taken["name"], "secret", taken["key"]
+            if "valueFrom" in variable:
+                taken = variable["valueFrom"]["secretKeyRef"]
+                yield taken["name"], "secret", taken["key"]
 
 
 @each_variant
@@ -435,9 +438,26 @@ def test_instances_find_their_gpus_and_resources_and_no_role_is_on_the_head(vari
         for name, amount in parse_resources(getattr(config, key), key).items():
             assert count * amount <= total[name]
     (head,) = (pods for pods in kuberay.ray_pods(variant) if pods.is_head)
-    assert head.resources == {"CPU": 0.0}
+    assert head.resources == ({"CPU": 0.0, "GPU": 0.0} if config.device == "cuda" else {"CPU": 0.0})
     (application,) = kuberay.serve_config(variant)["applications"]
     assert all(entry["ray_actor_options"]["num_cpus"] > 0 for entry in application["deployments"])
+
+
+@each_variant
+def test_a_shell_and_kuberay_read_the_same_resources(variant: str) -> None:
+    for pods in kuberay.ray_pods(variant):
+        if "resources" in pods.params:
+            (word,) = shlex.split(pods.params["resources"])
+            assert json.loads(word) == json.loads(pods.params["resources"].strip("\"'` "))
+
+
+@each_variant
+def test_a_pod_without_gpus_announces_none_though_its_image_could_see_the_nodes(variant: str) -> None:
+    for pods in kuberay.ray_pods(variant):
+        if pods.container["image"].endswith("-cuda") and "nvidia.com/gpu" not in pods.container["resources"]["limits"]:
+            assert pods.params["num-gpus"] == "0"
+            # Where NVIDIA's runtime is the default one, the image's own "all" would show it every GPU of the node.
+            assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in pods.container["env"]
 
 
 @each_variant

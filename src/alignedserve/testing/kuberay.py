@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +99,14 @@ class RayPods:
 
     @property
     def resources(self) -> dict[str, float]:
-        """Ray's of one pod: CPU and GPU as KubeRay derives them, and its own, as a shell and Ray read them."""
+        """Ray's of one pod, as KubeRay derives them. Without a "GPU" Ray counts those that the container sees."""
         limits = self.container["resources"]["limits"]
-        own = json.loads(shlex.split(self.params["resources"])[0]) if "resources" in self.params else {}
+        # KubeRay strips quotes and then reads JSON; of what it cannot read it logs an error, and passes on no GPUs.
+        own = json.loads(self.params["resources"].strip("\"'` ")) if "resources" in self.params else {}
         found = {"CPU": float(self.params.get("num-cpus", quantity(limits["cpu"])))}
-        if "nvidia.com/gpu" in limits:
-            found["GPU"] = float(limits["nvidia.com/gpu"])
+        gpus = self.params.get("num-gpus", limits.get("nvidia.com/gpu"))
+        if gpus is not None:
+            found["GPU"] = float(gpus)
         return found | own
 
 
