@@ -4,6 +4,7 @@ another cluster in its place.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -39,6 +40,7 @@ ROLLED: Mapping[str, frozenset[str]] = {
 }
 SCHEDULER = frozenset({"scheduler", "decode", "prefill"})  # instances plan their own iterations by these
 DIVIDES_MEMORY = frozenset({"scheduler.max_batch_share", "scheduler.max_batch_blocks"})
+RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,11 @@ async def _when_at_rest(supervisor: Supervisor, begin: Callable[[], Awaitable[ob
             await supervisor.wait_changed(0.5)
         try:
             await begin()
-        except UnavailableError:
-            if not core.paused:  # it came meanwhile
+        except UnavailableError as error:  # an order came meanwhile, or no agent answered
+            if core.ending or core.failure is not None:
                 raise
+            logger.warning("the changed configuration is followed later: %s", error.message)
+            await asyncio.sleep(RETRY_S)
         else:
             return
 

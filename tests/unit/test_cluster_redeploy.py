@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from alignedserve.cluster import redeploy
 from alignedserve.cluster.plan import Shape
 from alignedserve.cluster.redeploy import COUNTS, DIVIDES_MEMORY, ROLLED, SERVES, Change, compare, compare_all
 from alignedserve.config import Config
 from alignedserve.config_sources import from_arguments, known_keys
+from alignedserve.errors import UnavailableError
 
 
 def change(**arguments: Any) -> Change:
@@ -69,3 +73,49 @@ def test_processes_of_several_configurations_are_asked_for_all_of_it() -> None:
 
 def test_every_key_that_is_named_is_one() -> None:
     assert {*COUNTS, *SERVES, *ROLLED, *DIVIDES_MEMORY} <= set(known_keys())
+
+
+class Refusing:
+    """A supervisor that can do nothing now, `refusals` times; at the last one its cluster is `ending`."""
+
+    def __init__(self, refusals: int, *, ending: bool = False) -> None:
+        self.core = SimpleNamespace(was_ready=True, paused=False, ending=False, failure=None, scaling=SimpleNamespace())
+        self.orders: list[object] = []
+        self._refusals, self._ending = refusals, ending
+
+    async def scale(self, prefill: int, decode: int) -> None:
+        self._take((prefill, decode))
+
+    async def restart(self, roles: Collection[str]) -> None:
+        self._take(set(roles))
+
+    def _take(self, order: object) -> None:
+        self.orders.append(order)
+        if self._refusals:
+            self._refusals -= 1
+            self.core.ending = self._ending and not self._refusals
+            raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+
+
+@pytest.fixture
+def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redeploy, "_at_rest", lambda core: True)
+    monkeypatch.setattr(redeploy, "RETRY_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_rest")
+@pytest.mark.parametrize(
+    ("asked", "order"), [(Change(rolled=frozenset({"decode"})), {"decode"}), (Change(shape=Shape(1, 2)), (1, 2))]
+)
+async def test_what_is_refused_for_a_moment_is_tried_again(asked: Change, order: object) -> None:
+    supervisor: Any = Refusing(2)
+    await redeploy.follow(asked, supervisor)
+    assert supervisor.orders == [order] * 3
+
+
+@pytest.mark.usefixtures("at_rest")
+async def test_a_cluster_that_ends_is_not_asked_again() -> None:
+    supervisor: Any = Refusing(2, ending=True)
+    with pytest.raises(UnavailableError):
+        await redeploy.follow(Change(rolled=frozenset({"decode"})), supervisor)
+    assert len(supervisor.orders) == 2
