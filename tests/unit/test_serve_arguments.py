@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from alignedserve.config import Config
 from alignedserve.config_sources import from_arguments, to_tree
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.systems import served_settings
+from alignedserve.testing import kuberay
 
-SERVE_YAML = Path(__file__).parents[2] / "deploy" / "serve.yaml"
+ROOT = Path(__file__).parents[2]
+SERVE_YAML = ROOT / "deploy" / "serve.yaml"
+SOURCED = "set -a; . deploy/ray.env; set +a"
+NOT_OF_SERVE = ("RAY_USAGE_STATS_ENABLED",)  # of the ConfigMap: each user's own choice
 
 
 def test_texts_of_a_command_line_are_typed() -> None:
@@ -77,3 +82,22 @@ def test_files_that_ship_are_serve_configs_whose_arguments_are_taken(file: Path)
         assert app.import_path == "alignedserve.cluster.app:build"
         build(app.args)
     assert config.grpc_options.grpc_servicer_functions == GRPC_SERVICERS
+
+
+def test_a_ray_cluster_of_ones_own_gets_the_variables_that_pods_get() -> None:
+    environment = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["sh", "-c", f"{SOURCED}; env"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    found = dict(line.partition("=")[::2] for line in done.stdout.splitlines() if line.startswith("RAY_"))
+    pods = kuberay.environment("cpu")
+    assert found == {name: pods[name] for name in pods if name.startswith("RAY_") and name not in NOT_OF_SERVE}
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/deploying/ray-serve.md", "docs/deploying/several-nodes.md", "deploy/serve.yaml"]
+)
+def test_wherever_ray_is_started_the_variables_come_from_that_file(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert SOURCED in text
+    assert "export RAY_SERVE_" not in text
