@@ -139,7 +139,8 @@ class Attempts:
             return None
         if kind is Failure.BROKEN and self._resume_s is not None:
             self._begun = True
-        wait_s = self._wait_to_resume_s(now_s, error) if self._begun else self._wait_to_retry_s(now_s, error, kind)
+        wait = self._wait_to_resume_s if self._begun else self._wait_to_retry_s
+        wait_s = wait(now_s, error, kind)
         if wait_s is None:
             return None
         self.address = self._rotation.next(but=self._unreached)  # whatever other calls do to its turns
@@ -155,14 +156,17 @@ class Attempts:
             return DeadlineError(f"the call did not end within its {limit_s:g} s", address=self.address, **ids)
         return self._first.error(error, self.address, self.request_id)
 
-    def _wait_to_resume_s(self, now_s: float, error: grpc.RpcError) -> float | None:
+    def _wait_to_resume_s(self, now_s: float, error: grpc.RpcError, kind: Failure) -> float | None:
         """A server has had the call: for `resume_s` without a token, one that goes on with it is waited for."""
         self._unreached.clear()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
-        if now_s - self._failing_since_s >= (self._resume_s or 0.0):
+        left_s = self._failing_since_s + (self._resume_s or 0.0) - now_s
+        if left_s <= 0:
             return None
-        wait_s = _RECONNECT.wait_s(self._failures, retry_after_s(error))
+        # A gateway that ends says when it may be back: that is nothing to wait for, where another one can go on.
+        asked_s = retry_after_s(error) if kind is Failure.REFUSED else None
+        wait_s = min(_RECONNECT.wait_s(self._failures, asked_s), left_s)
         self._failures += 1
         return wait_s if self._deadline_s is None else min(wait_s, self._deadline_s - now_s)
 

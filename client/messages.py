@@ -44,7 +44,12 @@ def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateR
     """A request for the next turn of a conversation; raises InvalidRequestError that names the argument at fault."""
     message = _with_options(options)
     message.conversation.SetInParent()
-    for number, turn in enumerate(messages):
+    try:
+        numbered = enumerate(messages)
+    except TypeError as error:
+        kind = type(messages).__name__
+        raise InvalidRequestError(f"messages must be an iterable of turns, not {kind}", param="messages") from error
+    for number, turn in numbered:
         where = f"messages[{number}]"
         given: object = {"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn
         if not isinstance(given, Mapping) or given.keys() != {"role", "content"}:
@@ -61,6 +66,8 @@ def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateR
 def _with_options(options: Options) -> pb.GenerateRequest:
     message = pb.GenerateRequest()
     for name, value in options.items():
+        if not isinstance(name, str):  # a key of a batch's dict
+            raise InvalidRequestError(f"options have names that are strings, got {name!r}", param=str(name))
         if name not in Options.__annotations__:
             near = difflib.get_close_matches(name, Options.__annotations__, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -91,7 +98,7 @@ def _set_option(message: pb.GenerateRequest, name: str, value: Any) -> None:
 def _assign(message: pb.GenerateRequest | LogitBias, name: str, value: Any, param: str | None = None) -> None:
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"{param or name}: {error}", param=param or name) from error
 
 

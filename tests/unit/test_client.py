@@ -158,6 +158,7 @@ def test_what_stands_in_brackets_reaches_the_error(ask: Ask) -> None:
         (("go",), {"max_retries": -1}, "max_retries"),
         (("go",), {"timeout_s": 0}, "timeout_s"),
         (("go",), {"timeout_s": float("nan")}, "timeout_s"),
+        (("go",), {"temperature": 10**400}, "temperature"),
     ],
 )
 def test_a_malformed_argument_is_named_and_not_sent(
@@ -175,6 +176,14 @@ def test_a_malformed_argument_is_named_and_not_sent(
 def test_a_malformed_turn_is_counted_and_not_sent(ask: Ask, service: ScriptedInference, turn: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]") as caught:
         ask("chat", [Message("user", "Hi"), turn])
+    assert caught.value.param == "messages"
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("messages", [None, 3, float("nan")], ids=str)
+def test_a_conversation_that_is_none_is_named_and_not_sent(ask: Ask, service: ScriptedInference, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages must be") as caught:
+        ask("chat", messages)
     assert caught.value.param == "messages"
     assert service.requests == []
 

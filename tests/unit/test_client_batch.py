@@ -160,6 +160,15 @@ def test_errors_take_their_places_where_they_are_asked_for(ask: Any, address: st
 
 
 @BOTH
+def test_a_conversation_that_is_none_is_an_error_in_its_place(ask: Any, address: str) -> None:
+    turns = [Message("user", "a")]
+    items: list[Any] = [turns, None, {"messages": 3}, {"messages": float("nan")}, {"messages": turns, 7: "x"}, turns]
+    results = ask(address, {}, "chat_many", items, return_exceptions=True)
+    assert texts(results) == ["A", *["InvalidRequestError"] * 4, "A"]
+    assert [result.param for result in results[1:5]] == [*["messages"] * 3, "7"]
+
+
+@BOTH
 def test_a_failure_ends_the_taking_and_loses_nothing(ask: Any, echo: Echo, address: str) -> None:
     taken: list[str] = []
 

@@ -235,6 +235,28 @@ def test_a_stream_that_has_begun_is_not_counted_as_a_try(ask: Callable[..., Any]
     assert len(service.requests) == 8
 
 
+def test_what_has_begun_is_refused_for_resume_s_at_most_whatever_the_server_asks_for() -> None:
+    asked = (FULL[0], "full [code=overloaded retry-after-s=30]")
+    service = BreakingInference(SIZES, [Fault(1, *BREAKS[0]), Fault(0, *asked), Fault(0, *asked)])
+    with serving(service) as address:
+        began_s = time.monotonic()
+        with pytest.raises(OverloadedError) as refused:
+            ask_sync(address, {"resume_s": 0.3}, "stream", "go")
+        assert 0.3 <= time.monotonic() - began_s < 3.0
+    assert refused.value.retry_after_s == 30.0
+    assert len(service.requests) == 3, "once more when the time is over"
+
+
+@BOTH
+def test_a_gateway_that_ends_hands_over_without_a_wait(ask: Callable[..., Any]) -> None:
+    ending = Fault(1, grpc.StatusCode.UNAVAILABLE, "this gateway is shutting down [code=shutting_down retry-after-s=9]")
+    service = BreakingInference(SIZES, [ending])
+    with serving(service) as address:
+        began_s = time.monotonic()
+        check_stream(service, ask(address, {}, "stream", "go"), 1)
+        assert time.monotonic() - began_s < 9.0
+
+
 @BOTH
 def test_an_address_where_nobody_answers_is_left_out(ask: Callable[..., Any]) -> None:
     service = BreakingInference(SIZES)
