@@ -45,7 +45,8 @@ class RemoteShards:
     """One stream to each shard that a copy was asked for of, for as long as the cluster's view names it.
 
     A shard's memory outlives its process: a stream to the successor takes over, and copies wait for it, but no longer
-    than `copy_timeout_s` from when the process was away.
+    than `copy_timeout_s` from when the process was away. A successor with other memory holds nothing of what was asked
+    for before: that fails.
 
     `channel` may be called by any thread; the rest is used from the event loop.
     """
@@ -56,7 +57,9 @@ class RemoteShards:
         self._capacity_blocks = 0
         self._view = sv.ClusterView()
         self._nodes: dict[str, str] = {}  # of the shards elsewhere
+        self._memory: dict[str, str] = {}  # of each shard, as last seen
         self._shards: dict[str, _Shard] = {}
+        self._anew: list[_Shard] = []  # whose memory is gone: still to be ended
         self._lock = threading.Lock()
         self._following = asyncio.Lock()
         self._follow_soon = from_any_thread(lambda: self._spawn(self._follow()))
@@ -74,6 +77,7 @@ class RemoteShards:
             elsewhere = [shard for shard in view.pools if shard.node_id != self._settings.node_id]
             with self._lock:
                 self._nodes = {shard.pool_id: shard.node_id for shard in elsewhere}
+        self._compare_memory()
         await self._follow()
 
     def channel(self, pool_id: str, destination: BlockStore) -> Channel:
@@ -112,6 +116,17 @@ class RemoteShards:
         await self._follow()
         await asyncio.gather(*self._tasks)
 
+    def _compare_memory(self) -> None:
+        """What was opened to a shard that has been made anew is not to read its successor."""
+        pools = [peer for peer in self._view.peers if peer.process.role == "kv_pool"]
+        memory = {peer.process.id: peer.stores[0].memory for peer in pools if peer.state == "ready" and peer.stores}
+        with self._lock:
+            anew = [pool_id for pool_id, now in memory.items() if self._memory.get(pool_id, now) != now]
+            self._anew += [self._shards.pop(pool_id) for pool_id in anew if pool_id in self._shards]
+            self._memory |= memory
+        if anew:
+            logger.warning("made anew: %s; copies that were asked of the old memory fail", ", ".join(anew))
+
     def _open(self, pool_id: str, geometry: KvGeometry) -> _Shard:
         settings, node_id = self._settings, self._nodes[pool_id]
         wiring = Wiring.between_workers(GLOO, ASKING_RANK, settings.host, settings.device, self._timeout_s)
@@ -131,6 +146,7 @@ class RemoteShards:
         async with self._following:
             with self._lock:
                 gone = [self._shards.pop(pool_id) for pool_id in list(self._shards) if pool_id not in self._nodes]
+                gone, self._anew = gone + self._anew, []
                 shards = dict(self._shards)
             for shard in gone:
                 shard.client.shut()

@@ -211,6 +211,26 @@ async def test_a_shard_whose_process_is_replaced_is_read_through_its_successor(c
     assert bytes(cell.cache.blocks[2]) == expected
 
 
+@pytest.mark.parametrize("read_before", [True, False])
+async def test_a_shard_that_was_made_anew_fails_what_was_asked_of_the_one_before(
+    cell: Cell, *, read_before: bool
+) -> None:
+    if read_before:
+        await asyncio.wait_for(cell.reader.channel("kv_pool-1").copy([1], [1]), 20.0)
+    await cell.shards["kv_pool-1"].end()
+    copy = cell.reader.channel("kv_pool-1").copy([2], [2])
+    cell.agents["node-b"].close()  # nobody holds the memory any more
+    cell.agents["node-b"] = SegmentServer(str(cell.folder / "node-b" / "agent.sock"), TOKEN)
+    cell.agents["node-b"].start()
+    await cell.start_shard(1)
+    await cell.tell()
+    with pytest.raises(TransferError, match="no connection to kv_pool-1: the pair was closed"):
+        await asyncio.wait_for(_ended(copy), 20.0)
+    cell.shards["kv_pool-1"].store.blocks[3] = 7
+    await asyncio.wait_for(cell.reader.channel("kv_pool-1").copy([3], [3]), 20.0)
+    assert (cell.cache.blocks[3] == 7).all()
+
+
 async def test_a_shard_that_is_named_no_more_fails_what_is_read_of_it(cell: Cell) -> None:
     channel = cell.reader.channel("kv_pool-1")
     await asyncio.wait_for(channel.copy([1], [1]), 20.0)
