@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alignedserve.cluster.handover import Predecessor, newest_view
@@ -56,7 +56,8 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
     settings = found[0].settings
     started_with, wanted = _started_with(found), _on_their_device(config, found)
     change = compare_all(started_with, wanted)
-    predecessor, said = await _predecessor(found, settings.token, launcher)
+    told = newest_view(found)
+    predecessor, said = await _predecessor(told, settings.token, launcher)
     if said is not None:
         led = compare(_read(json.loads(said.config)), wanted)
         if led.replaced_for and not change.replaced_for:
@@ -64,6 +65,8 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
         shape = led.shape or (Shape.configured(wanted) if said.resizing else None)
         rolled = change.rolled | led.rolled | (EVERYBODY if said.code != code else frozenset())
         change = Change(change.replaced_for or led.replaced_for, shape, rolled)
+    elif told.followed_prefill and Shape(told.followed_prefill, told.followed_decode) != Shape.configured(wanted):
+        change = replace(change, shape=Shape.configured(wanted))
     identity = Identity(settings.cluster_id, settings.token)
     before = started_with[0][1] if started_with else wanted
     return Inheritance(identity, change, predecessor, before)
@@ -99,10 +102,9 @@ def _on_their_device(config: Config, found: Sequence[Running]) -> Config:
 
 
 async def _predecessor(
-    found: Sequence[Running], token: str, launcher: Launcher
+    told: sv.ClusterView, token: str, launcher: Launcher
 ) -> tuple[Predecessor | None, sv.HandOverReply | None]:
     """One that may live though it does not answer is told to let go all the same."""
-    told = newest_view(found)
     if not told.HasField("supervisor"):
         return None, None
     alive = {node.node_id for node in await launcher.nodes()}

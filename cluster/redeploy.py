@@ -120,7 +120,8 @@ async def follow(change: Change, supervisor: Supervisor) -> None:
         except AlignedServeError as error:
             logger.error("%s cannot be had: %s", change.shape, error.message)
             supervisor.core.scaling.failure = error.message
-        supervisor.resizing = False
+        supervisor.core.scaling.followed = change.shape
+        supervisor.core.view_version += 1
     if change.rolled:
         await _when_at_rest(supervisor, partial(supervisor.restart, change.rolled))
 

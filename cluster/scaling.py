@@ -38,6 +38,8 @@ class Scaling:
 
     def __init__(self, config: Config, roster: Roster, nodes: NodeBook, shape: Shape) -> None:
         self.shape = shape
+        self.followed = Shape.configured(config)
+        """What the configuration asked for that was followed last: this one's numbers may still be to come."""
         self.pairs: list[tuple[str, str]] = []
         self.failure = ""
         self._config = config

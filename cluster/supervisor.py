@@ -93,8 +93,6 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.application = ""  # which metrics are labelled with, where there may be others
         self.predecessor: Predecessor | None = None
         """Who leads the cluster up to now, where somebody does: it is told to let go, as late as possible."""
-        self.resizing = False
-        """The numbers of instances that its configuration asks for are still to come."""
         self.command = (0, "")  # pid and machine of the command that ends this cluster, where there is one
 
     # ---- life
@@ -120,12 +118,13 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._placing = Placing(
             self.core, self._launcher, self.identity.cluster_id, self._fencer, self._carry_out, self._leaving
         )
-        self.resizing = change.shape is not None
         now = time.monotonic()
         running_roles = [running.planned for running in found]
         self.core.roster.adopt(told.incarnations)
         self.core.nodes.adopt(told, [(running.planned, running.settings.agent_socket) for running in found])
         self.core.scaling.adopt(told, running_roles, now)
+        if change.shape is not None:
+            self.core.scaling.followed = Shape(told.followed_prefill, told.followed_decode)
         self.core.planner.adopt(told.model_info, told.store_plan)
         self.core.rolling.adopt(told, now)
         if not self._launcher.elastic:
@@ -317,7 +316,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         if request.address:  # whatever else is still to end here, the roles are the successor's from now on
             self._let_roles_go()
         config, view = json.dumps(self._tree), self.core.view()
-        return sv.HandOverReply(config=config, code=self.code, view=view, resizing=self.resizing)
+        resizing = self.core.scaling.followed != Shape.configured(self.config)
+        return sv.HandOverReply(config=config, code=self.code, view=view, resizing=resizing)
 
     async def Stop(self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.StopReply]) -> sv.StopReply:
         grace_s = self.config.gateway.drain_s

@@ -35,6 +35,8 @@ def view_of(core: SupervisorCore) -> sv.ClusterView:
         gone_nodes=core.nodes.gone,
         incarnations=core.roster.incarnations(),
         restart=core.rolling.state,
+        followed_prefill=core.scaling.followed.prefill,
+        followed_decode=core.scaling.followed.decode,
     )
 
 

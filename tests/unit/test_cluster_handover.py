@@ -205,6 +205,26 @@ async def test_a_size_that_the_predecessor_was_deployed_with_and_has_not_begun_i
     await settled(cluster)
 
 
+async def test_a_size_that_a_supervisor_has_not_begun_before_it_dies_is_its_successors(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more, at_rest = replace(CONFIG, cluster=replace(CONFIG.cluster, decode=2)), redeploy._at_rest
+    monkeypatch.setattr(redeploy, "_at_rest", lambda core: False)
+    await hand_over(cluster, more)
+    await cluster.supervisor.close()
+    monkeypatch.setattr(redeploy, "_at_rest", at_rest)
+    inheritance = await inherit(cluster.launcher, more, "1")
+    assert (inheritance.predecessor, inheritance.change) == (None, Change(shape=Shape(1, 2)))
+    cluster.supervisor = await lead(cluster, inheritance, more)
+    async with asyncio.timeout(20.0):
+        while not all(running.view.followed_decode == 2 for running in await cluster.launcher.find()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await cluster.supervisor.close()
+    assert (await inherit(cluster.launcher, more, "1")).change.is_none
+    cluster.supervisor = await lead(cluster, Inheritance(inheritance.identity), more)
+    assert cluster.supervisor.core.scaling.shape.decode == 2
+
+
 @pytest.mark.parametrize(
     ("changed", "refused"),
     [

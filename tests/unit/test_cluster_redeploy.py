@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster import redeploy
-from alignedserve.cluster.plan import Shape
+from alignedserve.cluster.inheritance import inherit
+from alignedserve.cluster.launcher import Running
+from alignedserve.cluster.plan import Node, Shape
 from alignedserve.cluster.redeploy import COUNTS, DIVIDES_MEMORY, ROLLED, SERVES, Change, compare, compare_all
 from alignedserve.config import Config
-from alignedserve.config_sources import from_arguments, known_keys
+from alignedserve.config_sources import from_arguments, known_keys, to_tree
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import UnavailableError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
 
 
 def change(**arguments: Any) -> Change:
@@ -71,6 +76,47 @@ def test_processes_of_several_configurations_are_asked_for_all_of_it() -> None:
     assert found == Change(rolled=frozenset({"decode", "kv_pool"}))
 
 
+class Found:
+    """A launcher of a cluster that runs with `decode` instances, and whose supervisor is dead. It was started with one,
+    and heard last of a configuration that asked for `followed`; 0: it was never told."""
+
+    def __init__(self, decode: int, followed: int) -> None:
+        tree = to_tree(Config().on_device("cpu"))
+        dead = sv.Peer(process=pb.ProcessKey(role="supervisor", incarnation=1), address="127.0.0.1:1", node_id="home")
+        view = sv.ClusterView(
+            version=5,
+            prefill=1,
+            decode=decode,
+            supervisor=dead,
+            followed_prefill=min(followed, 1),
+            followed_decode=followed,
+        )
+        self._found = [Running(RoleSettings("decode", f"decode-{n}", tree, "c", "t"), view) for n in range(decode)]
+
+    async def find(self) -> list[Running]:
+        return self._found
+
+    async def nodes(self) -> list[Node]:
+        return [Node("home")]
+
+
+@pytest.mark.parametrize(
+    ("decode", "followed", "configured", "shape"),
+    [
+        pytest.param(1, 1, 3, Shape(1, 3), id="changed while nobody led"),
+        pytest.param(2, 1, 1, None, id="scaled, and the file is as it was"),
+        pytest.param(2, 1, 2, Shape(1, 2), id="scaled, and the file asks for it now"),
+        pytest.param(1, 0, 3, None, id="nobody knows what the file said"),
+    ],
+)
+async def test_numbers_of_instances_are_compared_with_those_followed_last_where_no_supervisor_lives(
+    decode: int, followed: int, configured: int, shape: Shape | None
+) -> None:
+    launcher: Any = Found(decode, followed)
+    inheritance = await inherit(launcher, from_arguments({"cluster": {"decode": configured}}), "code")
+    assert inheritance.change == Change(shape=shape)
+
+
 def test_every_key_that_is_named_is_one() -> None:
     assert {*COUNTS, *SERVES, *ROLLED, *DIVIDES_MEMORY} <= set(known_keys())
 
@@ -79,7 +125,8 @@ class Refusing:
     """A supervisor that can do nothing now, `refusals` times; at the last one its cluster is `ending`."""
 
     def __init__(self, refusals: int, *, ending: bool = False) -> None:
-        self.core = SimpleNamespace(was_ready=True, paused=False, ending=False, failure=None, scaling=SimpleNamespace())
+        self.core = SimpleNamespace(was_ready=True, paused=False, ending=False, failure=None, view_version=1)
+        self.core.scaling = SimpleNamespace()
         self.orders: list[object] = []
         self._refusals, self._ending = refusals, ending
 
