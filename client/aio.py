@@ -28,7 +28,7 @@ from alignedserve.client.messages import join_chunks
 from alignedserve.client.options import BatchItem, ChatItem, ChatTurn, Options, Progress
 from alignedserve.client.tasks import run_batch
 from alignedserve.client.types import Chunk, ClientTimings, Completion, ModelCard
-from alignedserve.errors import AlignedServeError
+from alignedserve.errors import AlignedServeError, CancelledError
 from alignedserve.proto.inference_pb2 import GenerateChunk
 
 Result = TypeVar("Result")
@@ -74,9 +74,11 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                 ended = not isinstance(message, GenerateChunk)  # grpc.aio.EOF, which has no type
                 if ended and not self._attempts.complete:
                     raise EndedEarlyError
-            except grpc.RpcError as error:
-                if self._attempts.complete and not self._closed:
+            except (grpc.RpcError, CancelledError) as error:
+                if self._attempts.complete:
                     raise StopAsyncIteration from None  # all is there but the word that it is
+                if isinstance(error, CancelledError):
+                    raise
                 await self._go_on(error)
                 continue
             if ended:

@@ -153,7 +153,8 @@ class Attempts:
         if self._late(time.monotonic()):  # whatever was tried last
             limit_s = self._first.timeout_s
             ids = {"request_id": self.request_id} if self.request_id else {}
-            return DeadlineError(f"the call did not end within its {limit_s:g} s", address=self.address, **ids)
+            message = f"the call did not end within its {limit_s:g} s"
+            return DeadlineError(message, status=grpc.StatusCode.DEADLINE_EXCEEDED.name, address=self.address, **ids)
         return self._first.error(error, self.address, self.request_id)
 
     def _wait_to_resume_s(self, now_s: float, error: grpc.RpcError, kind: Failure) -> float | None:

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -50,7 +51,7 @@ class Call(Generic[Result]):
         ids = {"request_id": request_id} if request_id else {}
         return error_from_status(error, self.timeout_s, address=address, **ids)
 
-    def closed_here(self, request_id: str = "") -> CancelledError:
+    def closed_here(self, request_id: str) -> CancelledError:
         """The error for a call that was cut short by closing its stream or its client."""
         ids = {"request_id": request_id} if request_id else {}
         return CancelledError(f"the {self.method} call was closed by this client", **ids)
@@ -71,8 +72,13 @@ class CallPlanner:
             object.__setattr__(self, "api_key", found)
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise ConfigError(f"api_key (or {API_KEY_VARIABLE}) must be printable ASCII without spaces")
-        self._limit(None)
-        self._retries(None)
+        if self.application and not (self.application.isascii() and self.application.isprintable()):
+            raise ConfigError(f"application must be printable ASCII, got {self.application!r}")
+        try:
+            self._limit(None)
+            self._retries(None)
+        except InvalidRequestError as error:  # it is the client that cannot be used
+            raise ConfigError(error.message) from error
 
     def generate(self, prompt: str | None, token_ids: Iterable[int] | None, options: Options) -> Call[Completion]:
         return self._whole(messages.prompt_request(prompt, token_ids, _sent(options)), options)
@@ -163,11 +169,11 @@ class CallPlanner:
     def _limit(self, timeout_s: float | None) -> float | None:
         """The call's limit in seconds, None for none: its own, else this client's."""
         chosen = self.timeout_s if timeout_s is None else timeout_s
-        if chosen is None or chosen > _LONGEST_TIMEOUT_S:
+        if chosen is None:
             return None
-        if not chosen > 0:  # a NaN too
-            raise InvalidRequestError(f"timeout_s must be greater than 0, got {chosen}", param="timeout_s")
-        return chosen
+        if not isinstance(chosen, Real) or not chosen > 0:  # a NaN too
+            raise InvalidRequestError(f"timeout_s must be a number greater than 0, got {chosen!r}", param="timeout_s")
+        return None if chosen > _LONGEST_TIMEOUT_S else chosen
 
 
 def _sent(options: Options) -> Options:

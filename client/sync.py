@@ -40,7 +40,7 @@ class ChunkStream(Iterator[Chunk]):
 
     Leaving early cancels the request at the server: `close()`, the end of a `with` block, or dropping the last
     reference (a `for` loop over `client.stream(...)` that breaks). A chunk that is asked for after that raises
-    CancelledError. A connection that breaks is replaced: see `Client`'s `resume_s`.
+    CancelledError, unless the last had been read. A connection that breaks is replaced: see `Client`'s `resume_s`.
     """
 
     def __init__(self, attempts: Attempts, send: Callable[[Attempts], Any], cut: threading.Event) -> None:
@@ -64,7 +64,7 @@ class ChunkStream(Iterator[Chunk]):
     def completion(self) -> Completion:
         """Read what is left, and return the whole answer, what has been read before included.
 
-        Raises what reading raises; CancelledError where the stream was left early.
+        Raises what reading raises; CancelledError where the stream was left before its last chunk.
         """
         for _ in self:
             pass
@@ -80,7 +80,7 @@ class ChunkStream(Iterator[Chunk]):
                 if message is None and not self._attempts.complete:
                     raise EndedEarlyError
             except grpc.RpcError as error:
-                if self._attempts.complete and not self._closed:
+                if self._attempts.complete:
                     raise StopIteration from None  # all is there but the word that it is
                 self._go_on(error)
                 continue

@@ -35,7 +35,7 @@ class Halt:
                 response.cancel()
             return response.result()
         except grpc.FutureCancelledError:
-            raise call.closed_here() from None
+            raise call.closed_here(call.message.request_id) from None
         finally:
             with self._lock:
                 self._open.discard(response)

@@ -158,6 +158,7 @@ def test_what_stands_in_brackets_reaches_the_error(ask: Ask) -> None:
         (("go",), {"max_retries": -1}, "max_retries"),
         (("go",), {"timeout_s": 0}, "timeout_s"),
         (("go",), {"timeout_s": float("nan")}, "timeout_s"),
+        (("go",), {"timeout_s": "5"}, "timeout_s"),
         (("go",), {"temperature": 10**400}, "temperature"),
     ],
 )
@@ -195,6 +196,12 @@ def test_a_misspelt_option_is_answered_with_the_nearest(ask: Ask) -> None:
 
 def test_models_are_typed(ask: Ask) -> None:
     assert ask("models") == (ModelCard("tiny", 8192),)
+
+
+def test_a_malformed_limit_of_a_call_that_generates_nothing_is_named(ask: Ask) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ask("models", timeout_s="5")
+    assert caught.value.param == "timeout_s"
 
 
 def test_cancelling_an_unknown_request_finds_nothing(ask: Ask) -> None:

@@ -71,6 +71,11 @@ def test_a_server_that_cannot_prove_itself_is_unavailable(
         ({"keepalive_s": -1}, "keepalive_s"),
         ({"resume_s": -1}, "resume_s"),
         ({"resume_s": float("nan")}, "resume_s"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": "5"}, "timeout_s"),
+        ({"max_retries": -1}, "max_retries"),
+        ({"application": "größe"}, "application must be printable ASCII"),
+        ({"application": "a\nb"}, "application must be printable ASCII"),
     ],
 )
 def test_a_client_that_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:

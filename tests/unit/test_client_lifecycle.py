@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -24,6 +25,8 @@ from alignedserve.client import (
     DeadlineError,
     UnavailableError,
 )
+from alignedserve.client.calls import CallPlanner
+from alignedserve.client.threads import Halt
 from alignedserve.errors import ConfigError
 from alignedserve.testing.breaking_inference import BreakingInference, Fault, serve
 from alignedserve.testing.inference import ScriptedInference, ask_async, ask_sync, start_server
@@ -57,8 +60,9 @@ def test_a_time_limit_ends_the_request_on_both_sides(
     ask: Callable[..., Any], method: str, service: ScriptedInference, address: str
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(DeadlineError, match="1 s"):
+    with pytest.raises(DeadlineError, match="1 s") as late:
         ask(address, {"timeout_s": 60}, method, "hold", timeout_s=1.0)
+    assert late.value.details["status"] == "DEADLINE_EXCEEDED"
     assert 0.9 < time.monotonic() - began < 6
     assert service.released.wait(5)
     assert service.requests[0].timeout_s == pytest.approx(1.0)
@@ -186,6 +190,41 @@ def test_closing_a_stream_or_client_ends_its_reader(service: ScriptedInference, 
         list(client.stream("hold"))
     with pytest.raises(RuntimeError, match="closed"):
         client.models()
+
+
+def test_a_call_of_a_batch_that_is_cut_short_is_named() -> None:
+    method = mock.Mock()
+    method.future.return_value.result.side_effect = grpc.FutureCancelledError
+    call = CallPlanner().generate("go", None, {"request_id": "mine"})
+    with pytest.raises(CancelledError, match="closed by this client") as closed:
+        Halt(threading.Event()).run(method, call)
+    assert closed.value.request_id == "mine"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("leave", ["stream", "client"])
+async def test_a_stream_that_was_left_after_its_last_chunk_is_whole(kind: Any, leave: str) -> None:
+    class LateStatus(BreakingInference):  # as a proxy's comes, a little after the last chunk
+        def Stream(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            yield from super().Stream(request, context)
+            left.wait(5)
+
+    left = threading.Event()
+    server, address = serve(service := LateStatus([1, 2]))
+    client = kind(address)
+    stream = client.stream("go")
+    for _ in range(2):
+        await maybe_awaited(anext(stream) if kind is AsyncClient else next(stream))
+    await maybe_awaited((stream if leave == "stream" else client).close())
+    answer = await maybe_awaited(stream.completion())
+    assert (answer.text, answer.token_ids) == service.answer(0)
+    await maybe_awaited(client.close())
+    left.set()
+    server.stop(0).wait()
+
+
+async def maybe_awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
