@@ -258,7 +258,7 @@ class SupervisorCore:
         return self.tick(now)
 
     def restart(self, roles: Collection[str], free_bytes: Mapping[str, int], now: float, unix_ns: int) -> list[Action]:
-        """Replace every process of these roles that is older than `unix_ns`, one after the other (`rolling.py`).
+        """Replace every process of these roles that there is now, at `unix_ns`, one after the other (`rolling.py`).
 
         Raises AlignedServeError, and changes nothing, where that cannot be.
         """
@@ -266,7 +266,9 @@ class SupervisorCore:
         if self.ending or self.failure is not None or not self.was_ready:
             raise UnavailableError("the cluster is still starting, or ending: nothing can be restarted now")
         model, plan = self.planner.model_info, self.planner.store_plan
-        self.rolling.begin(roles, unix_ns, now, lambda shape: self.scaling.check(shape, model, plan, free_bytes))
+        self.rolling.begin(
+            roles, unix_ns, now, lambda shape: self.scaling.check(shape, model, plan, free_bytes), self.incarnation
+        )
         self._touch()
         return self.tick(now)
 

@@ -1,7 +1,7 @@
 """A rolling restart: every process of some roles is replaced, one after the other, and no request notices.
 
-What is older than the order is still to be replaced, so nothing needs to be remembered of what was done: a supervisor's
-successor goes on from the order, which stands in the view. An instance drains first, as one that is to go
+The order names the incarnations that are to be replaced, so nothing needs to be remembered of what was done: a
+supervisor's successor goes on from the order, which stands in the view. An instance drains first, as one that is to go
 (`scaling.py`); where there is room, one more runs meanwhile. Where further nodes may come, that shows only when it has
 found a place: one that has none after `ROOM_S` is given up. Pool, scheduler and node agent are replaced as if they had
 died. Gateways and the supervisor are Ray Serve's: they call themselves unhealthy, and Serve lets them end in order
@@ -59,9 +59,12 @@ class Rolling:
                 f"a rolling restart is under way ({self.state.doing or 'it begins'}); `alignedserve status` shows it"
             )
 
-    def begin(self, roles: Collection[str], since_ns: int, now: float, check: Callable[[Shape], None]) -> None:
-        """Replace all of `roles` that is older than `since_ns` (Unix time). `check` raises ConfigError where there is
-        no room for so many instances. Raises UnavailableError, ConfigError for what is no role."""
+    def begin(
+        self, roles: Collection[str], since_ns: int, now: float, check: Callable[[Shape], None], incarnation: int
+    ) -> None:
+        """Replace all of `roles` that there is now, at `since_ns` (Unix time). `check` raises ConfigError where there
+        is no room for so many instances; `incarnation` is that of the supervisor itself. Raises UnavailableError,
+        ConfigError for what is no role."""
         self.refuse_others()
         if unknown := sorted(set(roles) - set(ORDER)):
             raise ConfigError(f"there is no role {unknown[0]!r}; there are {', '.join(ORDER)}")
@@ -73,6 +76,9 @@ class Rolling:
             prefill=shape.prefill,
             decode=shape.decode,
             gateways=len(self._gateways()),
+            old={slot.planned.id: 0 for slot in self._roster.slots.values() if slot.phase is Phase.STARTING}
+            | {member.key.id: member.key.incarnation for member, _ in self._roster.members()},
+            supervisor=incarnation,
         )
         self._scaling.failure = ""
         self._reasons.clear()
@@ -113,6 +119,7 @@ class Rolling:
     # ---- inside
 
     def _step(self, now: float, incarnation: int) -> list[Slot]:
+        self._name_old()
         if (waited_for := self._waited_for(now)) is not None:
             self.state.doing = waited_for
             return []
@@ -127,7 +134,7 @@ class Rolling:
             elif role == "gateway":
                 if self._step_gateways(now):
                     return []
-            elif incarnation < self.state.since_ns:
+            elif incarnation == self.state.supervisor:
                 self.state.doing = "the supervisor is replaced"
                 self.supervisor_due = True
                 return []
@@ -180,8 +187,14 @@ class Rolling:
             if slot.planned.role == role and slot.member is not None and self._is_old(slot.member)
         ]
 
+    def _name_old(self) -> None:
+        """Those that had been launched before the order, and have joined since."""
+        for member, _ in self._roster.members():
+            if self.state.old.get(member.key.id) == 0:
+                self.state.old[member.key.id] = member.key.incarnation
+
     def _is_old(self, member: Member) -> bool:
-        return member.key.incarnation < self.state.since_ns
+        return self.state.old.get(member.key.id) == member.key.incarnation
 
     def _step_instances(self, role: str, now: float) -> bool:
         """Whether there is still something to be done for the role."""

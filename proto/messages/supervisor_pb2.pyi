@@ -274,7 +274,14 @@ class RestartReply(_message.Message):
     def __init__(self, refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ...) -> None: ...
 
 class Restart(_message.Message):
-    __slots__ = ("since_ns", "roles", "surplus", "prefill", "decode", "gateways", "retiring", "doing", "done", "failure")
+    __slots__ = ("since_ns", "roles", "surplus", "prefill", "decode", "gateways", "retiring", "doing", "done", "failure", "old", "supervisor")
+    class OldEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SINCE_NS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     SURPLUS_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +292,8 @@ class Restart(_message.Message):
     DOING_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    OLD_FIELD_NUMBER: _ClassVar[int]
+    SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
     since_ns: int
     roles: _containers.RepeatedScalarFieldContainer[str]
     surplus: _containers.RepeatedScalarFieldContainer[str]
@@ -295,7 +304,9 @@ class Restart(_message.Message):
     doing: str
     done: bool
     failure: str
-    def __init__(self, since_ns: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., surplus: _Optional[_Iterable[str]] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., gateways: _Optional[int] = ..., retiring: _Optional[_Iterable[str]] = ..., doing: _Optional[str] = ..., done: bool = ..., failure: _Optional[str] = ...) -> None: ...
+    old: _containers.ScalarMap[str, int]
+    supervisor: int
+    def __init__(self, since_ns: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., surplus: _Optional[_Iterable[str]] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., gateways: _Optional[int] = ..., retiring: _Optional[_Iterable[str]] = ..., doing: _Optional[str] = ..., done: bool = ..., failure: _Optional[str] = ..., old: _Optional[_Mapping[str, int]] = ..., supervisor: _Optional[int] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
     __slots__ = ("address",)

@@ -26,9 +26,12 @@ STEP_S = 0.5
 
 
 class World:
-    """`broken` processes never come up again. `log` has who ended and who came, in order."""
+    """`broken` processes never come up again. `log` has who ended and who came, in order. The first processes started
+    at `first_ns`, by the clocks of their nodes."""
 
-    def __init__(self, decode: int = 1, gateways: Collection[str] = ("gateway-a",), own: int = 1) -> None:
+    def __init__(
+        self, decode: int = 1, gateways: Collection[str] = ("gateway-a",), own: int = 1, first_ns: int = 1
+    ) -> None:
         config = Config(cluster=ClusterConfig(device="cpu", decode=decode), supervisor=LIMITS)
         self.core = SupervisorCore(config, plan_roles(config, 0))
         self.core.incarnation = own
@@ -39,7 +42,7 @@ class World:
         self._next = ORDERED_NS + 1
         self.core.begin(self.now)
         for number, role_id in enumerate((*self.core.roster.slots, *gateways)):
-            self.join(role_id, number + 1)
+            self.join(role_id, first_ns + number)
         assert self.core.state() == "ready"
 
     def join(self, role_id: str, incarnation: int) -> list[Action]:
@@ -117,6 +120,41 @@ def test_everything_is_replaced_once_and_in_order() -> None:
     assert world.log == [*instances, *single, *gateways]
     assert (world.state.done, world.core.rolling.supervisor_due) == (False, True)
     assert world.core.status("c").restart.doing == "the supervisor is replaced"
+
+
+@pytest.mark.parametrize("skew_ns", [-500, 500], ids=["behind", "ahead"])
+def test_clocks_of_other_nodes_do_not_say_who_is_old(skew_ns: int) -> None:
+    """One that is replaced seems to have started before the order, or one that is to be replaced after it."""
+    world = World(decode=2, first_ns=ORDERED_NS + skew_ns - 100)
+    world._next = ORDERED_NS + skew_ns
+    world.order("decode", "node_agent", "gateway")
+    world.run()
+    instances = ["+decode-2", "-decode-0", "+decode-0", "-decode-1", "+decode-1", "-decode-2"]
+    assert world.log == [*instances, "-node_agent-0", "+node_agent-0", "-gateway-a", "+gateway"]
+    assert (world.state.done, world.state.failure) == (True, "")
+
+
+@pytest.mark.parametrize("heir_ns", [ORDERED_NS - 100, ORDERED_NS + 100], ids=["behind", "ahead"])
+def test_the_supervisors_successor_is_new_whatever_its_clock_says(heir_ns: int) -> None:
+    world = World(own=ORDERED_NS + 50)
+    world.order("supervisor")
+    world.run(2.0)
+    assert world.core.rolling.supervisor_due
+    heir = World(own=heir_ns)
+    heir.core.rolling.adopt(world.core.view(), heir.now)
+    heir.run()
+    assert (heir.state.done, heir.core.rolling.supervisor_due) == (True, False)
+
+
+def test_one_that_was_launched_before_the_order_and_joins_after_it_is_replaced() -> None:
+    world = World()
+    world.now += 10.0  # or it would have failed to start twice
+    launch = world.core.ended("scheduler-0", world.core.roster.slots["scheduler-0"].generation, "killed", world.now)
+    world.order("scheduler")
+    world.do(launch)
+    world.run()
+    assert world.log == ["+scheduler-0", "-scheduler-0", "+scheduler-0"]
+    assert world.state.done
 
 
 def test_the_supervisors_successor_goes_on_and_finds_that_it_is_done() -> None:
