@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from alignedserve.client.calls import Call
@@ -30,8 +30,9 @@ class Batch(Generic[Item]):
         if not isinstance(concurrency, int) or concurrency < 1:
             message = f"concurrency must be an integer of at least 1, got {concurrency!r}"
             raise InvalidRequestError(message, param="concurrency")
-        if isinstance(items, str | bytes):
-            raise InvalidRequestError("a batch is an iterable of prompts, not one string", param="prompts")
+        if isinstance(items, str | bytes | Mapping):
+            kind = "request" if isinstance(items, Mapping) else "string"
+            raise InvalidRequestError(f"a batch is an iterable of prompts, not one {kind}", param="prompts")
         if options.get("request_id") is not None:
             message = "requests have names of their own: give each a dict with its request_id"
             raise InvalidRequestError(message, param="request_id")

@@ -29,6 +29,8 @@ def prompt_request(prompt: str | None, prompt_token_ids: Iterable[int] | None, o
     if (prompt is None) == (prompt_token_ids is None):
         raise InvalidRequestError("give either prompt or prompt_token_ids", param="prompt")
     message = _with_options(options)
+    if isinstance(prompt_token_ids, bytes | bytearray):  # they would be taken for small token ids
+        raise InvalidRequestError("prompt_token_ids must be token ids, not bytes", param="prompt_token_ids")
     if prompt_token_ids is not None:
         message.prompt_token_ids.SetInParent()  # an empty list is the server's to refuse, not "no input"
         _extend(message.prompt_token_ids.ids, "prompt_token_ids", prompt_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -309,7 +310,7 @@ class Client:
             print([answer.text for answer in answers])
         """
         batch = Batch(prompts, self._planner.generate_item, options, concurrency, progress, return_exceptions)
-        return self._run(batch, prompts, concurrency)
+        return self._run(batch, prompts)
 
     @overload
     def chat_many(
@@ -351,7 +352,7 @@ class Client:
             answers = client.chat_many(([{"role": "user", "content": text}] for text in questions), max_tokens=32)
         """
         batch = Batch(conversations, self._planner.chat_item, options, concurrency, progress, return_exceptions)
-        return self._run(batch, conversations, concurrency)
+        return self._run(batch, conversations)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a running request, whoever sent it; its caller gets CancelledError.
@@ -402,9 +403,9 @@ class Client:
     ) -> None:
         self.close()
 
-    def _run(self, batch: Batch[Any], items: Iterable[Any], concurrency: int) -> list[Outcome]:
+    def _run(self, batch: Batch[Any], items: Iterable[Any]) -> list[Outcome]:
         halt = Halt(self._new_cut())
-        return run_batch(batch, items, lambda call: self._ask(call, halt), halt, concurrency)
+        return run_batch(batch, items, lambda call: self._ask(call, halt), halt)
 
     def _ask(self, call: Call[Result], halt: Halt | None = None) -> Result:
         """The result of a call: one of its own, or one of a batch, which `halt` cuts short."""
@@ -412,7 +413,7 @@ class Client:
         run, cut = (_run_here, self._cut) if halt is None else (halt.run, halt.cut)
         while True:
             try:
-                response = run(self._method(attempts, begun=halt is not None), attempts.call)
+                response = self._send(run, attempts, begun=halt is not None)
             except grpc.RpcError as error:
                 wait_s = attempts.again(error)
                 if wait_s is None:
@@ -424,10 +425,7 @@ class Client:
                 raise call.closed_here(attempts.request_id)
 
     def _follow(self, call: Call[Chunk]) -> ChunkStream:
-        def send(attempts: Attempts) -> Any:
-            return _run_here(self._method(attempts), attempts.call)
-
-        return ChunkStream(self._tries.of(call), send, self._new_cut())
+        return ChunkStream(self._tries.of(call), functools.partial(self._send, _run_here), self._new_cut())
 
     def _new_cut(self) -> threading.Event:
         """Set by `close` too. Raises RuntimeError once this client has been closed."""
@@ -437,6 +435,16 @@ class Client:
                 raise RuntimeError("this client has been closed")
             self._cuts.add(cut)
         return cut
+
+    def _send(self, run: Callable[[Any, Call[Any]], Any], attempts: Attempts, *, begun: bool = False) -> Any:
+        """What `run` makes of the call; raises as `_method` does."""
+        method = self._method(attempts, begun=begun)
+        try:
+            return run(method, attempts.call)
+        except ValueError as error:
+            if self._closed:  # by another thread, since `_method` looked
+                raise attempts.call.closed_here(attempts.request_id) from error
+            raise
 
     def _method(self, attempts: Attempts, *, begun: bool = False) -> Any:
         """What sends the call to its address.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,21 +48,49 @@ class Halt:
             response.cancel()
 
 
+class _Workers:
+    """A thread for each open call. They are daemons: those of a ThreadPoolExecutor would keep a program from its end.
+
+    `ended` gets the number of each call, and its result or what it raised.
+    """
+
+    def __init__(self, ask: Callable[[Call[Completion]], Completion]) -> None:
+        self.ended: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
+        self._ask = ask
+        self._calls: SimpleQueue[tuple[int, Call[Completion]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, number: int, call: Call[Completion], open_calls: int) -> None:
+        """`open_calls`: this one included."""
+        if open_calls > len(self._threads):
+            thread = threading.Thread(target=self._work, name="alignedserve-client", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._calls.put((number, call))
+
+    def _work(self) -> None:
+        while (numbered := self._calls.get()) is not None:
+            number, call = numbered
+            outcome: Completion | BaseException
+            try:
+                outcome = self._ask(call)
+            except BaseException as error:
+                outcome = error
+            self.ended.put((number, outcome))
+
+    def close(self) -> None:
+        """Wait until the calls that are open have ended."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
 def run_batch(
-    batch: Batch[Any], items: Iterable[Any], ask: Callable[[Call[Completion]], Completion], halt: Halt, concurrency: int
+    batch: Batch[Any], items: Iterable[Any], ask: Callable[[Call[Completion]], Completion], halt: Halt
 ) -> list[Outcome]:
     """The results of the batch. `ask` runs in threads; `items` and the user's own functions in this one."""
-    ended: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
-
-    def work(number: int, call: Call[Completion]) -> None:
-        outcome: Completion | BaseException
-        try:
-            outcome = ask(call)
-        except BaseException as error:
-            outcome = error
-        ended.put((number, outcome))
-
-    with contextlib.closing(batch), ThreadPoolExecutor(concurrency, "alignedserve-client") as pool:
+    with contextlib.closing(batch), contextlib.closing(_Workers(ask)) as workers:
         try:
             taking = checked_items(items)
             more = True
@@ -75,13 +102,13 @@ def run_batch(
                         more = False
                     else:
                         if added is not None:
-                            pool.submit(work, *added)
+                            workers.begin(*added, batch.open)
                 if not batch.open:
                     return batch.results()
-                number, outcome = ended.get()
+                number, outcome = workers.ended.get()
                 if not isinstance(outcome, Completion | AlignedServeError):
                     raise outcome
                 batch.end(number, outcome)
         except BaseException:
-            halt.all()  # the pool waits for its threads
+            halt.all()  # the workers' end is waited for
             raise

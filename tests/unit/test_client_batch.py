@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -160,6 +161,16 @@ def test_errors_take_their_places_where_they_are_asked_for(ask: Any, address: st
 
 
 @BOTH
+def test_bytes_are_no_token_ids(ask: Any, echo: Echo, address: str, tmp_path: Path) -> None:
+    (path := tmp_path / "prompts.txt").write_bytes(b"one\ntwo\n")
+    with path.open("rb") as lines:
+        results = ask(address, {}, "generate_many", lines, return_exceptions=True)
+    assert texts(results) == ["InvalidRequestError"] * 2
+    assert "bytes" in str(results[0])
+    assert not echo.requests
+
+
+@BOTH
 def test_a_conversation_that_is_none_is_an_error_in_its_place(ask: Any, address: str) -> None:
     turns = [Message("user", "a")]
     items: list[Any] = [turns, None, {"messages": 3}, {"messages": float("nan")}, {"messages": turns, 7: "x"}, turns]
@@ -193,6 +204,7 @@ def test_a_failure_ends_the_taking_and_loses_nothing(ask: Any, echo: Echo, addre
     ("prompts", "options", "param"),
     [
         ("one string", {}, "prompts"),
+        ({"prompt": "one request"}, {}, "prompts"),
         (3, {}, "prompts"),
         (["a"], {"concurrency": 0}, "concurrency"),
         (["a"], {"request_id": "same"}, "request_id"),
@@ -287,6 +299,23 @@ def test_without_tqdm_a_bar_is_refused_before_anything_is_sent(
     with Client(address) as client, pytest.raises(ConfigError, match="pip install tqdm"):
         client.generate_many(["a"], progress=True)
     assert not echo.requests
+
+
+def test_a_batch_in_a_daemon_thread_does_not_keep_the_program_from_its_end(echo: Echo, address: str) -> None:
+    program = (
+        "import sys, threading; from alignedserve.client import Client\n"
+        f"client = Client({address!r})\n"
+        "threading.Thread(target=client.generate_many, args=(['hold'] * 2,), daemon=True).start()\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert echo.held.acquire(timeout=30)
+            assert echo.held.acquire(timeout=30)
+            _, said = process.communicate(timeout=15)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_threads_share_a_client_and_its_batches_do_not_mix(address: str) -> None:

@@ -245,6 +245,22 @@ def test_closing_an_async_client_ends_calls_with_a_typed_error(
     run_async(address, behaviour)
 
 
+@pytest.mark.parametrize("method", ["generate", "stream", "generate_many"])
+def test_a_call_that_begins_while_another_thread_closes_the_client_is_closed_too(method: str, address: str) -> None:
+    class ClosedInBetween(Client):
+        def _method(self, *args: Any, **options: Any) -> Any:
+            found = super()._method(*args, **options)
+            if opened.is_set():
+                self.close()
+            return found
+
+    opened = threading.Event()
+    client = ClosedInBetween(address)
+    client.models()
+    opened.set()
+    check_closed(method, call_to_the_end(client, method))
+
+
 LONG_WAIT = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full [code=overloaded retry-after-s=30]")
 
 
