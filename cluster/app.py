@@ -64,9 +64,9 @@ LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
 class SupervisorDeployment:
     """Hosts the supervisor in a replica, and ends what it started when the application is deleted.
 
-    Serve awaits `__del__` once, when the application is deleted or Serve is shut down. A replica that is killed gets
-    no such chance: its successor finds the roles by their names and goes on with them, and where there is none they end
-    themselves after `supervisor.orphan_after_s`.
+    Serve awaits `__del__` once, when the application is deleted or Serve is shut down; and where it replaces or moves
+    the replica, which leaves the roles. A replica that is killed gets no such chance: its successor finds the roles by
+    their names and goes on with them, and where there is none they end themselves after `supervisor.orphan_after_s`.
     """
 
     async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:  # type: ignore[misc]
@@ -205,24 +205,29 @@ class SupervisorDeployment:
             self._record.remove()
             await self._see_guests_off()
         finally:
+            left_to = self._supervisor.left_to  # deployed again meanwhile: the roles are a successor's
             try:
-                await self._supervisor.end_all(ROLES_END_S)
+                if not left_to:
+                    await self._supervisor.end_all(ROLES_END_S)
             finally:
                 await self._supervisor.close()
-        remove_cluster_dir(self._identity.cluster_id)
+        if not left_to:
+            remove_cluster_dir(self._identity.cluster_id)
 
     async def _see_guests_off(self) -> None:
-        grace_s = self._config.gateway.drain_s
-        self._supervisor.announce_end(grace_s)
+        grace_s, supervisor = self._config.gateway.drain_s, self._supervisor
+        supervisor.announce_end(grace_s)
         deadline = time.monotonic() + grace_s + GUESTS_LEAVE_S
-        while self._supervisor.core.roster.guests and time.monotonic() < deadline:
-            await self._supervisor.wait_changed(0.1)
-            self._supervisor.core.tick(time.monotonic())
+        while supervisor.core.roster.guests and not supervisor.left_to and time.monotonic() < deadline:
+            await supervisor.wait_changed(0.1)
+            supervisor.core.tick(time.monotonic())
 
     async def _is_replaced(self) -> bool:
-        """Whether Serve ends this one for a successor, as a rolling restart asked for: there is none where the
-        application is deleted meanwhile."""
-        if not self._supervisor.core.rolling.supervisor_due:
+        """Whether Serve ends this one for a successor: for a rolling restart, or because its node is drained, as
+        `ray start --block` does on SIGTERM. There is none where the application is deleted. A cluster that cannot start
+        is tried again from nothing."""
+        core = self._supervisor.core
+        if core.failure is not None and not core.rolling.supervisor_due:
             return False
         try:
             async with asyncio.timeout(LOOK_S):
@@ -264,7 +269,7 @@ class SupervisorDeployment:
 def is_deleted(app_name: str) -> bool:
     """Whether the application is on its way out, by itself or with all of Serve. Blocks."""
     found = serve.status().applications.get(app_name)
-    return found is not None and found.status == ApplicationStatus.DELETING
+    return found is None or found.status == ApplicationStatus.DELETING
 
 
 def http_url(config: Config, app_name: str | None = None) -> str:

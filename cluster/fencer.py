@@ -46,7 +46,8 @@ class Fencer:
         while still_wanted():
             if hello is not None and await self._end(hello):
                 return True
-            await self._launcher.kill(role_id)
+            if still_wanted():  # the launcher knows processes by their ids: a successor may have this one by now
+                await self._launcher.kill(role_id)
             await asyncio.sleep(RETRY_S)
         return False
 

@@ -427,12 +427,15 @@ class Supervisor(sv_grpc.SupervisorServicer):
 
     async def _end_process(self, fence: Fence) -> None:
         logger.warning("ending %s: %s", fence.role_id, fence.reason)
-        slot = self.core.roster.slots[fence.role_id]
-        if await self._fencer.end(
-            fence.role_id,
-            fence.hello,
-            lambda: slot.phase is Phase.ENDING and slot.generation == fence.generation,
-        ):
+        slots = self.core.roster.slots
+        slot = slots[fence.role_id]
+
+        def still_wanted() -> bool:
+            """One that was to go has left its slot when it has ended, and another may have its id."""
+            there = slots.get(fence.role_id) is slot
+            return there and slot.phase is Phase.ENDING and slot.generation == fence.generation
+
+        if await self._fencer.end(fence.role_id, fence.hello, still_wanted):
             self._exited(fence.role_id, fence.generation, fence.reason)
 
     async def _end_guest(self, fence: FenceGuest) -> None:

@@ -23,7 +23,7 @@ class Replica:
     _is_replaced = REPLICA._is_replaced
     _see_guests_off = REPLICA._see_guests_off
 
-    def __init__(self, *, due: bool = False, broken: bool = False) -> None:
+    def __init__(self, *, due: bool = False, broken: bool = False, failed: bool = False) -> None:
         self.done: list[str] = []
         self._ended = False
         self._begun = asyncio.Event()
@@ -34,7 +34,13 @@ class Replica:
         self._record = SimpleNamespace(remove=lambda: None)
         self._broken = broken
         self._supervisor = SimpleNamespace(
-            core=SimpleNamespace(rolling=SimpleNamespace(supervisor_due=due), roster=SimpleNamespace(guests={})),
+            core=SimpleNamespace(
+                rolling=SimpleNamespace(supervisor_due=due),
+                roster=SimpleNamespace(guests={}),
+                failure=RuntimeError("no such model") if failed else None,
+                tick=lambda now: None,
+            ),
+            wait_changed=asyncio.sleep,
             application="app",
             left_to="",
             announce_end=self._announce_end,
@@ -61,7 +67,7 @@ class Replica:
 @pytest.fixture
 def deleted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What Serve says of the application; an exception is raised."""
-    said: list[Any] = [False]
+    said: list[Any] = [True]
 
     def answer(app_name: str) -> bool:
         assert app_name == "app"
@@ -73,35 +79,59 @@ def deleted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return said
 
 
-async def test_it_ends_its_cluster() -> None:
+@pytest.mark.usefixtures("deleted")
+async def test_it_ends_its_cluster_when_the_application_is_deleted() -> None:
     replica = Replica()
     await end(replica)
     await end(replica)
     assert replica.done == ["ended", "closed"]
 
 
-async def test_one_that_is_replaced_leaves_the_cluster_to_its_successor(deleted: list[Any]) -> None:
-    replica = Replica(due=True)
+@pytest.mark.parametrize("due", [False, True], ids=["moved", "restarted"])
+async def test_one_that_serve_moves_or_replaces_leaves_the_cluster_to_its_successor(
+    deleted: list[Any], due: bool
+) -> None:
+    """Serve moves it off a node that is drained, and one drains that gets a SIGTERM."""
+    deleted[0] = False
+    replica = Replica(due=due)
     await end(replica)
     assert replica.done == ["closed"]
 
 
-async def test_one_that_was_to_be_replaced_ends_the_cluster_where_the_application_is_deleted(
-    deleted: list[Any],
-) -> None:
-    deleted[0] = True
+@pytest.mark.usefixtures("deleted")
+async def test_one_that_was_to_be_replaced_ends_the_cluster_where_the_application_is_deleted() -> None:
     replica = Replica(due=True)
     await end(replica)
     assert replica.done == ["ended", "closed"]
 
 
-async def test_where_serve_does_not_say_the_cluster_is_a_successors(deleted: list[Any]) -> None:
+async def test_one_whose_cluster_cannot_start_leaves_nothing_behind(deleted: list[Any]) -> None:
+    deleted[0] = False
+    replica = Replica(failed=True)
+    await end(replica)
+    assert replica.done == ["ended", "closed"]
+
+
+@pytest.mark.parametrize("due", [False, True], ids=["moved", "restarted"])
+async def test_where_serve_does_not_say_the_cluster_is_a_successors(deleted: list[Any], due: bool) -> None:
     deleted[0] = RuntimeError("Serve has ended")
-    replica = Replica(due=True)
+    replica = Replica(due=due)
     await end(replica)
     assert replica.done == ["closed"]
 
 
+@pytest.mark.usefixtures("deleted")
+async def test_one_that_is_deployed_again_while_gateways_leave_ends_no_role() -> None:
+    replica = Replica()
+    replica._supervisor.core.roster.guests = {"gateway-0": None}
+    ending = asyncio.ensure_future(end(replica))
+    await asyncio.sleep(0.05)
+    replica._supervisor.left_to = "127.0.0.1:1"
+    await ending
+    assert replica.done == ["closed"]
+
+
+@pytest.mark.usefixtures("deleted")
 async def test_everything_is_ended_whatever_fails_before() -> None:
     replica = Replica(broken=True)
     with pytest.raises(RuntimeError, match="roles cannot be ended"):
@@ -109,6 +139,7 @@ async def test_everything_is_ended_whatever_fails_before() -> None:
     assert replica.done == ["ended", "closed"]
 
 
+@pytest.mark.usefixtures("deleted")
 async def test_one_that_is_deleted_while_it_starts_ends_what_it_has_started() -> None:
     replica = Replica()
     replica._begun.clear()
@@ -120,6 +151,7 @@ async def test_one_that_is_deleted_while_it_starts_ends_what_it_has_started() ->
     assert replica.done == ["ended", "closed"]
 
 
+@pytest.mark.usefixtures("deleted")
 async def test_one_that_could_not_start_has_nothing_to_end() -> None:
     replica = Replica()
     replica._ended = True

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, patch
 
 import pytest
 import pytest_asyncio
 
-from alignedserve.cluster import handover, placing, redeploy
+from alignedserve.cluster import app, handover, placing, redeploy
 from alignedserve.cluster.app import SupervisorDeployment
 from alignedserve.cluster.handover import newer_leader
 from alignedserve.cluster.inheritance import Inheritance, inherit
@@ -352,7 +352,7 @@ async def test_a_supervisor_that_was_not_told_can_see_that_a_newer_one_leads(clu
 
 
 async def end(cluster: LocalCluster, supervisor: Supervisor) -> None:
-    """As Ray Serve ends the replica that this supervisor is in."""
+    """As Ray Serve ends the replica that this supervisor is in, where it has deleted the application."""
     kind: Any = SupervisorDeployment.func_or_class  # type: ignore[attr-defined]
     replica = SimpleNamespace(
         _config=supervisor.config,
@@ -367,7 +367,8 @@ async def end(cluster: LocalCluster, supervisor: Supervisor) -> None:
     replica._begun.set()
     for name in ("_is_replaced", "_is_succeeded", "_see_guests_off"):
         setattr(replica, name, partial(getattr(kind, name), replica))
-    await kind.__del__(replica)
+    with patch.object(app, "is_deleted", return_value=True):
+        await kind.__del__(replica)
 
 
 async def test_one_that_was_not_told_ends_no_cluster_that_a_newer_one_leads(

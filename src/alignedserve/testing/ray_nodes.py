@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -139,6 +140,11 @@ class RayNodes:
             if process.poll() is not None:
                 raise RuntimeError(f"`ray start --head` ended:\n{self.log(0)}")
 
+    def shut_down(self, number: int) -> None:
+        """`ray start` gets a SIGTERM, as from systemd or Kubernetes: it drains the machine, then ends Ray on it."""
+        for pid in self.machines[number].pids(_RAY[-1]).values():
+            os.kill(pid, signal.SIGTERM)
+
     def kill(self, number: int) -> None:
         """The machine loses power: every process on it is gone at once. It may be started again."""
         for pid in self.machines[number].pids().values():
@@ -178,17 +184,19 @@ class RayNodes:
 
 
 class ServedNodes:
-    """The application of deploy/serve.yaml, deployed with `serve run` from the head; gateway and supervisor are on it.
+    """The application of deploy/serve.yaml, deployed with `serve run` from the head; its gateway is on it, and the
+    supervisor where there is the resource `supervisor`.
 
     `tree`: the sections of the configuration. `http` asks the head's proxy, `grpc_address` is that of its gRPC port.
     """
 
-    def __init__(self, nodes: RayNodes, tree: Mapping[str, Any]) -> None:
+    def __init__(self, nodes: RayNodes, tree: Mapping[str, Any], *, supervisor: str = HEAD) -> None:
         self.nodes, self._tree = nodes, tree
+        self._places = {"Gateway": HEAD, "Supervisor": supervisor}
         self.grpc_address = ""
 
     def _application(self) -> dict[str, Any]:
-        on_head = {"num_cpus": 0, "resources": {HEAD: 0.001}}
+        options = {name: {"num_cpus": 0, "resources": {place: 0.001}} for name, place in self._places.items()}
         return {
             "proxy_location": "HeadOnly",
             "http_options": {"host": "127.0.0.1", "port": HTTP_PORT},
@@ -200,7 +208,7 @@ class ServedNodes:
                     "route_prefix": "/",
                     "import_path": "alignedserve.cluster.app:build",
                     "args": dict(self._tree),
-                    "deployments": [{"name": name, "ray_actor_options": on_head} for name in ("Gateway", "Supervisor")],
+                    "deployments": [{"name": name, "ray_actor_options": options[name]} for name in options],
                 }
             ],
         }
