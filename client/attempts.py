@@ -24,7 +24,7 @@ class Backoff:
     """How long a client waits before it asks again after a refusal, in seconds.
 
     `first_s`, then twice as long each time, at most `longest_s`, each times a random number from 0.5 to 1. Where the
-    server says how long (Retry-After), that, and up to a tenth more; a server that asks for more than
+    server says how long (Retry-After), that, and up to a tenth more, if it is longer; a server that asks for more than
     `retry_after_limit_s` is not asked again.
     """
 

@@ -291,7 +291,7 @@ class Client:
         Args:
             prompts: each a string, a sequence of token ids, or a dict: one of `prompt`, `prompt_token_ids` and
                 `messages`, and options of its own, which go before the shared ones. Taken one by one when there is room
-                for them, in the caller's thread: a generator may be as long as it likes.
+                for them, in the caller's thread. All answers are kept: give millions of prompts in several batches.
             concurrency: the most requests that are open at the same time.
             progress: True shows a bar of `tqdm` (`pip install tqdm`). A function is called after each request with how
                 many have ended, and of how many (None where `prompts` has no length).
