@@ -123,6 +123,8 @@ class Rolling:
         if (waited_for := self._waited_for(now)) is not None:
             self.state.doing = waited_for
             return []
+        if spares := [slot for slot in self._old(SPARE) if slot.phase is not Phase.ENDING]:
+            return spares  # before any role is replaced: it would come from one, and go on with old code
         for role in self.state.roles:
             if role in MODEL_ROLES:
                 if self._step_instances(role, now):
@@ -138,8 +140,6 @@ class Rolling:
                 self.state.doing = "the supervisor is replaced"
                 self.supervisor_due = True
                 return []
-        if spares := self._old(SPARE):  # they would bring old code into new roles
-            return spares
         self.state.done, self.state.doing = True, ""
         logger.info("the rolling restart is done")
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
@@ -30,14 +31,21 @@ class World:
     at `first_ns`, by the clocks of their nodes."""
 
     def __init__(
-        self, decode: int = 1, gateways: Collection[str] = ("gateway-a",), own: int = 1, first_ns: int = 1
+        self,
+        decode: int = 1,
+        gateways: Collection[str] = ("gateway-a",),
+        own: int = 1,
+        first_ns: int = 1,
+        spares: int = 0,
     ) -> None:
-        config = Config(cluster=ClusterConfig(device="cpu", decode=decode), supervisor=LIMITS)
+        limits = replace(LIMITS, spares=spares)
+        config = Config(cluster=ClusterConfig(device="cpu", decode=decode), supervisor=limits)
         self.core = SupervisorCore(config, plan_roles(config, 0))
         self.core.incarnation = own
         self.now = 100.0
         self.log: list[str] = []
         self.broken: set[str] = set()
+        self.old_spares_used = 0
         self.node_id = ""
         self._next = ORDERED_NS + 1
         self.core.begin(self.now)
@@ -67,6 +75,7 @@ class World:
     def do(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Launch):
+                self.old_spares_used += bool(action.spare_id) and self._is_old_spare
                 self.do(self._launch(action.planned.id, action.generation))
             elif isinstance(action, End | Fence):
                 self.log.append(f"-{action.role_id}")
@@ -105,6 +114,11 @@ class World:
         assert len(away) <= 1, away
 
     @property
+    def _is_old_spare(self) -> bool:
+        """Whether no spare has been replaced since the first one."""
+        return "-spare-0" not in self.log
+
+    @property
     def state(self) -> sv.Restart:
         return self.core.rolling.state
 
@@ -120,6 +134,19 @@ def test_everything_is_replaced_once_and_in_order() -> None:
     assert world.log == [*instances, *single, *gateways]
     assert (world.state.done, world.core.rolling.supervisor_due) == (False, True)
     assert world.core.status("c").restart.doing == "the supervisor is replaced"
+
+
+def test_no_role_goes_on_in_a_spare_that_is_older_than_the_order() -> None:
+    world = World(spares=1)
+    assert world.core.roster.ready_spare() is not None
+    world.log.clear()
+    world.order("kv_pool", "scheduler")
+    world.run()
+    singles = ["-kv_pool-0", "+kv_pool-0", "-scheduler-0", "+scheduler-0"]
+    assert [entry for entry in world.log if "spare" not in entry] == singles
+    assert world.log[0] == "-spare-0"
+    assert (world.state.done, world.state.failure) == (True, "")
+    assert world.old_spares_used == 0
 
 
 @pytest.mark.parametrize("skew_ns", [-500, 500], ids=["behind", "ahead"])
