@@ -30,7 +30,10 @@ GUIDE = Path(__file__).parents[2] / "docs/deploying/kuberay.md"
 MIB = 1 << 20
 RAY_AND_SERVE_BYTES = 1212 * MIB  # of one node with a gateway, resident, as measured (ADR 43)
 ROLE_BYTES = 386 * MIB  # of a process that has torch and transformers imported, the same
-SETTLE_S, RAY_ENDS_S = 5, 15  # until clients are sent elsewhere; what Ray takes after SIGTERM
+SETTLE_S = 5  # until clients are sent elsewhere
+ASKING_S = 7  # what wait-idle takes beyond its timeout: its start, and a question under way
+DRAIN_STARTS_S = 2  # until Serve has seen that a node is drained
+RAY_ENDS_S = 15  # what Ray takes to end its processes: two seconds each, one after the other
 H100_BYTES = 80 * GIB
 QWEN3_8B = ModelInfo(  # of its config.json and its weights' index
     name="qwen3-8b",
@@ -347,8 +350,19 @@ def test_pods_are_given_the_time_that_requests_have(variant: str) -> None:
         (_, _, script) = pods.container["lifecycle"]["preStop"]["exec"]["command"]
         assert script == f"sleep {SETTLE_S}; alignedserve wait-idle --timeout {config.gateway.drain_s:g}"
         grace_s = pods.spec["terminationGracePeriodSeconds"]
-        assert grace_s >= SETTLE_S + config.gateway.drain_s + RAY_ENDS_S
+        # Ray uses the whole of it: our roles are actors that stay, so the node does not become idle.
+        drained_s = float(kuberay.environment(variant)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        assert grace_s >= SETTLE_S + config.gateway.drain_s + ASKING_S + drained_s + RAY_ENDS_S
         assert grace_s > ends_s
+
+
+@each_variant
+def test_a_gateway_whose_node_is_drained_has_its_time_to_end(variant: str) -> None:
+    (application,) = kuberay.serve_config(variant)["applications"]
+    ends_s = build(dict(application["args"]))._bound_deployment._deployment_config.graceful_shutdown_timeout_s
+    drained_s = float(kuberay.environment(variant)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert ends_s > configuration(variant).gateway.drain_s
+    assert drained_s >= DRAIN_STARTS_S + ends_s
 
 
 @each_variant

@@ -22,7 +22,8 @@ from alignedserve.testing import kuberay
 ROOT = Path(__file__).parents[2]
 SERVE_YAML = ROOT / "deploy" / "serve.yaml"
 SOURCED = "set -a; . deploy/ray.env; set +a"
-NOT_OF_SERVE = ("RAY_USAGE_STATS_ENABLED",)  # of the ConfigMap: each user's own choice
+# Of the ConfigMap: each user's own choice; and what fits the pods' grace periods.
+NOT_OF_SERVE = ("RAY_USAGE_STATS_ENABLED", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
 
 
 def test_texts_of_a_command_line_are_typed() -> None:
