@@ -22,10 +22,14 @@ class Clock:
 
 
 class Gateway:
-    """Answers with one count of open requests after another, the last for ever; None: nobody answers."""
+    """Answers with one count of open requests after another, the last for ever; None: nobody answers.
 
-    def __init__(self, *counts: int | None) -> None:
+    `alone`: in how many of the first answers the supervisor, who has the other gateways' counts, is missing.
+    """
+
+    def __init__(self, *counts: int | None, alone: int = 0) -> None:
         self._counts = list(counts)
+        self._alone = alone
 
     def metrics(self, url: str, timeout_s: float) -> str:
         assert url == URL
@@ -33,7 +37,10 @@ class Gateway:
         count = self._counts.pop(0) if len(self._counts) > 1 else self._counts[0]
         if count is None:
             raise UnavailableError(f"{url} does not answer")
-        return "\n".join(
+        self._alone -= 1
+        if self._alone >= 0:
+            return f'alignedserve_gateway_open_requests{{instance="gateway-0"}} {count}'
+        return "alignedserve_role_starts_total 4\n" + "\n".join(
             f'alignedserve_gateway_open_requests{{instance="gateway-{number}"}} {share}'
             for number, share in enumerate((count, 0))
         )
@@ -68,3 +75,16 @@ def test_a_cluster_that_is_gone_is_not_waited_for(capsys: pytest.CaptureFixture[
     assert ask(clock, Gateway(None)) == 0
     assert clock.now == GONE_AFTER_S
     assert "nobody to wait for" in capsys.readouterr().out
+
+
+def test_one_gateways_own_page_says_nothing_of_the_others() -> None:
+    clock = Clock()
+    assert ask(clock, Gateway(0, 0, 3, 0, alone=2)) == 0
+    assert clock.now == 1.5
+
+
+def test_without_a_supervisor_it_says_that_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    assert ask(clock, Gateway(0, alone=1000), timeout_s=10.0) == 1
+    assert clock.now == 10.0
+    assert "an unknown number of requests are open after 10 s" in capsys.readouterr().out
