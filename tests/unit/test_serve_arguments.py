@@ -22,6 +22,8 @@ from alignedserve.testing import kuberay
 ROOT = Path(__file__).parents[2]
 SERVE_YAML = ROOT / "deploy" / "serve.yaml"
 SOURCED = "set -a; . deploy/ray.env; set +a"
+POD_KEYS = {"cluster.device", "kv_pool.size_gib", "gateway.api_key_file", "gateway.drain_s"}
+AUTOSCALING_KEYS = {"gateway.max_replicas", "gateway.replica_requests"}  # a RayService's gateways are its workers'
 # Of the ConfigMap: each user's own choice; and what fits the pods' grace periods.
 NOT_OF_SERVE = ("RAY_USAGE_STATS_ENABLED", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
 
@@ -102,3 +104,16 @@ def test_wherever_ray_is_started_the_variables_come_from_that_file(page: str) ->
     text = (ROOT / page).read_text(encoding="utf-8")
     assert SOURCED in text
     assert "export RAY_SERVE_" not in text
+
+
+def test_the_ray_service_on_cpus_is_the_file_that_ships_with_what_pods_need() -> None:
+    shipped, pods = yaml.safe_load(SERVE_YAML.read_text(encoding="utf-8")), kuberay.serve_config("cpu")
+    (ours,), (theirs,) = shipped.pop("applications"), pods.pop("applications")
+    assert pods == shipped
+    assert set(theirs) - set(ours) == {"deployments"}  # its replicas are kept from the head
+    keys = [
+        {(f"{name}.{key}", value) for name, section in args.items() for key, value in section.items()}
+        for args in (ours.pop("args"), theirs.pop("args"))
+    ]
+    assert {key for key, _ in keys[0] ^ keys[1]} == POD_KEYS | AUTOSCALING_KEYS
+    assert ours.items() <= theirs.items()
