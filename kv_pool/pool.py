@@ -157,16 +157,17 @@ class KvPool:
         return self._serve()
 
     def adopt(self, wanted: Iterable[tuple[RequestKey, int]]) -> tuple[list[Holding], list[Grant]]:
-        """What older epochs of these hold, up to so many tokens, is theirs from now on: no older one can change it.
+        """What the epochs before these hold, up to so many tokens, is theirs from now on: no older one can change it.
 
-        What each holds then; without blocks where there is nothing, or a newer epoch has it.
+        What each holds then; without blocks where there is nothing, or a newer epoch has it. What is left of an epoch
+        before the last is freed: this shard heard nothing of the one between, which may have drawn other tokens.
         """
         found = []
         for key, most_tokens in wanted:
             holding = self._holdings.get(key.request_id)
             if holding and (holding.key.epoch > key.epoch or self._over.newest(key.request_id) >= key.epoch):
                 holding = None  # not of an older epoch, or of one that is over
-            if holding and holding.key != key and not most_tokens:
+            if holding and holding.key != key and not (most_tokens and holding.key.epoch == key.epoch - 1):
                 self._free(key.request_id)
                 holding = None
             if holding is None:

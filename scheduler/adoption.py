@@ -1,6 +1,6 @@
 """Submissions of a later epoch: what the pool still holds of the request is found before it is scheduled.
 
-Every shard of the pool is asked to make over to the new epoch what an older one committed there; their answers, not
+Every shard of the pool is asked to make over to the new epoch what the one before committed there; their answers, not
 anybody's memory, say what need not be prefilled again. The longest counts, the others are dropped. Meanwhile the
 submission is kept here. A shard whose process is away may come back with the KV: it is waited for a while, but not
 where another shard has all of it, and not at all once it has gone with its node.

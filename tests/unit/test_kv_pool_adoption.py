@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from alignedserve.control.convert import key_to_proto
 from alignedserve.errors import StaleError
 from alignedserve.kv_pool.pool import Grant, KvPool
+from alignedserve.kv_pool.records import Holding
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
-from alignedserve.testing.kv_pool import OTHER, PREFILL, leased, open_pool
+from alignedserve.scheduler.adoption import AWAY_S, Adoption
+from alignedserve.testing.kv_pool import OTHER, PREFILL, leased, open_pool, table_memory
 
 A, B = RequestKey("a"), RequestKey("b")
 
@@ -65,6 +70,40 @@ def test_there_is_nothing_to_adopt_of_a_request_that_ended_or_was_never_here(poo
     assert [found.block_ids for found in pool.adopt(nothing)[0]] == [(), ()]
     pool.release([RequestKey("a", 3)])
     assert pool.adopt([(RequestKey("a", 3), 9)])[0][0].kv_tokens == 0
+
+
+def test_what_a_shard_holds_of_an_epoch_before_the_last_is_not_adopted(pool: KvPool) -> None:
+    """It heard nothing of the one between, whose tokens may be others than the older one went on with."""
+    pool.commit(PREFILL, A, 12, leased(pool, PREFILL, 3))
+    assert pool.adopt([(RequestKey("a", 2), 14)])[0] == [Holding(RequestKey("a", 2), 0, ())]
+    assert pool.counts().requests == pool.counts().owned == 0
+    with pytest.raises(StaleError):
+        pool.commit(PREFILL, RequestKey("a", 1), 1, leased(pool, PREFILL, 1))
+
+
+def test_a_node_that_was_cut_off_for_an_epoch_adds_nothing_to_the_next() -> None:
+    prompt, elsewhere, here = 5, open_pool(table_memory()), open_pool(table_memory())
+    pools = {"here": here, "elsewhere": elsewhere}
+    elsewhere.commit(PREFILL, A, 12, leased(elsewhere, PREFILL, 3))  # went on alone: 3 tokens were delivered
+
+    def ask(epoch: int, delivered: int, heard: list[str], now_s: float) -> kp.Holding:
+        key = RequestKey("a", epoch)
+        spec = pb.RequestSpec(key=key_to_proto(key), prompt_token_ids=range(prompt), output_token_ids=range(delivered))
+        (question,) = adoption.ask(key, spec, pools, now_s).holdings
+        for pool_id in heard:
+            (held,), _ = pools[pool_id].adopt([(key, question.kv_tokens)])
+            adoption.answered(pool_id, kp.Holding(key=question.key, kv_tokens=held.kv_tokens, block_ids=held.block_ids))
+        found = adoption.end(key, heard, now_s + AWAY_S)
+        assert found is not None
+        return found.base
+
+    adoption = Adoption()
+    assert ask(1, 3, ["here"], 0.0).kv_tokens == 0
+    here.commit(PREFILL, RequestKey("a", 1), 8, leased(here, PREFILL, 2))
+    base = ask(2, 10, ["here", "elsewhere"], 10.0)  # epoch 1 drew tokens 4 to 10
+    assert (base.pool_id, base.kv_tokens) == ("here", 8)
+    for pool in pools.values():
+        pool.check_integrity()
 
 
 def test_an_adoption_survives_the_pools_process(memory: memoryview) -> None:

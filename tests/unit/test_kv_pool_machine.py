@@ -175,11 +175,18 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, most_tokens=st.integers(1, 30))
     def adopt(self, key: RequestKey, most_tokens: int) -> None:
-        """A newer epoch takes over what an older one has, at most so much of it."""
+        """An epoch takes over what the one before it has, at most so much of it; of older ones it takes nothing."""
         before = self.holdings.get(key.request_id)
         (found,), grants = self.pool.adopt([(key, most_tokens)])
         if before is None or before.epoch > key.epoch or self.released.get(key.request_id, -1) >= key.epoch:
             assert (found.kv_tokens, found.block_ids) == (0, ())
+            self.released[key.request_id] = max(key.epoch - 1, self.released.get(key.request_id, -1))
+        elif before.epoch < key.epoch - 1:
+            assert (found.kv_tokens, found.block_ids) == (0, ())
+            self.released[key.request_id] = max(key.epoch - 1, self.released.get(key.request_id, -1))
+            del self.holdings[key.request_id]
+        elif before.epoch == key.epoch:
+            assert (found.kv_tokens, found.block_ids) == (before.kv_tokens, before.blocks)
         else:
             tokens = min(before.kv_tokens, most_tokens)
             kept = before.blocks[: -(-tokens // GEOMETRY.block_size)]
