@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import queue
 import random
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,16 +18,19 @@ torch = pytest.importorskip("torch")
 from alignedserve.errors import TransferError  # noqa: E402
 from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
 from alignedserve.proto import common_pb2 as pb  # noqa: E402
+from alignedserve.proto import paired_copies_pb2 as pc  # noqa: E402
 from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
 from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
+from alignedserve.transfer.handles import geometry_to_proto  # noqa: E402
 from alignedserve.transfer.pair_choice import MULTI_RANK_VARIABLE  # noqa: E402
 from alignedserve.transfer.paired.blocks import packed_blocks  # noqa: E402
 from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
-from alignedserve.transfer.paired.client import PairClient  # noqa: E402
+from alignedserve.transfer.paired.client import PULL, PUSH, PairClient  # noqa: E402
 from alignedserve.transfer.paired.nccl import NcclTransport, id_to_bytes, nccl_problem  # noqa: E402
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
 from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
 from alignedserve.transfer.paired.rendezvous import Rendezvous  # noqa: E402
+from alignedserve.transfer.paired.server import PairServer  # noqa: E402
 from alignedserve.transfer.paired.transport import ASKING_RANK, SERVING_RANK, Portion, Wiring  # noqa: E402
 
 GEOMETRY = KvGeometry("nccl", "bfloat16", layers=4, kv_heads=2, head_dim=8, block_size=4)
@@ -145,6 +149,40 @@ def test_an_abort_from_another_thread_ends_what_waits_and_what_follows() -> None
     assert len(failed) == 1
     with pytest.raises(TransferError, match="was ended"):
         receiver.receive(portion(ours, [1], StoreSlice.whole(GEOMETRY)))
+
+
+def test_a_session_whose_peer_went_while_it_connected_keeps_no_other_from_opening(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ncclCommInitRank` waits for the other rank without a limit, and nothing ends it."""
+    came, waiting = threading.Event(), threading.Semaphore(0)
+
+    class Stuck(PretendedNccl):
+        def NcclCommunicator(self, ranks: int, unique: Any, rank: int) -> PretendedCommunicator:
+            waiting.release()
+            came.wait(20.0)
+            return super().NcclCommunicator(ranks, unique, rank)
+
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", Stuck())
+    store = HostBlockStore.private("prefill-0/batch", GEOMETRY, 4)
+    process = pb.ProcessKey(role="decode", id="decode-0", incarnation=1)
+    hello = pc.PairHello(process=process, channel="nccl", geometry=geometry_to_proto(GEOMETRY), piece_bytes=1 << 20)
+    wiring = Wiring("nccl", SERVING_RANK, "127.0.0.1", "cpu", 1 << 20, 0.1)
+    said: queue.SimpleQueue[pc.PairEvent] = queue.SimpleQueue()
+    troubles: list[None] = []
+    server = PairServer(hello, {store.store_id: store}, wiring, said.put, lambda: troubles.append(None))
+    server.start(pb.ProcessKey(role="prefill", id="prefill-0", incarnation=1))
+    assert all(waiting.acquire(timeout=20.0) for _ in (PULL, PUSH))
+    server.on_command(pc.PairCommand(copy=pc.PairedCopy(number=1, push=True, store_id=store.store_id, block_ids=[0])))
+    assert server.close()  # it may be followed by another
+    lanes = list(server._lanes.values())
+    assert all(lane._thread.is_alive() for lane in lanes)
+    came.set()  # too late: it takes part in nothing
+    for lane in lanes:
+        lane._thread.join(20.0)
+        assert lane._transport is not None and lane._transport._aborted
+    assert {said.get().WhichOneof("body") for _ in range(said.qsize())} == {"opened", "value"}
+    assert not troubles
 
 
 def test_host_memory_is_refused() -> None:

@@ -137,7 +137,7 @@ class _Lane:
         self._asked: queue.SimpleQueue[pc.PairedCopy | None] = queue.SimpleQueue()
         self._packed: dict[str, PackedBlocks] = {}
         self._transport: Transport | None = None
-        self._ended = False
+        self._ended = self._given_up = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"pair-{name}", daemon=True)
 
@@ -156,9 +156,17 @@ class _Lane:
             transport.abort()
 
     def join(self, timeout_s: float) -> bool:
-        if self._thread.ident is not None:
+        """After `end`: whether it uses no store any more."""
+        if self._thread.ident is not None and not self._given_up:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        with self._lock:
+            connecting = self._transport is None
+        if not self._thread.is_alive():
+            return True
+        if connecting and not self._given_up:  # NCCL waits for its peer without a limit; once through, nothing follows
+            self._given_up = True
+            logger.warning("a thread still waits for a peer that went before it had connected: %s", self._thread.name)
+        return connecting
 
     def _run(self) -> None:
         try:
