@@ -180,7 +180,8 @@ def test_a_session_whose_peer_went_while_it_connected_keeps_no_other_from_openin
     came.set()  # too late: it takes part in nothing
     for lane in lanes:
         lane._thread.join(20.0)
-        assert lane._transport is not None and lane._transport._aborted
+        assert isinstance(lane._transport, NcclTransport)
+        assert lane._transport._aborted
     assert {said.get().WhichOneof("body") for _ in range(said.qsize())} == {"opened", "value"}
     assert not troubles
 
