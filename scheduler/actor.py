@@ -321,7 +321,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._feed(ev.Joined(instance_id, tuple(keys_from_proto(report.joined))))
         elif kind == "returned":
             for stored in report.returned.requests:
-                self._on_returned(stored)
+                self._on_returned(stored, from_buffer=role == "prefill")
         elif kind == "failed":
             self._on_failed(report.failed)
 
@@ -383,7 +383,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         own_blocks = self._files.prefilled(key, stored, self._adoption.bases.pop(key, None))
         self._feed(ev.Prefilled(key, stored.kv_tokens, len(stored.pool_block_ids), own_blocks, stored.pool_id))
 
-    def _on_returned(self, stored: pb.StoredRequest) -> None:
+    def _on_returned(self, stored: pb.StoredRequest, *, from_buffer: bool) -> None:
         key = key_from_proto(stored.spec.key)
         if not self._expects(key):
             return
@@ -391,7 +391,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         enter_stage(stored.spec.timings, Stage.POOL, now_ns)
         self._files.stored[key] = stored
         waited_s = max(0, now_ns - (stored.evicted_ns or now_ns)) / 1e9
-        self._feed(ev.Returned(key, stored.kv_tokens, len(stored.pool_block_ids), waited_s, stored.pool_id))
+        blocks = len(stored.pool_block_ids)
+        self._feed(ev.Returned(key, stored.kv_tokens, blocks, waited_s, stored.pool_id, from_buffer))
 
     def _expects(self, key: RequestKey) -> bool:
         """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""

@@ -243,6 +243,10 @@ class SchedulerCore:
         record = books.table.get(event.key)
         if record is None or record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
             return
+        if event.from_buffer and record.state is RequestState.DECODING and event.kv_tokens <= record.kv_tokens:
+            # As long as it joined: that it was pulled went unheard, and it decodes on. Nothing tells for certain.
+            books.report_lost([record], "a buffer gave back what had been pulled from it", now_s)
+            return
         books.change(record.decode_id)
         shard = books.ledger.shard(event.pool_id)
         if shard is None:

@@ -102,7 +102,7 @@ class Returned:
     """Given back by its decode instance: its KV, `kv_tokens` long, is committed in the pool again.
 
     `waited_s`: since it was evicted. How long one has waited that never joined the core knows itself. `pool_id`: the
-    shard that all of it lies in now, which may be another than before.
+    shard that all of it lies in now, which may be another than before. `from_buffer`: a prefill instance says so.
     """
 
     key: RequestKey
@@ -110,6 +110,7 @@ class Returned:
     blocks: int
     waited_s: float = 0.0
     pool_id: str = ""
+    from_buffer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,22 @@ def test_kv_of_a_request_that_is_not_open_is_left_to_its_next_epoch_or_the_audit
     assert cell.do(ev.Returned(key("gone"), 10, 3)) == []
 
 
+@pytest.mark.parametrize("grown", [0, 4])
+def test_a_decoding_request_that_a_buffer_gives_back_as_long_as_it_joined_is_lost_and_not_decoded_twice(grown):
+    """The word that it was pulled may have been lost with the stream; longer than it joined, it was evicted."""
+    cell = Cell()
+    cell.wait("a")
+    cell.do(ev.Joined("d0", (key("a"),)))
+    actions = cell.do(ev.Returned(key("a"), 10 + grown, 4, from_buffer=True))
+    if grown:
+        assert only(actions, Prefetch)[0].keys == (key("a"),)
+        return
+    assert only(actions, ReportLost)[0].keys == (key("a"),)
+    assert only(actions, CancelAt) == [CancelAt("decode", "d0", (key("a"),))]
+    assert only(actions, Prefetch) == []
+    assert cell.states() == {}
+
+
 def test_a_new_epoch_replaces_the_old_wherever_that_is():
     cell = Cell()
     cell.wait("a")
