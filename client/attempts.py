@@ -109,9 +109,9 @@ class Attempts:
                 self._first_token_s = time.monotonic()
             self._failures, self._failing_since_s = 0, None
             self._rotation.worked(self.address)
-        # Its usage alone does not say so: a gateway of an earlier version gives it with several chunks.
-        ended = sum(bool(answer.finish_reason) for answer in self._delivered.values())
-        self.complete = chunk.HasField("usage") and ended == (self.call.message.n or 1)
+        if chunk.HasField("usage"):  # that alone does not say so: an earlier gateway gives it with several chunks
+            ended = sum(bool(answer.finish_reason) for answer in self._delivered.values())
+            self.complete = ended == (self.call.message.n or 1)
 
     def result(self, response: Any) -> Any:
         """What the response stands for."""

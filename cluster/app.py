@@ -298,7 +298,7 @@ def _code() -> str:
 def supervisor_deployment(config: Config) -> Any:
     """Serve gives it the time that it takes: gateways end first, and they have open requests. In an update the new one
     is up before the old one ends, and takes over from it (`handover.py`)."""
-    ends_s = LOOK_S + config.gateway.drain_s + GUESTS_LEAVE_S + 2 * ROLES_END_S + 5
+    ends_s = 2 * LOOK_S + config.gateway.drain_s + GUESTS_LEAVE_S + 2 * ROLES_END_S + 5
     return cast(Any, SupervisorDeployment).options(graceful_shutdown_timeout_s=ends_s, max_surge_percent=100)
 
 

@@ -29,7 +29,7 @@ AT_ONCE = 48
 # Less than 1 KiB for each that is counted; of a worker 3.3 KiB: torch's temporaries came to 4 MiB in 2,500 requests.
 MOST_MIB = 2.0
 WORKERS_MIB = {"prefill-0": 8.0, "decode-0": 8.0}
-POOLED_THREADS = 4  # gRPC's own pool has some more or less, as its load was; a leak would be of thousands
+LATE_THREADS = 1  # of asyncio's executor, which the scheduler uses first when it looks for its supervisor again
 # What is freed goes back to the system at once, so that what is resident is what is used; and oneDNN, which keeps up to
 # 1024 compiled products of 256 KiB, one for each number of rows, twice, soon has as many as it may.
 ENVIRONMENT = {
@@ -57,7 +57,7 @@ class Size:
 
     def within(self, limit: Size, more_mib: float) -> bool:
         memory = self.anonymous_mib <= limit.anonymous_mib + more_mib
-        threads = self.threads <= limit.threads + POOLED_THREADS
+        threads = self.threads <= limit.threads + LATE_THREADS
         return self.descriptors <= limit.descriptors and threads and memory
 
 
