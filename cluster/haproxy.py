@@ -29,8 +29,18 @@ from alignedserve.errors import ResourceError
 PARENT = Path("/tmp")
 PREFIX = "as-"
 START = "RAY_SERVE_HAPROXY_BINARY_PATH"
+OURS = (
+    START,
+    haproxy_exec.EXECUTABLE,
+    haproxy_exec.HOST,
+    haproxy_exec.BODY,
+    haproxy_exec.LIVE,
+    haproxy_exec.CONNECTIONS,
+    haproxy_exec.RATE,
+)
 WILDCARDS = ("0.0.0.0", "::", "")
-LEAST_CONNECTIONS = 64
+LEAST_CONNECTIONS = 256
+MANY_CONNECTIONS = 16384  # idle clients, slow ones among them, keep none of the others out
 REPLICA_PORTS = 500
 PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # of these `free_ports` takes some
 FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's own and those that systems give to outgoing connections
@@ -62,11 +72,12 @@ def serve_host(host: str) -> str:
 
 
 def most_connections(config: Config) -> int:
-    """What the gateways can hold, and Ray's 4,096 at least, within this process's limit of open files."""
+    """What the gateways can hold, and room for many idle ones, within this process's limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = max(4096, 2 * config.gateway.max_queue * max(config.gateway.replicas, config.gateway.max_replicas))
-    # Two descriptors a connection, pipes for a quarter of them, and some for HAProxy itself.
-    return enough if hard == resource.RLIM_INFINITY else min(enough, (hard - 200) * 2 // 5)
+    held = 2 * config.gateway.max_queue * max(config.gateway.replicas, config.gateway.max_replicas)
+    enough = max(MANY_CONNECTIONS, held)
+    # Two descriptors a connection, and some for HAProxy itself.
+    return enough if hard == resource.RLIM_INFINITY else min(enough, (hard - 200) // 2)
 
 
 def _executable() -> str | None:
@@ -105,16 +116,21 @@ class HaProxyFolder:
 
     def environment(self, config: Config) -> dict[str, str]:
         """Variables for Serve's processes, with ports that are free now."""
-        metrics, statistics, http, grpc = free_ports(4, but=(config.gateway.port, config.gateway.grpc_port))
+        gateway = config.gateway
+        taken = (gateway.port, gateway.grpc_port, gateway.live_port)
+        metrics, statistics, http, grpc, live = free_ports(5, but=taken)
         connections = str(most_connections(config))
         replica_http, replica_grpc = free_range(REPLICA_PORTS), free_range(REPLICA_PORTS, 1)
-        host = config.gateway.host
+        host = gateway.host
         return {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             START: str(self._start),
             haproxy_exec.EXECUTABLE: self._executable,
             haproxy_exec.HOST: "" if host in WILDCARDS else host,
-            haproxy_exec.BODY: str(config.gateway.max_body_bytes),
+            haproxy_exec.BODY: str(gateway.max_body_bytes),
+            haproxy_exec.LIVE: str(gateway.live_port or live),
+            haproxy_exec.CONNECTIONS: str(gateway.address_connections),
+            haproxy_exec.RATE: str(gateway.address_requests),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self.path / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self.path / "admin.sock"),
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.path / "metrics.sock"),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster import haproxy, haproxy_exec
+from alignedserve.cluster import haproxy
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
@@ -120,7 +120,7 @@ class RaySession:
             os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
             return {}
         environment = self._haproxy.environment(self._config)
-        for name in (haproxy.START, haproxy_exec.EXECUTABLE, haproxy_exec.HOST, haproxy_exec.BODY):
+        for name in haproxy.OURS:
             os.environ[name] = environment[name]  # whatever they were
         return environment
 

@@ -17,11 +17,11 @@ from alignedserve.gateway.asgi import (
     Scope,
     Send,
     parse_json,
-    read_body,
     report,
     send_error,
     send_json,
 )
+from alignedserve.gateway.bodies import BodyReader
 
 MAX_BODY_BYTES = 4096
 MOST_INSTANCES = 1024
@@ -50,6 +50,7 @@ class Administration:
 
     def __init__(self, administrator: Administrator) -> None:
         self._administrator = administrator
+        self._bodies = BodyReader(MAX_BODY_BYTES)
 
     async def scale(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send, self._scale)
@@ -63,7 +64,7 @@ class Administration:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, act: Any) -> None:
         try:
             self._check_key(scope)
-            body = parse_json(await read_body(scope, receive, MAX_BODY_BYTES) or b"{}")
+            body = parse_json(await self._bodies.read(scope, receive) or b"{}")
             if not isinstance(body, dict):
                 raise InvalidRequestError("the body must be a JSON object")
             done = await act(body)

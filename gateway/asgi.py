@@ -1,16 +1,16 @@
-"""ASGI without ceremony: bodies read up to a limit, JSON answers, and word of a client that went away."""
+"""ASGI without ceremony: JSON answers, and word of a client that went away."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import orjson
 
-from alignedserve.errors import AlignedServeError, TooLargeError
+from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.failures import MalformedJsonError, as_error, error_object, retry_headers
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
 _MAX_NAME = 64
@@ -27,30 +28,6 @@ _MAX_NAMES = 2048  # characters of the header; proxies refuse answers whose head
 
 class ClientGoneError(Exception):
     """The client closed its connection before it was answered."""
-
-
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body. Raises TooLargeError as soon as it is known to be over the limit, ClientGoneError."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
-            raise too_large(limit_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit_bytes:
-            raise too_large(limit_bytes)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-
-
-def too_large(limit_bytes: int) -> TooLargeError:
-    return TooLargeError(f"the body is over the limit of {limit_bytes / (1 << 20):g} MiB (gateway.max_body_mib)")
 
 
 def parse_json(body: bytes) -> Any:
@@ -104,12 +81,12 @@ def report(error: BaseException) -> AlignedServeError:
 
 
 class DisconnectWatch:
-    """Calls `on_gone` when the client goes away. To be used once its body has been read."""
+    """Knows when the client has gone away; to be entered once its body has been read. `on_gone` is called then."""
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._on_gone = on_gone
         self._task: asyncio.Task[None] | None = None
+        self.on_gone: Callable[[], object] = lambda: None
         self.gone = False
 
     def __enter__(self) -> DisconnectWatch:
@@ -120,8 +97,21 @@ class DisconnectWatch:
         if self._task is not None:
             self._task.cancel()
 
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the client goes away. Raises ClientGoneError then."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.on_gone = task.cancel
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.gone:
+                raise ClientGoneError from None
+            raise
+        finally:
+            self.on_gone = lambda: None
+
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
         self.gone = True
-        self._on_gone()
+        self.on_gone()

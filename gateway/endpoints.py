@@ -18,12 +18,12 @@ from alignedserve.gateway.asgi import (
     Send,
     ignored_header,
     parse_json,
-    read_body,
     report,
     send_error,
     send_json,
     start,
 )
+from alignedserve.gateway.bodies import BodyReader
 from alignedserve.gateway.calls import Call
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.intake import Intake
@@ -50,7 +50,7 @@ class GenerateEndpoint:
         ledger: Ledger,
         intake: Intake,
         model: ServedModel,
-        max_body_bytes: int,
+        bodies: BodyReader,
         parse: Callable[[Any], CompletionRequest | ChatRequest],
         plan: Callable[[ServedModel, Any], Awaitable[CallPlan]],
         reply: type[Reply],
@@ -58,33 +58,45 @@ class GenerateEndpoint:
         self._ledger = ledger
         self._intake = intake
         self._model = model
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._parse = parse
         self._plan = plan
         self._reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._intake.admit(len(self._ledger)):
-                body = await read_body(scope, receive, self._max_body_bytes)
-                request = self._parse(parse_json(body))
-                plan = await self._plan(self._model, request)
-                call = self._ledger.open(plan)
-        except ClientGoneError:
-            return
-        except OverloadedError as error:
-            await send_error(send, error, self._intake.hold_header())
-            return
+            self._intake.check(len(self._ledger))
+            body = await self._bodies.read(scope, receive)
         except Exception as error:
-            await send_error(send, report(error))
+            await self._refuse(send, error)
             return
-        logs.request_id.set(plan.id)
-        headers = {REQUEST_ID_HEADER: plan.id, **ignored_header(request.ignored)}
-        try:
-            with DisconnectWatch(receive, lambda: self._gone(call)) as watch:
+        with DisconnectWatch(receive) as watch:
+            try:
+                request, call = await watch.unless_gone(self._open(body))
+            except Exception as error:
+                await self._refuse(send, error)
+                return
+            del body  # an answer may take long
+            logs.request_id.set(call.plan.id)
+            watch.on_gone = lambda: self._gone(call)
+            if watch.gone:
+                self._gone(call)
+            try:
+                headers = {REQUEST_ID_HEADER: call.plan.id, **ignored_header(request.ignored)}
                 await self._answer(call, send, headers, watch)
-        finally:
-            self._ledger.close(call)
+            finally:
+                self._ledger.close(call)
+
+    async def _open(self, body: bytes) -> tuple[CompletionRequest | ChatRequest, Call]:
+        with self._intake.admit(len(self._ledger)):
+            request = self._parse(parse_json(body))
+            return request, self._ledger.open(await self._plan(self._model, request))
+
+    async def _refuse(self, send: Send, error: Exception) -> None:
+        if isinstance(error, ClientGoneError):
+            return
+        headers = self._intake.hold_header() if isinstance(error, OverloadedError) else {}
+        await send_error(send, report(error), headers)
 
     def _gone(self, call: Call) -> None:
         self._ledger.close(call)

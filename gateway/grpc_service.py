@@ -11,7 +11,8 @@ import grpc
 from alignedserve import logs
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.answers import AnswerView, Part
-from alignedserve.gateway.asgi import report, too_large
+from alignedserve.gateway.asgi import report
+from alignedserve.gateway.bodies import too_large
 from alignedserve.gateway.calls import Answer, Call
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.intake import Intake

@@ -17,6 +17,7 @@ from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.admin import Administration, Administrator
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
 from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
+from alignedserve.gateway.bodies import BodyReader
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
 from alignedserve.gateway.guard import guarded
@@ -45,18 +46,18 @@ class Server(Operator, Administrator, Protocol):
 
 def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Server, keys: ApiKeys) -> Starlette:
     """The ASGI application of one gateway."""
-    limit = config.max_body_bytes
+    bodies = BodyReader(config.max_body_bytes)
     model = server.model
     completions = GenerateEndpoint(
         ledger,
         intake,
         model,
-        limit,
+        bodies,
         partial(parse_completion, max_prompts=config.max_prompts),
         plan_completion,
         CompletionReply,
     )
-    chat = GenerateEndpoint(ledger, intake, model, limit, parse_chat, plan_chat, ChatReply)
+    chat = GenerateEndpoint(ledger, intake, model, bodies, parse_chat, plan_chat, ChatReply)
     operations = Operations(server)
     administration = Administration(server)
 

@@ -1,4 +1,4 @@
-"""Who is let in at all: a request that the scheduler would refuse for load is refused here, before its body is read."""
+"""What is let in at all: a request that the scheduler would refuse for load is refused before its body is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Intake:
         self._requests = 0
         self._retry_s = 0.0
         self._again_at_s = 0.0
-        self.reading = 0  # calls that were let in, and are not in the ledger yet
+        self.reading = 0  # calls that have come whole, and are not in the ledger yet
 
     def tell(self, requests: int, again_s: float, *, limited: bool) -> None:
         """The scheduler's news: so many more requests; where none, one in `again_s`."""
@@ -41,15 +41,23 @@ class Intake:
         """There is no scheduler, so nobody knows."""
         self._limited = False
 
+    def check(self, held: int) -> None:
+        """Before a body is read: raises OverloadedError where the call would be refused now. It takes no place, so
+        clients that send slowly keep none."""
+        if held >= self._max_calls:
+            self._refuse_full(held)
+        if self._limited and self._requests <= 0 and (wait_s := self._again_at_s - time.monotonic()) > 0:
+            self._refuse("the cluster is full", max(self._retry_s, wait_s))
+
     @contextlib.contextmanager
     def admit(self, held: int, *, again: bool = False) -> Iterator[None]:
-        """Around the reading, checking and tokenising of one call, while the ledger holds `held` requests.
+        """Around the checking and tokenising of one call that has come whole, while the ledger holds `held` requests.
 
         `again`: it goes on with a call that was accepted before, so load is no reason to refuse it. Raises
         OverloadedError where it is not to be read.
         """
         if held + self.reading >= self._max_calls:
-            self._refuse(f"this gateway holds {held + self.reading} requests, as many as it may", 1.0)
+            self._refuse_full(held + self.reading)
         if self._limited and not again:
             self._take()
         self.reading += 1
@@ -71,6 +79,9 @@ class Intake:
         if now_s < self._again_at_s:
             self._refuse("the cluster is full", max(self._retry_s, self._again_at_s - now_s))
         self._again_at_s = now_s + min(MOST_AGAIN_S, max(LEAST_AGAIN_S, self._retry_s))
+
+    def _refuse_full(self, held: int) -> None:
+        self._refuse(f"this gateway holds {held} requests, as many as it may", 1.0)
 
     def _refuse(self, why: str, retry_after_s: float) -> None:
         error = OverloadedError(f"{why}; try again later", retry_after_s=retry_after_s)

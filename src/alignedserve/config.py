@@ -169,6 +169,11 @@ class GatewayConfig:
     host: str = _key("127.0.0.1", "address that HTTP listens on")
     port: int = _key(8000, "HTTP port", low=1, high=65535)
     grpc_port: int = _key(9000, "gRPC port", low=1, high=65535)
+    live_port: int = _key(
+        0, "port for /live, /health and /metrics alone, which clients cannot fill; 0: any free one", low=0, high=65535
+    )
+    address_connections: int = _key(0, "most connections of one client address; 0: any number", low=0)
+    address_requests: int = _key(0, "most requests of one client address in a second; 0: any number", low=0)
     proxy: str = _key("haproxy", "which of Ray Serve's proxies is in front", choices=("haproxy", "python"))
     replicas: int = _key(1, "gateway replicas; with max_replicas: the fewest", low=1, high=256)
     max_replicas: int = _key(0, "Ray Serve has up to so many gateways, by load; 0: always as many", low=0, high=256)

@@ -21,6 +21,7 @@ from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.testing.callers import Callers
 from alignedserve.testing.gateway_process import GatewayProcess
+from alignedserve.testing.haproxy_front import HaProxyFront
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -83,7 +84,8 @@ async def watched() -> AsyncIterator[Watched]:
         async with (
             GatewayProcess(cluster, "gateway-0") as first,
             GatewayProcess(cluster, "gateway-1") as second,
-            Callers(first.url, first.grpc_address, second.url, second.grpc_address) as callers,
+            HaProxyFront([first.url], [first.grpc_address]) as front,
+            Callers(front.url, front.grpc_address, second.url, second.grpc_address) as callers,
         ):
             channels = [open_channel(cluster.address(role), cluster.token) for role in ("scheduler-0", "decode-0")]
             yield Watched(cluster, callers, *channels)
@@ -99,11 +101,11 @@ def prompts(count: int, tokens: int, seed: int = 1) -> list[list[int]]:
 STAGES: dict[str, tuple[Callable[[dict[str, int]], bool], int, int]] = {
     # what is seen of the stage, requests, tokens of each prompt
     "queue": (lambda counts: counts["queued"] > 2, 20, 1000),
-    "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 5, 1200),
+    "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 9, 1200),
     "pool": (lambda counts: counts["waiting_in_pool"] > 2, 40, 30),
     "batch buffer": (lambda counts: counts["batch_buffer_requests"] > 0, 40, 30),
     "requests buffer": (lambda counts: counts["requests_buffer_requests"] > 0, 40, 30),
-    "decode": (lambda counts: counts["running"] > 0, 5, 30),
+    "decode": (lambda counts: counts["running"] > 0, 9, 30),
 }
 
 

@@ -128,17 +128,14 @@ async def test_without_a_scheduler_nobody_is_held_back(cluster: FakeCluster, gat
         await until(passes)
 
 
-async def test_calls_that_are_being_read_count_against_the_limit(cluster: FakeCluster) -> None:
+async def test_bodies_that_have_not_come_hold_no_place(cluster: FakeCluster) -> None:
     async with running_gateway(cluster, max_queue=2) as gateway:
-        slow = [await connect(gateway, head_of("Content-Length: 100")) for _ in range(2)]
-        await until(lambda: gateway.server.intake.reading == 2)
+        slow = [await connect(gateway, head_of("Content-Length: 100")) for _ in range(8)]
         async with httpx.AsyncClient(base_url=gateway.url, timeout=10.0) as http:
-            refused = await http.post(PATH, json=BODY)
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            for _, writer in slow:
-                writer.close()
-            await until(lambda: gateway.server.intake.reading == 0)
-            assert (await http.post(PATH, json=BODY)).status_code == 200
+            answers = [await http.post(PATH, json=BODY) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        for _, writer in slow:
+            writer.close()
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_asked_for(gateway: RunningGateway) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import socket
+import struct
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +17,26 @@ import httpx
 from alignedserve.client import AlignedServeError, AsyncClient
 
 _names = itertools.count()
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close the connection with an RST."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+LEAVE: dict[str, Callable[[asyncio.StreamWriter], object]] = {
+    "fin": asyncio.StreamWriter.close,
+    "rst": reset,
+    "half-close": asyncio.StreamWriter.write_eof,
+}
+
+
+def head_of(length: int, path: str = "/v1/completions") -> bytes:
+    """The head of a POST of a JSON body of so many bytes."""
+    fields = f"Host: a\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
 class Callers:
@@ -24,13 +48,17 @@ class Callers:
 
     def __init__(self, url: str, grpc_address: str, other_url: str, other_grpc_address: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._address = url.removeprefix("http://")
         self._http = httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits)
+        self._h2c = httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits, http1=False, http2=True)
         self._other_http = httpx.AsyncClient(base_url=other_url, timeout=60.0, limits=limits)
         self._grpc = AsyncClient(grpc_address, resume_s=0, max_retries=0)
         self._other_grpc = AsyncClient(other_grpc_address, resume_s=0, max_retries=0)
         self.ways: tuple[Callable[[list[int], int, asyncio.Event], Awaitable[str]], ...] = (
             self.drop_http,
             self.drop_http_stream,
+            self.drop_h2c,
+            *(partial(self.leave_socket, how) for how in LEAVE),
             self.drop_grpc,
             self.cancel_grpc,
             self.cancel_http,
@@ -42,7 +70,7 @@ class Callers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for http in (self._http, self._other_http):
+        for http in (self._http, self._h2c, self._other_http):
             await http.aclose()
         for grpc in (self._grpc, self._other_grpc):
             await grpc.close()
@@ -59,6 +87,34 @@ class Callers:
                     pass
 
         return await _until(leave, read())
+
+    async def drop_h2c(self, prompt: list[int], max_tokens: int, leave: asyncio.Event) -> str:
+        """Over HTTP/2 without TLS: the stream is reset, or its connection closed."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": len(prompt) % 2 == 0}
+        return await _until(leave, self._h2c.post("/v1/completions", json=body))
+
+    async def leave_socket(self, how: str, prompt: list[int], max_tokens: int, leave: asyncio.Event) -> str:
+        """Headers and body in two pieces, as most libraries send them; `how` is one of LEAVE."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": len(prompt) % 2 == 0}
+        content = json.dumps(body).encode()
+        host, _, port = self._address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(head_of(len(content)))
+            await writer.drain()
+            await asyncio.sleep(0.01)  # else the kernel puts them together again
+            writer.write(content)
+            reading = asyncio.ensure_future(reader.read())
+            leaving = asyncio.ensure_future(leave.wait())
+            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            if reading.done():
+                return "ended"
+            LEAVE[how](writer)
+            await asyncio.wait((reading,))  # where only one half is closed, the other end closes the rest
+            return "left"
+        finally:
+            writer.close()
 
     async def drop_grpc(self, prompt: list[int], max_tokens: int, leave: asyncio.Event) -> str:
         return await _until(leave, self._read(prompt, max_tokens))
