@@ -149,6 +149,8 @@ class HaProxyFolder:
             "RAY_SERVE_PORT_QUARANTINE_S": "60",  # by default an hour and more, with the time below
             "RAY_SERVE_HAPROXY_LOG_TARGET": DISCARD,
             "RAY_SERVE_HAPROXY_MAXCONN": connections,
+            # A client that is to send or to read, and does neither. One that waits for tokens is not meant.
+            "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
             # Calls over one gRPC connection: 100 otherwise, and those beyond wait without a word.
             "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": connections,
             "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": connections,

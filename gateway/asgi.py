@@ -19,6 +19,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
@@ -78,6 +79,33 @@ def report(error: BaseException) -> AlignedServeError:
     if not isinstance(error, AlignedServeError):
         logger.error("a request failed", exc_info=error)
     return as_error(error)
+
+
+def closing_where_unread(app: App) -> App:
+    """`app`, whose connection is closed where it answers before the body has come: the rest would be read for nothing,
+    for as long as the client likes."""
+
+    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if not names & {b"content-length", b"transfer-encoding"}:
+            await app(scope, receive, send)
+            return
+        unread = True
+
+        async def reading() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and bool(message.get("more_body", False))
+            return message
+
+        async def sending(message: Message) -> None:
+            if unread and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await app(scope, reading, sending)
+
+    return closing
 
 
 class DisconnectWatch:

@@ -72,7 +72,7 @@ async def _receive(receive: Receive, size: int, begun_s: float) -> Message:
             else f"{size} bytes came in {time.monotonic() - begun_s:.0f} s, fewer than {LEAST_BYTES_S:g} a second"
         )
         raise SlowBodyError(
-            f"the request body came too slowly: {why}; send it again over a better connection"
+            f"the request body came too slowly: {why}"
         ) from None
 
 

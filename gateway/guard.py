@@ -10,10 +10,8 @@ import grpc
 from alignedserve.control.rpc import refusal
 from alignedserve.errors import AuthenticationError
 from alignedserve.gateway.api_keys import ApiKeys, of_headers
-from alignedserve.gateway.asgi import Receive, Scope, Send, send_error
+from alignedserve.gateway.asgi import App, Receive, Scope, Send, send_error
 from alignedserve.gateway.failures import grpc_status
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def guarded(app: App, keys: ApiKeys) -> App:

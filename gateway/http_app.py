@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,7 +17,7 @@ from alignedserve.config import GatewayConfig
 from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.admin import Administration, Administrator
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
-from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes
+from alignedserve.gateway.asgi import Receive, Scope, Send, closing_where_unread, report, send_bytes
 from alignedserve.gateway.bodies import BodyReader
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
@@ -90,6 +91,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
             *(route(path, handle, "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
         ],
+        middleware=[Middleware(closing_where_unread)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
 
