@@ -39,7 +39,7 @@ OURS = (
     haproxy_exec.RATE,
 )
 WILDCARDS = ("0.0.0.0", "::", "")
-LEAST_CONNECTIONS = 256
+LEAST_CONNECTIONS = 128
 MANY_CONNECTIONS = 16384  # idle clients, slow ones among them, keep none of the others out
 REPLICA_PORTS = 500
 PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # of these `free_ports` takes some

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from alignedserve.cluster import haproxy
+from alignedserve.cluster import haproxy, haproxy_exec
 from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.config import Config
@@ -201,6 +202,13 @@ class RaySession:
         from alignedserve.cluster.app import http_url
 
         return http_url(self._config)
+
+    def live_url(self) -> str:
+        """Where `/live`, `/health` and `/metrics` answer however many clients there are; "" without HAProxy."""
+        if self._haproxy is None:
+            return ""
+        front = urlsplit(self.url())
+        return front._replace(netloc=f"{front.netloc.rpartition(':')[0]}:{os.environ[haproxy_exec.LIVE]}").geturl()
 
     def dead_part(self) -> str:
         """The name of a process of Ray's own, started here, that has ended; "" while none has.

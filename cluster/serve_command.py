@@ -325,6 +325,8 @@ class _ServeCommand:
         body = {"model": self._config.served_model_name, "prompt": prompt, "max_tokens": 48, "stream": True}
         self._console.step("ready")
         self._console.line(f"serving {self._config.served_model_name} on {url}")
+        if live := self._session.live_url():
+            self._console.line(f"/live, /health and /metrics also on {live}, which clients cannot fill")
         header = "-H 'Content-Type: application/json'"
         if self._config.gateway.api_key_file:
             header += " -H 'Authorization: Bearer KEY'"

@@ -175,7 +175,7 @@ def answers(port: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("limit", "connections"), [(1024, 329), (4096, 1558), (65536, 4096), (resource.RLIM_INFINITY, 4096)]
+    ("limit", "connections"), [(1024, 412), (4096, 1948), (65536, 16384), (resource.RLIM_INFINITY, 16384)]
 )
 def test_connections_fit_into_the_limit_of_open_files(
     limit: int, connections: int, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +202,7 @@ def test_with_too_few_open_files_or_a_binary_that_does_not_run_there_is_none(
 def test_every_path_and_port_that_serve_would_share_is_the_clusters_own(folder: haproxy.HaProxyFolder) -> None:
     environment = folder.environment(Config())
     ports = [value for name, value in environment.items() if name.endswith("_PORT")]
-    assert len(ports) == len(set(ports)) == 8
+    assert len(ports) == len(set(ports)) == 9
     paths = [value for name, value in environment.items() if name.startswith("RAY_SERVE_HAPROXY") and "/" in value]
     assert len(paths) == 6
     assert all(path.startswith(str(folder.path)) for path in paths)
