@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +90,16 @@ def test_files_that_ship_are_serve_configs_whose_arguments_are_taken(file: Path)
 
 
 def test_a_ray_cluster_of_ones_own_gets_the_variables_that_pods_get() -> None:
-    environment = {"PATH": "/usr/bin:/bin"}
+    scripts = Path(sys.executable).parent
+    environment = {"PATH": f"{scripts}:/usr/bin:/bin"}
     done = subprocess.run(
         ["sh", "-c", f"{SOURCED}; env"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     found = dict(line.partition("=")[::2] for line in done.stdout.splitlines() if line.startswith("RAY_"))
-    pods = kuberay.environment("cpu")
+    pods = dict(kuberay.environment("cpu"))
+    for place in (found, pods):
+        assert Path(place.pop("RAY_SERVE_HAPROXY_BINARY_PATH")).name == "alignedserve-haproxy"
+    assert os.access(scripts / "alignedserve-haproxy", os.X_OK)
     assert found == {name: pods[name] for name in pods if name.startswith("RAY_") and name not in NOT_OF_SERVE}
 
 
