@@ -63,7 +63,7 @@ def wrong_type(name: str, expected: str, value: Any, param: str = "") -> WrongTy
 
 
 def not_integer(name: str, value: Any, low: int, high: int, param: str = "") -> WrongTypeError:
-    """Of a value that is not one, or has too many digits: such a one comes as a float, which has lost the last of them."""
+    """Of a value that is not one, or has too many digits: such a one comes as a float, which has lost the last."""
     expected = f"an integer between {low} and {high}"
     if not isinstance(value, float):
         return wrong_type(name, expected, value, param)
