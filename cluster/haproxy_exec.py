@@ -7,12 +7,17 @@ is amended in place. Only the standard library is used: the package may not be i
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __package__:
+    from alignedserve.cluster import haproxy_errors
+else:  # as a script: its own folder is looked in
+    import haproxy_errors
 
 EXECUTABLE = "ALIGNEDSERVE_HAPROXY"
 HOST = "ALIGNEDSERVE_HAPROXY_HOST"
@@ -28,23 +33,18 @@ LIVE_CONNECTIONS = 64
 OTHER_CONNECTIONS = 16  # of statistics
 GRPC_SHARE = 5  # of all connections gRPC has one in so many: a connection carries many calls
 
-
-def _error(message: str, kind: str, code: str) -> str:
-    """OpenAI's error object."""
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
-
-
-UNAVAILABLE = _error("no gateway can be reached at the moment; try again", "server_error", "unavailable")
-OVERLOADED = _error("the cluster is full; try again later", "rate_limit_error", "overloaded")
+OVERLOADED = haproxy_errors.error_object("the cluster is full; try again later", "rate_limit_error", "overloaded")
 TOO_MANY = "this address sends more requests than it may (gateway.address_requests); try again later"
 # What each frontend says to one request too many.
 FRONTENDS = {
     "http_frontend": "status 429 content-type application/json hdr Retry-After 1 string '{}'".format(
-        _error(TOO_MANY, "rate_limit_error", "overloaded")
+        haproxy_errors.error_object(TOO_MANY, "rate_limit_error", "overloaded")
     ),
-    "grpc_frontend": f'status 200 hdr content-type application/grpc hdr grpc-status 8 hdr grpc-message "{TOO_MANY}"',
+    "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY}"',
 }
-UNKNOWN = _error("only /live, /health and /metrics are answered on this port", "invalid_request_error", "not_found")
+UNKNOWN = haproxy_errors.error_object(
+    "only /live, /health and /metrics are answered on this port", "invalid_request_error", "not_found"
+)
 # A request of a client costs a gateway ten times what it costs HAProxy, so one gateway's refusal answers for those of
 # the next moments.
 GENERATE_RULES = """
@@ -81,10 +81,6 @@ BODY_RULE = """\
     http-request return status 413 content-type application/json string '{too_large}' \
 if {{ req.hdr_val(content-length) gt {limit} }}
 """
-ERROR_FILE = (
-    "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-    f"Content-Length: {len(UNAVAILABLE)}\r\n\r\n{UNAVAILABLE}"
-)
 
 
 def amend(config: str, environment: Mapping[str, str]) -> str:
@@ -102,7 +98,7 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
     rules = "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
     if limit := environment.get(BODY):
         message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
-        too_large = _error(message, "invalid_request_error", "request_too_large")
+        too_large = haproxy_errors.error_object(message, "invalid_request_error", "request_too_large")
         rules += BODY_RULE.format(too_large=too_large, limit=limit)
     live = _live_frontend(config, environment)
     config = _bounded(_with_rules(config, "http_frontend", rules), environment)
@@ -110,9 +106,7 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
         mine = "|".join(map(re.escape, ports))
         config = re.sub(rf"(?m)^(\s*bind\s+)(?:\*?|\S+):({mine})(?=\s|$)", r"\g<1>127.0.0.1:\g<2>", config)
     if "use_backend http-" not in config:
-        answer = (
-            f"http-request return status 503 content-type application/json hdr Retry-After 1 string '{UNAVAILABLE}'"
-        )
+        answer = f"http-request {haproxy_errors.returned(503)}"
         config = re.sub(r"(?m)^(\s*)http-request return status 404 .*$", lambda found: found[1] + answer, config)
     return config + live
 
@@ -172,16 +166,19 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         sys.exit(1)
+    executable = os.environ.get(EXECUTABLE) or _bundled()
     if "-f" in arguments:
         path = arguments[arguments.index("-f") + 1]
+        folder = os.path.dirname(os.path.abspath(path))
+        haproxy_errors.write_files(folder)
         with open(path, encoding="utf-8") as file:
-            config = amend(file.read(), os.environ)
+            config = haproxy_errors.amend(amend(file.read(), os.environ), folder)
         with open(path, "w", encoding="utf-8") as file:
             file.write(config)
-        if found := re.search(r"(?m)^\s*errorfile\s+503\s+(\S+)\s*$", config):
-            with open(found[1], "w", encoding="utf-8", newline="") as file:
-                file.write(ERROR_FILE)
-    executable = os.environ.get(EXECUTABLE) or _bundled()
+        try:
+            executable = haproxy_errors.own_executable(executable, folder)
+        except OSError as error:
+            print(f"what HAProxy answers to what is not HTTP stays a web page: {error}", file=sys.stderr)
     os.execv(executable, [executable, *arguments])
 
 

@@ -64,6 +64,13 @@ class MethodNotAllowedError(RequestError):
     http_status = 405
 
 
+class UnsupportedMediaTypeError(RequestError):
+    """The body is not what the headers must say that it is."""
+
+    code = "unsupported_media_type"
+    http_status = 415
+
+
 class ShuttingDownError(UnavailableError):
     """This gateway ends; another one may go on with the call, and `alignedserve.client` asks it to."""
 

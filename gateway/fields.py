@@ -49,14 +49,26 @@ def shown(value: Any) -> str:
     """A value in an error message, cut short."""
     if isinstance(value, list | dict):
         return f"{len(value)} entries"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def wrong_type(name: str, expected: str, value: Any) -> WrongTypeError:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    given = names.get(type(value), "a number")
-    return WrongTypeError(f"{name} must be {expected}, not {given} ({shown(value)})", param=name)
+def wrong_type(name: str, expected: str, value: Any, param: str = "") -> WrongTypeError:
+    """`name` says which value is at fault: a field, or an entry of the field `param`."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
+    given = "null" if value is None else f"{names.get(type(value), 'a number')} ({shown(value)})"
+    return WrongTypeError(f"{name} must be {expected}, not {given}", param=param or name)
+
+
+def not_integer(name: str, value: Any, low: int, high: int, param: str = "") -> WrongTypeError:
+    """Of a value that is not one, or has too many digits: such a one comes as a float, which has lost the last."""
+    expected = f"an integer between {low} and {high}"
+    if not isinstance(value, float):
+        return wrong_type(name, expected, value, param)
+    given = f"about {value:.3g}" if value.is_integer() and not low <= value <= high else shown(value)
+    return WrongTypeError(f"{name} must be {expected}, got {given}", param=param or name)
 
 
 def boolean(name: str, doc: str, default: bool = False) -> Field:
@@ -71,7 +83,7 @@ def boolean(name: str, doc: str, default: bool = False) -> Field:
 def integer(name: str, doc: str, low: int, high: int, **schema: Any) -> Field:
     def parse(value: Any, where: str) -> int:
         if type(value) is not int:
-            raise wrong_type(where, "an integer", value)
+            raise not_integer(where, value, low, high)
         if not low <= value <= high:
             raise InvalidRequestError(f"{where} must be between {low} and {high}, got {shown(value)}", param=where)
         return value
@@ -108,13 +120,17 @@ def string_or_strings(name: str, doc: str, most: int, max_length: int) -> Field:
 
     def parse(value: Any, where: str) -> tuple[str, ...]:
         entries = [value] if isinstance(value, str) else value
-        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        if not isinstance(entries, list):
             raise wrong_type(where, "a string or an array of strings", value)
         if len(entries) > most:
             raise InvalidRequestError(f"{where} may have {most} strings at most, got {len(entries)}", param=where)
-        for entry in entries:
+        for number, entry in enumerate(entries):
+            named = where if entries is not value else f"{where}[{number}]"
+            if not isinstance(entry, str):
+                raise wrong_type(named, "a string", entry, where)
             if not 1 <= len(entry) <= max_length:
-                raise InvalidRequestError(f"each string of {where} must have 1 to {max_length} characters", param=where)
+                message = f"{named} must have 1 to {max_length} characters, got {len(entry)}"
+                raise InvalidRequestError(message, param=where)
         return tuple(dict.fromkeys(entries))
 
     one = {"type": "string", "minLength": 1, "maxLength": max_length}
@@ -125,12 +141,16 @@ def integers(name: str, doc: str, most: int) -> Field:
     """Non-negative integers (token ids)."""
 
     def parse(value: Any, where: str) -> tuple[int, ...]:
-        if not isinstance(value, list) or not all(type(entry) is int for entry in value):
+        if not isinstance(value, list):
             raise wrong_type(where, "an array of integers", value)
         if len(value) > most:
             raise InvalidRequestError(f"{where} may have {most} entries at most, got {len(value)}", param=where)
-        if value and not 0 <= min(value) <= max(value) <= TOKEN_LIMIT:
-            raise InvalidRequestError(f"{where} must be token ids", param=where)
+        for number, entry in enumerate(value):
+            if type(entry) is not int:
+                raise not_integer(f"{where}[{number}]", entry, 0, TOKEN_LIMIT, where)
+            if not 0 <= entry <= TOKEN_LIMIT:
+                message = f"{where}[{number}] must be between 0 and {TOKEN_LIMIT}, got {entry}"
+                raise InvalidRequestError(message, param=where)
         return tuple(value)
 
     item = {"type": "integer", "minimum": 0, "maximum": TOKEN_LIMIT}
@@ -149,10 +169,12 @@ def biases(name: str, doc: str, most: int, limit: float) -> Field:
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise InvalidRequestError(f"keys of {where} must be token ids, got {shown(key)}", param=where)
+            named = f'{where}["{key}"]'
             if type(bias) is not float and type(bias) is not int:
-                raise wrong_type(where, "an object of token ids and numbers", value)
+                raise wrong_type(named, "a number", bias, where)
             if not -limit <= bias <= limit:
-                raise InvalidRequestError(f"values of {where} must be between -{limit:g} and {limit:g}", param=where)
+                message = f"{named} must be between -{limit:g} and {limit:g}, got {shown(bias)}"
+                raise InvalidRequestError(message, param=where)
             checked[int(key)] = float(bias)
         return tuple(checked.items())
 

@@ -1,8 +1,9 @@
-"""Where API keys are asked for: around HTTP endpoints, and in front of a gRPC server's methods."""
+"""What is asked of a call before anything of its body is read: an API key, around HTTP endpoints and in front of a gRPC
+server's methods; and of what is posted, headers that say what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -11,7 +12,11 @@ from alignedserve.control.rpc import refusal
 from alignedserve.errors import AuthenticationError
 from alignedserve.gateway.api_keys import ApiKeys, of_headers
 from alignedserve.gateway.asgi import App, Receive, Scope, Send, send_error
-from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.failures import UnsupportedMediaTypeError, grpc_status
+from alignedserve.gateway.fields import shown
+
+_JSON = b"application/json"
+_BROWSERS = (b"origin", b"sec-fetch-site")  # pages cannot leave them out where they post to another site
 
 
 def guarded(app: App, keys: ApiKeys) -> App:
@@ -26,6 +31,45 @@ def guarded(app: App, keys: ApiKeys) -> App:
         await app(scope, receive, send)
 
     return check
+
+
+def posted(app: App) -> App:
+    """`app`, for bodies that are not encoded, and from pages those only for which browsers ask first."""
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            check_media(scope["headers"])
+        except UnsupportedMediaTypeError as error:
+            await send_error(send, error, {"accept-encoding": "identity"})
+            return
+        await app(scope, receive, send)
+
+    return check
+
+
+def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises UnsupportedMediaTypeError for an encoded body, and for a page's that is not said to be JSON.
+
+    Any page may post text and forms to any address that its reader reaches, loopback too; for JSON the browser asks
+    first (a preflight), and nobody here says yes. What has no body (a cancel, a stop) does as much, so it is asked for
+    the header, too.
+    """
+    kinds: list[bytes] = []
+    from_page = False
+    for name, value in headers:
+        if name == b"content-encoding":
+            for encoding in value.split(b","):
+                if encoding.strip().lower() not in (b"", b"identity"):
+                    text = shown(encoding.strip().decode("latin-1"))
+                    raise UnsupportedMediaTypeError(f"Content-Encoding {text} is not supported: send the body as it is")
+        elif name == b"content-type":
+            kinds.append(value)
+        elif name in _BROWSERS:
+            from_page = True
+    if from_page and [kind.partition(b";")[0].strip().lower() for kind in kinds] != [_JSON]:
+        given = shown(b", ".join(kinds).decode("latin-1")) if kinds else "nothing"
+        message = f"what a web page sends (it has an Origin) needs Content-Type application/json; it says {given}"
+        raise UnsupportedMediaTypeError(message)
 
 
 class ApiKeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time

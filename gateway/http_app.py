@@ -17,11 +17,11 @@ from alignedserve.config import GatewayConfig
 from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.admin import Administration, Administrator
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
-from alignedserve.gateway.asgi import Receive, Scope, Send, closing_where_unread, report, send_bytes
+from alignedserve.gateway.asgi import App, Receive, Scope, Send, closing_where_unread, report, send_bytes
 from alignedserve.gateway.bodies import BodyReader
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
-from alignedserve.gateway.guard import guarded
+from alignedserve.gateway.guard import guarded, posted
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.openai_replies import ChatReply, CompletionReply
@@ -68,7 +68,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
     def route(path: str, handle: Any, method: str) -> Route:
         return Route(path, _Endpoint(handle if path in OPEN_PATHS else guarded(handle, keys)), methods=[method])
 
-    posts = {
+    posts: dict[str, App] = {
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
@@ -88,7 +88,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
     }
     return Starlette(
         routes=[
-            *(route(path, handle, "POST") for path, handle in posts.items()),
+            *(route(path, posted(handle), "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
         ],
         middleware=[Middleware(closing_where_unread)],

@@ -177,6 +177,9 @@ def _json(name: str, description: str) -> Schema:
 
 
 _NO_KEY = "No API key, or none that is known here."
+_NOT_JSON = (
+    "The body is encoded; or a web page sends it (there is an Origin), and the Content-Type is not application/json."
+)
 _ORDER_ERRORS = {"403": "The admin key is missing or wrong.", "409": "The cluster cannot do that."}
 _ERRORS = {
     "400": "Malformed, of a wrong type, out of range, too long, or not supported.",
@@ -184,6 +187,7 @@ _ERRORS = {
     "404": "No such model.",
     "408": "timeout_s has passed.",
     "413": "The body is over the limit.",
+    "415": _NOT_JSON,
     "429": "No room now; Retry-After says when there may be.",
     "499": "Cancelled.",
     "500": "A failure of the server.",
@@ -244,6 +248,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
                 "responses": {
                     "200": _json("Cancelled", "It has ended; its own client gets an error."),
                     "404": _json("Error", "No such request is running."),
+                    "415": _json("Error", _NOT_JSON),
                 },
             },
             "parameters": [request_id],

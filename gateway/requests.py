@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway import fields as f
@@ -224,22 +224,33 @@ def _prompts(body: Mapping[str, Any], most: int) -> tuple[TextPrompt | TokenProm
         raise f.wrong_type("prompt", "text, token ids, or an array of either", prompt)
     if not prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    if type(prompt[0]) is int:
-        return (_token_ids(prompt),)
+    if type(prompt[0]) in (int, float):
+        return (_token_ids(prompt, "prompt"),)
     if len(prompt) > most:
         raise InvalidRequestError(f"prompt may have {most} prompts at most, got {len(prompt)}", param="prompt")
-    return tuple(_text(entry) if isinstance(entry, str) else _token_ids(entry) for entry in prompt)
+    return tuple(_entry(entry, number) for number, entry in enumerate(prompt))
 
 
-def _text(prompt: str) -> str:
+def _entry(prompt: Any, number: int) -> TextPrompt | TokenPrompt:
+    where = f"prompt[{number}]"
+    if isinstance(prompt, str):
+        return _text(prompt, where)
+    if isinstance(prompt, list):
+        return _token_ids(prompt, where)
+    kinds = "text or an array of token ids" if number else "text, a token id or an array of token ids"
+    raise f.wrong_type(where, kinds, prompt, "prompt")
+
+
+def _text(prompt: str, where: str = "prompt") -> str:
     if not prompt:
-        raise InvalidRequestError("prompt must not be empty", param="prompt")
+        raise InvalidRequestError(f"{where} must not be empty", param="prompt")
     return prompt
 
 
-def _token_ids(prompt: Any) -> TokenPrompt:
-    if not isinstance(prompt, list) or set(map(type, prompt)) - {int}:
-        raise f.wrong_type("prompt", "text, token ids, or an array of either", prompt)
+def _token_ids(prompt: list[Any], where: str) -> TokenPrompt:
+    if set(map(type, prompt)) - {int}:
+        number, entry = next(pair for pair in enumerate(prompt) if type(pair[1]) is not int)
+        raise f.not_integer(f"{where}[{number}]", entry, 0, f.TOKEN_LIMIT, "prompt")
     if not prompt:
-        raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return tuple(cast(Sequence[int], prompt))
+        raise InvalidRequestError(f"{where} must not be empty", param="prompt")
+    return tuple(prompt)

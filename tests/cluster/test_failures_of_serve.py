@@ -149,7 +149,15 @@ async def test_a_gateway_replica_dies(server: ServeProcess, calm: list[Answers])
         kill(old[:1])
         await wait_back(server, killed_s)
 
-    await streams_through(server, calm, blow)
+    async with httpx.AsyncClient(base_url=server.url, timeout=90.0) as http:
+        body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+        whole = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for _ in range(8)]
+        await streams_through(server, calm, blow)
+        broken = [answer for answer in await asyncio.gather(*whole) if answer.status_code != 200]
+    assert broken, "the gateway had none of them"
+    for answer in broken:
+        assert (answer.status_code, answer.headers["retry-after"]) == (502, "1")
+        assert (answer.json()["error"]["code"], answer.json()["error"]["type"]) == ("unavailable", "server_error")
     deadline = time.monotonic() + 30.0
     while len(now := gateway_pids(server)) < 2 or old[0] in now:
         assert time.monotonic() < deadline, now

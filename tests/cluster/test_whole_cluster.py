@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,8 +26,11 @@ from alignedserve.client import AuthenticationError, Client
 from alignedserve.client.calls import open_stub
 from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.control.samples import value
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.testing.models import KINDS, make_model
+from alignedserve.testing.raw_http import RawAnswer, ask, read, send
+from alignedserve.testing.raw_requests import BODY, LENGTH, LIVE, POST, REFUSED, TAKEN
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 
 pytestmark = pytest.mark.cluster
@@ -162,6 +166,66 @@ def test_a_client_that_leaves_frees_everything(server: ServeProcess) -> None:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
             owned = value(response.read().decode(), "alignedserve_kv_blocks", state="owned")
     assert owned == 0
+
+
+def answered(server: ServeProcess, parts: tuple[bytes, ...]) -> RawAnswer:
+    """The answer; what comes next is answered, too, over the same connection or another one."""
+    answer, *more = ask(server.port, *parts, timeout_s=30.0)
+    assert [after.status for after in more or ask(server.port, LIVE + b"\r\n")] == [200, *[200] * (not more)]
+    return answer
+
+
+@pytest.mark.parametrize(("parts", "status", "code"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_served_gets_an_error_object(
+    server: ServeProcess, parts: tuple[bytes, ...], status: int, code: str
+) -> None:
+    answer = answered(server, parts)
+    assert (answer.status, answer.error["code"]) == (status, code)
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["param"] in (None, "model")
+
+
+@pytest.mark.parametrize("request_bytes", [case[1] for case in TAKEN], ids=[case[0] for case in TAKEN])
+def test_what_can_be_served_is(server: ServeProcess, request_bytes: bytes) -> None:
+    assert answered(server, (request_bytes,)).status == 200
+
+
+def test_a_head_request_gets_the_status_alone(server: ServeProcess) -> None:
+    for path, status in ((b"/live", 200), (b"/nowhere", 404), (b"/" + b"a" * 9000, 414)):
+        answer = answered(server, (b"HEAD %s HTTP/1.1\r\nHost: a\r\n\r\n" % path,))
+        assert (answer.status, answer.body) == (status, b"")
+
+
+def test_what_is_wrong_with_a_later_request_of_a_connection_is_said_the_same_way(server: ServeProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30.0) as connection:
+        send(connection, [POST + LENGTH + b"\r\n" + BODY])
+        assert read(connection).status == 200
+        send(connection, [b"GE\x00T /live HTTP/1.1\r\n\r\n"])
+        answer = read(connection)
+    assert (answer.status, answer.error["code"], answer.closed) == (400, "bad_request", True)
+
+
+def test_a_type_that_is_wrong_is_named_over_http_and_grpc(server: ServeProcess) -> None:
+    def told(body: dict[str, Any]) -> str:
+        text = json.dumps({"prompt": "a", **body}).encode()
+        answer = answered(server, (POST + b"Content-Length: %d\r\n\r\n" % len(text) + text,))
+        assert answer.status == 400
+        return str(answer.error["message"])
+
+    assert told({"logit_bias": {"5": "x"}}) == "logit_bias[\"5\"] must be a number, not a string ('x')"
+    assert told({"stop": [1]}) == "stop[0] must be a string, not an integer (1)"
+    assert told({"prompt": [1, "a"]}).startswith("prompt[1] must be an integer between")
+    assert told({"max_tokens": 2**70}).endswith("got about 1.18e+21")
+    biased = inf.GenerateRequest(prompt="a", logit_bias=[pb.LogitBias(token_id=5, bias=500.0)], stop=["ok", ""])
+    with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
+        open_stub(channel).Generate(biased, timeout=30.0)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith('logit_bias["5"] must be between -100 and 100, got 500.0 [code=')
+
+
+def test_serves_own_pages_are_those_that_the_readme_lists(server: ServeProcess) -> None:
+    assert ask(server.port, b"GET /-/healthz HTTP/1.1\r\nHost: a\r\n\r\n")[0].body == b"success"
+    assert json.loads(ask(server.port, b"GET /-/routes HTTP/1.1\r\nHost: a\r\n\r\n")[0].body) == {"/": "default"}
 
 
 def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -239,16 +240,20 @@ def test_it_becomes_the_executable_with_a_configuration_that_stays_local(
 ) -> None:
     environment = folder.environment(Config())
     config = tmp_path / "haproxy.cfg"
-    pages = tmp_path / "500.http"
-    text = f"errorfile 503 {pages}\nbind *:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}\n{NAMED}"
+    statistics = f"bind *:{environment['RAY_SERVE_HAPROXY_STATS_PORT']}"
+    text = f"defaults\n    errorfile 503 {tmp_path}/500.http\n{statistics}\n{NAMED}"
     config.write_text(text, encoding="utf-8")
     start = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
     done = subprocess.run(
         [start, "-u", "-f", str(config)], capture_output=True, text=True, env=os.environ | environment, check=False
     )
     assert done.stdout == f"-u -f {config}\n"
-    assert "bind 127.0.0.1:" in config.read_text(encoding="utf-8")
-    assert pages.read_bytes().startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    amended = config.read_text(encoding="utf-8")
+    assert "bind 127.0.0.1:" in amended
+    assert "/500.http" not in amended
+    for file in re.findall(r"errorfile \d+ (\S+)", amended):
+        assert Path(file).read_bytes().startswith(b"HTTP/1.1 ")
+    assert b"HTTP/1.1 503 Service Unavailable\r\n" in (tmp_path / "http-503.http").read_bytes()
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:

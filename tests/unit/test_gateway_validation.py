@@ -96,6 +96,48 @@ async def test_what_is_wrong_in_both_is_named(
     assert error["param"] == (None if code == "invalid_json" else param)
 
 
+TEXTS: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": {"5": "x"}}, "logit_bias[\"5\"] must be a number, not a string ('x')"),
+    ({"logit_bias": {"7": 1, "5": None}}, 'logit_bias["5"] must be a number, not null'),
+    ({"logit_bias": {"5": True}}, 'logit_bias["5"] must be a number, not a boolean (true)'),
+    ({"logit_bias": {"5": -101}}, 'logit_bias["5"] must be between -100 and 100, got -101'),
+    ({"logit_bias": [1]}, "logit_bias must be an object of token ids and numbers, not an array (1 entries)"),
+    ({"stop": [1]}, "stop[0] must be a string, not an integer (1)"),
+    ({"stop": ["a", {}]}, "stop[1] must be a string, not an object (0 entries)"),
+    ({"stop": 1.5}, "stop must be a string or an array of strings, not a number (1.5)"),
+    ({"stop": ["a", ""]}, "stop[1] must have 1 to 1024 characters, got 0"),
+    ({"stop": ""}, "stop must have 1 to 1024 characters, got 0"),
+    ({"stop_token_ids": [3, "a"]}, "stop_token_ids[1] must be an integer between 0 and 2147483647, not a string ('a')"),
+    (
+        {"stop_token_ids": [3, 2**64]},
+        "stop_token_ids[1] must be an integer between 0 and 2147483647, got about 1.84e+19",
+    ),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be between 0 and 2147483647, got -1"),
+    ({"prompt": [1, "a"]}, "prompt[1] must be an integer between 0 and 2147483647, not a string ('a')"),
+    ({"prompt": [1, 2.0]}, "prompt[1] must be an integer between 0 and 2147483647, got 2.0"),
+    ({"prompt": [2**70]}, "prompt[0] must be an integer between 0 and 2147483647, got about 1.18e+21"),
+    ({"prompt": [[1, 2], [3, None]]}, "prompt[1][1] must be an integer between 0 and 2147483647, not null"),
+    ({"prompt": [True]}, "prompt[0] must be text, a token id or an array of token ids, not a boolean (true)"),
+    ({"prompt": ["a", 1]}, "prompt[1] must be text or an array of token ids, not an integer (1)"),
+    ({"prompt": ["a", ""]}, "prompt[1] must not be empty"),
+    (
+        {"seed": 2**70},
+        "seed must be an integer between -9223372036854775808 and 9223372036854775807, got about 1.18e+21",
+    ),
+    ({"max_tokens": 2.5}, "max_tokens must be an integer between 0 and 2147483647, got 2.5"),
+    ({"max_tokens": 5.0}, "max_tokens must be an integer between 0 and 2147483647, got 5.0"),
+    ({"max_tokens": "7"}, "max_tokens must be an integer between 0 and 2147483647, not a string ('7')"),
+    ({"temperature": [1]}, "temperature must be a number, not an array (1 entries)"),
+    ({"stream": 1}, "stream must be true or false, not an integer (1)"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), TEXTS)
+async def test_the_text_names_the_value_at_fault_and_what_it_is(front: Front, body: dict[str, Any], text: str) -> None:
+    error = await front.error(COMPLETIONS, {"prompt": "hi", **body})
+    assert (error["message"], error["param"]) == (text, next(iter(body)))
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [

