@@ -19,14 +19,15 @@ from alignedserve.control.tls import tls_files
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.memory import available_memory_bytes, describe_bytes
-from alignedserve.model import check_model_folder, resolve_model, unserved_generation_keys
+from alignedserve.model import resolve_model, unserved_generation_keys
+from alignedserve.model_check import check_model_files
 from alignedserve.sizing import GIB
 
 
 def check_model(config: Config) -> Path:
     """The model's folder (fetched, for a name on a hub). Raises ModelError where it cannot be served."""
     folder = resolve_model(config.model.path, config.model.trust_remote_code)
-    check_model_folder(folder)
+    check_model_files(folder, config.model.trust_remote_code)
     template = config.model.chat_template
     if template and not Path(template).expanduser().is_file():
         raise ConfigError(f"model.chat_template: there is no file {template}")
