@@ -41,21 +41,26 @@ def serve_once(folder: Path) -> tuple[float, int, str]:
     command = [sys.executable, "-m", "alignedserve.cluster.cli", "serve", "--model", str(folder), "--device", "cpu"]
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     begun = time.monotonic()
-    process = subprocess.Popen(
+    words, seconds = "", 0.0
+    with subprocess.Popen(
         [*command, *ports, "--set", "kv_pool.size_gib=0.25"],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    assert process.stdout is not None
-    words, seconds = "", 0.0
-    for line in process.stdout:
-        if line.startswith("alignedserve: error:"):
-            words = line.strip()
-        elif line.startswith("serving "):
-            words, seconds = line.strip(), time.monotonic() - begun
-            process.send_signal(signal.SIGINT)
-    status = process.wait(LIMIT_S)
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("alignedserve: error:"):
+                    words = line.strip()
+                elif line.startswith("serving "):
+                    words, seconds = line.strip(), time.monotonic() - begun
+                    time.sleep(1.0)  # it has more to say
+                    process.send_signal(signal.SIGINT)
+            status = process.wait(LIMIT_S)
+        finally:
+            process.send_signal(signal.SIGINT)  # nothing of it is left, whatever ended this
     return seconds or time.monotonic() - begun, status, words
 
 

@@ -15,11 +15,12 @@ from alignedserve import transformers_source
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import check_model_folder
 from alignedserve.weight_files import is_pointer, is_there, read_json, read_tensors, weight_files
-from alignedserve.weight_shapes import check_shapes, check_whole_numbers
+from alignedserve.weight_shapes import check_shapes
 
 _GENERATION = "generation_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _EDGE_BYTES = 64
+_JSON_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
 def check_model_files(folder: Path, trust_remote_code: bool = False) -> None:
@@ -37,24 +38,28 @@ def check_model_files(folder: Path, trust_remote_code: bool = False) -> None:
 
 def check_if_here(folder: Path, trust_remote_code: bool = False) -> None:
     """The same for what this machine has of the folder: others may have the weights, or all of it, alone."""
-    if not is_there(folder / "config.json") or is_pointer(folder / "config.json"):
+    if not _is_here(folder / "config.json"):
         return
     config = _check_config(folder, trust_remote_code)
-    if any(is_pointer(file) for pattern in ("*.json", "*.safetensors") for file in folder.glob(pattern)):
+    if not all(_is_here(file) for pattern in ("*.json", "*.safetensors") for file in folder.glob(pattern)):
         return
     try:
         files = weight_files(folder, config)
-    except ModelError:
+    except ModelError:  # it has no weights
         return
     if all(is_there(file) for file in files):
         check_model_files(folder, trust_remote_code)
+
+
+def _is_here(file: Path) -> bool:
+    return is_there(file) and os.access(file, os.R_OK) and not is_pointer(file)
 
 
 def _check_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     config = check_model_folder(folder)
     if not _is_read_otherwise(config, trust_remote_code):
         _check_model_type(folder, config)
-        check_whole_numbers(folder, config)
+        _check_types(folder, config)
     return config
 
 
@@ -82,6 +87,15 @@ def _check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {reason} ({folder / 'config.json'})")
+
+
+def _check_types(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError for a value that transformers refuses for its type."""
+    source = transformers_source.config_source(config["model_type"])
+    for key, types in (source.types if source else {}).items():
+        if key in config and type(config[key]) not in (types | {int} if float in types else types):
+            asked = " or ".join(sorted(_JSON_NAMES[kind] for kind in types))
+            raise ModelError(f"{folder / 'config.json'}: {key} must be {asked}, not {config[key]!r:.60}; correct it")
 
 
 def _quantisation(config: Mapping[str, Any]) -> str | None:

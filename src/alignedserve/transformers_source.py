@@ -18,7 +18,7 @@ from typing import Any
 
 _SURELY_KNOWN = "llama"  # where not even this is found, the source is not as it was
 _PAIR = re.compile(r'"([^"\n]+)"[,:]\s*"(\w+)"')
-_WHOLE = ("int", "int | None")
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class ConfigSource:
     fields: frozenset[str]
     defaults: Mapping[str, Any]
     """Of those fields whose default is written as a plain value."""
-    whole_numbers: Mapping[str, bool]
-    """Fields that transformers takes whole numbers for alone, and whether null may stand for one."""
+    types: Mapping[str, frozenset[type]]
+    """Of fields that take plain values alone, and that transformers refuses others for."""
     aliases: Mapping[str, str]
     """Other names of fields (`attribute_map`)."""
     complete: bool
@@ -78,7 +78,7 @@ def config_source(model_type: str) -> ConfigSource | None:
         return None
     fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     literals = {_target(node): _literal(node.value) for node in fields}
-    types = {_target(node): ast.unparse(node.annotation) for node in fields}
+    types = {_target(node): ast.unparse(node.annotation).split(" | ") for node in fields}
     strict = any(isinstance(decorator, ast.Name) and decorator.id == "strict" for decorator in found.decorator_list)
     aliases = next(
         (_literal(node.value) for node in found.body if isinstance(node, ast.Assign) and _is_alias_map(node)), ({},)
@@ -86,7 +86,11 @@ def config_source(model_type: str) -> ConfigSource | None:
     return ConfigSource(
         fields=frozenset(types),
         defaults={key: literal[0] for key, literal in literals.items() if literal},
-        whole_numbers={key: "None" in kind for key, kind in types.items() if kind in _WHOLE and strict},
+        types={
+            key: frozenset(_PLAIN[name] for name in names)
+            for key, names in types.items()
+            if strict and all(name in _PLAIN for name in names)
+        },
         aliases=aliases[0] if aliases else {},
         complete=[ast.unparse(base).lower() for base in found.bases] == ["pretrainedconfig"],
     )

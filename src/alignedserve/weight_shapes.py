@@ -30,6 +30,8 @@ _KEYS = {
     "E": "num_local_experts",
     "W": "word_embed_proj_dim",
 }
+_WRAPPERS = {"module.": "torch's DataParallel", "_orig_mod.": "torch.compile", "base_model.model.": "peft"}
+_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHOWN = 3
 _REPAIR = "the weights and the config.json are of different models, or one was edited: copy or download both again"
 
@@ -69,15 +71,6 @@ class _Values:
         return value if type(value) is int and value > 0 else None
 
 
-def check_whole_numbers(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError where config.json has something else in the place of a whole number."""
-    source = config_source(config["model_type"])
-    for key, nullable in (source.whole_numbers if source else {}).items():
-        value = config.get(key, 0)
-        if type(value) is not int and not (nullable and value is None):
-            raise ModelError(f"{folder / 'config.json'}: {key} must be a whole number, not {value!r}; correct it")
-
-
 def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raises ModelError where a tensor is missing or has another shape than the configuration asks for.
 
@@ -88,19 +81,19 @@ def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     family = FAMILIES.get(str(text.get("model_type")))
     if family is None or (text["model_type"] == "mistral" and "layer_types" in text):  # read as another model's, then
         return
+    _check_names(folder, tensors)
     values = _Values(text, config_source(text["model_type"]))
-    stored = _by_key(tensors)
-    _check_heads(folder, family, values)
+    stored, sizes = _by_key(tensors), _sizes(family, values)
+    _check_sizes(folder, family, values)
     _check_layers(folder, family, values, stored)
     missing, wrong = [], []
     for key, dims in _expected(family, values, stored, nested=text is not config):
-        sizes = _shape(dims, _sizes(family, values))
-        found = stored.get(key, [])
-        fitting = [tensor for tensor in found if _fits(tensor.shape, sizes)]
+        shape, found = _shape(dims, sizes), stored.get(key, [])
+        fitting = [tensor for tensor in found if _fits(tensor.shape, shape)]
         if not found:
             missing.append(key)
         elif not fitting:
-            wrong.append(_wrong(key, found[0], dims, sizes, values))
+            wrong.append(_wrong(key, found[0], dims, shape, values))
         elif all(tensor.dtype in _NO_WEIGHTS for tensor in fitting):
             raise UnsupportedModelError(
                 f"{fitting[0].file}: {key} is stored as {fitting[0].dtype}, which are no floating-point weights: a "
@@ -122,6 +115,17 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if config["model_type"] == "gemma3" and isinstance(text, dict) else config
 
 
+def _check_names(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    if not tensors:
+        raise ModelError(f"the weights of {folder} hold no tensors; copy or download them again")
+    for prefix, wrapper in _WRAPPERS.items():
+        if all(name.startswith(prefix) for name in tensors):
+            raise ModelError(
+                f"the weights of {folder} are named {prefix}..., as {wrapper} names those of the model that it wraps: "
+                "save the model inside of it"
+            )
+
+
 def _by_key(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """By name without prefix: `layers.N.` and what follows, or the last two parts."""
     stored: dict[str, list[Tensor]] = defaultdict(list)
@@ -132,7 +136,11 @@ def _by_key(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     return stored
 
 
-def _check_heads(folder: Path, family: Family, values: _Values) -> None:
+def _check_sizes(folder: Path, family: Family, values: _Values) -> None:
+    for key in _COUNTS if family.mlps else (*_COUNTS, family.width):  # with experts it may be the width of nothing
+        value = values.get(key)
+        if type(value) is int and value < 1:
+            raise ModelError(f"{folder / 'config.json'}: {key} must be at least 1, not {value}; correct it")
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
     if family.equal_heads and hidden and heads and hidden % heads:
         raise ModelError(
@@ -152,8 +160,9 @@ def _expected(family: Family, values: _Values, stored: Mapping[str, Any], *, nes
     """Key and letters of everything that the checkpoint must hold."""
     tied = nested or values.get("tie_word_embeddings") is not False
     for key, dims in family.top.items():
-        if not (tied and key == family.embedding and key not in stored):  # it may be there as the head alone
-            yield key, dims
+        if tied and key == family.embedding and key not in stored and next(iter(family.head)) in stored:
+            continue  # tied weights may be there as the head alone
+        yield key, dims
     if not tied:
         yield from family.head.items()
     layer = dict(family.layer)
@@ -216,8 +225,8 @@ def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
     return len(shape) == len(sizes) and all(size in (None, found) for found, size in zip(shape, sizes, strict=True))
 
 
-def _wrong(key: str, tensor: Tensor, dims: str, sizes: Sequence[int | None], values: _Values) -> str:
-    asked = ", ".join("any" if size is None else str(size) for size in sizes)
+def _wrong(key: str, tensor: Tensor, dims: str, shape: Sequence[int | None], values: _Values) -> str:
+    asked = ", ".join("any" if size is None else str(size) for size in shape)
     letters = sorted(set(re.findall("[A-Z]", dims)))
     because = [f"{_KEYS[letter]} {values.get(_KEYS[letter])}" for letter in letters if letter in "VPHEN"]
     reason = f" ({', '.join(because)})" if because else ""
