@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import signal
 import socket
 import statistics
@@ -36,8 +37,9 @@ def make_folder(kind: str, parent: Path) -> Path:
     return folder
 
 
-def serve_once(folder: Path) -> tuple[float, int, str]:
-    """Seconds until the command has ended, or its cluster is ready; its exit status, and its last words."""
+def serve_once(folder: Path) -> tuple[float, float, int, str]:
+    """Seconds until the command has ended, or its cluster is ready; its processor time, exit status and last words."""
+    used_s = children_s()
     command = [sys.executable, "-m", "alignedserve.cluster.cli", "serve", "--model", str(folder), "--device", "cpu"]
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     begun = time.monotonic()
@@ -61,7 +63,13 @@ def serve_once(folder: Path) -> tuple[float, int, str]:
             status = process.wait(LIMIT_S)
         finally:
             process.send_signal(signal.SIGINT)  # nothing of it is left, whatever ended this
-    return seconds or time.monotonic() - begun, status, words
+    return seconds or time.monotonic() - begun, children_s() - used_s, status, words
+
+
+def children_s() -> float:
+    """Processor time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def free_port() -> int:
@@ -81,11 +89,13 @@ def main() -> None:
         for kind in options.kinds:
             folder = make_folder(kind, Path(parent))
             seen = [serve_once(folder) for _ in range(options.runs)]
-            seconds = [each[0] for each in seen]
-            _, status, words = seen[-1]
-            rows.append({"kind": kind, "seconds": seconds, "status": status, "words": words})
+            seconds, used_s = [each[0] for each in seen], [each[1] for each in seen]
+            status, words = seen[-1][2:]
+            rows.append({"kind": kind, "seconds": seconds, "cpu_s": used_s, "status": status, "words": words})
             each = ", ".join(f"{value:.2f}" for value in seconds)
-            print(f"{kind:28} {statistics.median(seconds):6.2f} s ({each})  status {status}: {words}", flush=True)
+            used = f"{statistics.median(used_s):.2f} of processor"
+            median = statistics.median(seconds)
+            print(f"{kind:28} {median:6.2f} s ({each}), {used}; status {status}: {words}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
