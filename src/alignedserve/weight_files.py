@@ -193,10 +193,8 @@ def _tensors(file: Path, header: Any, data_bytes: int) -> dict[str, Tensor]:
     at = max((end for _, end, _ in spans), default=0)
     if at != data_bytes:
         wrong = "is cut off" if at > data_bytes else "has more than its header describes"
-        whole = at - data_bytes
         raise ModelError(
-            f"{file} {wrong}: {abs(whole)} bytes of weights {'are missing' if whole > 0 else 'too many'} "
-            f"({data_bytes} after the header, which describes {at}); {AGAIN}"
+            f"{file} {wrong}: it has {data_bytes} bytes of weights, and its header describes {at}; {AGAIN}"
         )
     at = 0
     for begin, end, name in sorted(spans):
