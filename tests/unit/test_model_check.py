@@ -216,7 +216,7 @@ SAID = {
     "header without end": r"model-00001-of-00004.safetensors is no readable safetensors file",
     "header that is no JSON": r"model-00001-of-00004.safetensors is no readable safetensors file: .* is no JSON",
     "overlapping tensors": r"model-00001-of-00004.safetensors",
-    "bytes after the last tensor": r"00001-of-00004.safetensors has more than its header describes: .* 180288 .* 180224;",
+    "bytes after the last tensor": r"00004.safetensors has more than its header describes: .* 180288 .* 180224;",
     "tensor missing": r"config.json contradicts .* lack 1 tensor: layers.1.mlp.up_proj.weight",
     "integers as weights": r"model-00001-of-00004.safetensors: .* is stored as I32",
     "other vocabulary": r"config.json contradicts .*embed_tokens.weight in .*00001.* is \[512, 64\].*vocab_size 520",
