@@ -27,6 +27,7 @@ from alignedserve.cluster import haproxy_exec
 from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.handover import newer_leader
 from alignedserve.cluster.inheritance import end_predecessors, from_nothing, inherit
+from alignedserve.cluster.preflight import check_model_if_here
 from alignedserve.cluster.ray_groups import NAMESPACE
 from alignedserve.cluster.ray_launcher import RayLauncher
 from alignedserve.cluster.records import Record
@@ -34,7 +35,7 @@ from alignedserve.cluster.runtime_dir import remove_cluster_dir
 from alignedserve.cluster.supervisor import Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_arguments, from_tree, to_tree
-from alignedserve.errors import ConfigError
+from alignedserve.errors import ConfigError, ModelError
 from alignedserve.gateway.serve_ports import close_internal_port
 from alignedserve.scheduler.systems import served_settings
 
@@ -303,18 +304,20 @@ def supervisor_deployment(config: Config) -> Any:
 
 
 class ArgumentError(ConfigError, RayServeException):
-    """A configuration that is none. Of an exception of its own Serve shows the message alone in `serve status`."""
+    """A configuration that is none, or a model that cannot work. Of an exception of its own Serve shows the message
+    alone in `serve status`."""
 
 
 def build(args: dict[str, Any]) -> Application:
     """The application for a configuration: its sections as nested values, or `section.key` and a text each; what is
     left out has its default. It is up once it can answer.
 
-    Raises ArgumentError for a key or a value that is none.
+    Raises ArgumentError for a key or a value that is none, and for a model folder of this machine that cannot work.
     """
     try:
         config = from_arguments(args, served_settings)
-    except ConfigError as error:
+        check_model_if_here(config)
+    except (ConfigError, ModelError) as error:
         raise ArgumentError(error.message) from error
     return application(config, wait_ready=True)
 

@@ -19,18 +19,29 @@ from alignedserve.control.tls import tls_files
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.memory import available_memory_bytes, describe_bytes
-from alignedserve.model import check_model_folder, resolve_model, unserved_generation_keys
+from alignedserve.model import resolve_model, unserved_generation_keys
+from alignedserve.model_check import check_if_here, check_model_files
 from alignedserve.sizing import GIB
 
 
 def check_model(config: Config) -> Path:
     """The model's folder (fetched, for a name on a hub). Raises ModelError where it cannot be served."""
     folder = resolve_model(config.model.path, config.model.trust_remote_code)
-    check_model_folder(folder)
+    check_model_files(folder, config.model.trust_remote_code)
     template = config.model.chat_template
     if template and not Path(template).expanduser().is_file():
         raise ConfigError(f"model.chat_template: there is no file {template}")
     return folder
+
+
+def check_model_if_here(config: Config) -> None:
+    """What `check_model` finds of a folder that is on this machine, too; the instances' may have it alone.
+
+    Raises ModelError.
+    """
+    folder = Path(os.path.expanduser(config.model.path))
+    if folder.is_absolute():  # else it is a name, or begins where an instance runs
+        check_if_here(folder, config.model.trust_remote_code)
 
 
 def check_cost_model(config: Config) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from alignedserve.cluster.environment import role_environment
 from alignedserve.cluster.gpus import count_gpus
 from alignedserve.cluster.plan import resolve_device
+from alignedserve.cluster.preflight import check_model
 from alignedserve.cluster.profile_cluster import measure_in_cluster, signals_as_exits
 from alignedserve.cluster.runtime_dir import new_token
 from alignedserve.config import Config
@@ -44,6 +45,7 @@ def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: boo
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
+    check_model(config)
     in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
     alone_s = limit_s * (PASSES_SHARE if in_cluster else 1.0)
     print(f"measuring passes of {config.model.path} alone, about {alone_s:.3g} s", file=sys.stderr)

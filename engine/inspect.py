@@ -12,10 +12,9 @@ left out; repetition_penalty holds for greedy decoding too.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from alignedserve.errors import InvalidRequestError, ModelError, UnsupportedMode
 from alignedserve.geometry import DTYPE_BYTES
 from alignedserve.model import ModelInfo, check_model_folder, unserved_generation_keys
 from alignedserve.request import SamplingParams
+from alignedserve.weight_files import Tensor, read_json, read_tensors, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_re
     wrong. Reads no weights beyond the headers of the safetensors files.
     """
     folder = Path(path)
-    check_model_folder(folder)
+    tensors = read_tensors(weight_files(folder, check_model_folder(folder)))
     config = _read_config(folder, trust_remote_code)
     text = config.get_text_config(decoder=True)
     refuse_unsupported(config, text, trust_remote_code)
     generation = _read_generation_config(folder)
-    stored, elements = _read_headers(folder)
+    stored, elements = _stored(tensors, folder)
     served = _resolve_dtype(dtype, device, stored if stored in DTYPE_BYTES else _config_dtype(text))
     heads = _positive(text, "num_attention_heads", folder)
     return ModelInfo(
@@ -114,12 +114,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds no JSON object")
+    raw = read_json(file)
     if ignored := unserved_generation_keys(raw):
         log.warning("%s: not used here: %s", file, ", ".join(ignored))
     return raw
@@ -147,38 +142,11 @@ def _generation_defaults(generation: dict[str, Any], folder: Path) -> dict[str, 
     return defaults
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would load (a folder may hold the weights in other forms as well)."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} cannot be read: {error}") from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ModelError(f"{index} names {len(missing)} files that are not there: {', '.join(missing[:5])}")
-    return [folder / name for name in names]
-
-
-def _read_headers(folder: Path) -> tuple[str | None, int]:
+def _stored(tensors: Mapping[str, Tensor], folder: Path) -> tuple[str | None, int]:
     """The dtype of most elements in the safetensors files, and the number of elements."""
     counts: dict[str, int] = {}
-    for file in _weight_files(folder):
-        try:
-            with file.open("rb") as stream:
-                (size,) = struct.unpack("<Q", stream.read(8))
-                if size > file.stat().st_size:
-                    raise ValueError("its header is longer than the file")
-                header = json.loads(stream.read(size))
-            for key, entry in header.items():
-                if key != "__metadata__":
-                    counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, struct.error) as error:
-            raise ModelError(f"{file} is no readable safetensors file: {error}") from error
+    for tensor in tensors.values():
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
     if not counts:
         raise ModelError(f"{folder} holds no tensors")
     return _SAFETENSORS_DTYPES.get(max(counts, key=lambda kind: counts[kind])), sum(counts.values())

@@ -18,6 +18,7 @@ from alignedserve.engine.cpu_linear import pack_linears
 from alignedserve.engine.probe import probe
 from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
 from alignedserve.model import ModelInfo, check_model_folder
+from alignedserve.weight_files import read_tensors, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
     Raises ModelError for weights that are missing, broken or of other shapes (nothing is ever left randomly
     initialised), UnsupportedModelError where paged attention does not give the model's own logits.
     """
-    check_model_folder(Path(info.path))
+    folder = Path(info.path)
+    read_tensors(weight_files(folder, check_model_folder(folder)))  # it says more of a broken file than what follows
     attention.register()
     target = torch.device(device)
     model: Any = _from_pretrained(info, trust_remote_code)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -14,6 +15,7 @@ from typing import Any
 
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry
+from alignedserve.weight_files import is_there, read_json
 
 SHIPPED_MODELS = ("tiny",)
 
@@ -98,11 +100,14 @@ def resolve_model(model: str, trust_remote_code: bool = False) -> Path:
     if model in SHIPPED_MODELS:
         return Path(str(resources.files("alignedserve"))) / "models" / model
     path = Path(model).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # False also where a folder above it may not be entered
         return path.resolve()
     looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
-    if looks_local or path.exists():
-        raise ModelError(f"model folder {model!r} does not exist (or is no folder); give a folder, ORG/NAME or 'tiny'")
+    if looks_local or os.path.exists(path):
+        raise ModelError(
+            f"model folder {model!r} does not exist (or is no folder, or none that you may enter); give a folder, "
+            "ORG/NAME or 'tiny'"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -129,25 +134,27 @@ def check_model_folder(path: Path) -> dict[str, Any]:
     Returns the parsed configuration. Raises ModelError for a missing or broken folder, UnsupportedModelError for an
     architecture that would give wrong tokens.
     """
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise ModelError(f"{path} has no config.json: it is not a model folder")
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{config_file} cannot be read: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{config_file} names no model_type")
+    config = read_config(path)
     model_type = config["model_type"]
     if model_type in UNSUPPORTED_MODEL_TYPES:
         reason = UNSUPPORTED_MODEL_TYPES[model_type]
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {reason}")
     if rotary := batch_dependent_rotary(config):
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {rotary}")
-    if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
-        hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
-        raise ModelError(f"{path} has no *.safetensors weights{hint}")
+    return config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The `config.json` of a model folder, which names a model_type. Raises ModelError where there is none."""
+    config_file = path / "config.json"
+    if not is_there(config_file):
+        raise ModelError(f"{path} has no config.json: it is not a model folder")
+    config = read_json(config_file)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(
+            f"{config_file} names no model_type, which says what the model is; give a folder as transformers' "
+            "save_pretrained writes it"
+        )
     return config
 
 

@@ -168,7 +168,8 @@ def test_rope_scaling_that_depends_on_nothing_is_served(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("{", "cannot be read"),
-        ("[]", "no model_type"),
+        ("[]", "holds no JSON object"),
+        ("{}", "no model_type"),
         ('{"model_type": "no_such_architecture"}', "transformers cannot read"),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers"),
         ('{"model_type": "llama", "num_attention_heads": 7}', "transformers cannot read|multiple"),
@@ -210,6 +211,6 @@ def test_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "llama")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     with pytest.raises(ModelError, match="model-00002-of-00002"):
         inspect_model("m", folder, "auto", "cpu")

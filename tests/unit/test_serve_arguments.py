@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from alignedserve.cluster.ray_session import GRPC_SERVICERS
 from alignedserve.config import Config
 from alignedserve.config_sources import from_arguments, to_tree
 from alignedserve.errors import ConfigError
+from alignedserve.model import resolve_model
 from alignedserve.scheduler.systems import served_settings
 from alignedserve.testing import kuberay
 
@@ -58,6 +60,16 @@ def test_what_is_wrong_is_named_and_serve_shows_it_alone(arguments: dict[str, An
     with pytest.raises(ConfigError, match=said) as refused:
         build(arguments)
     assert isinstance(refused.value, RayServeException)  # of others `serve status` shows a traceback
+
+
+def test_a_model_folder_that_cannot_work_is_refused_where_the_application_is_built(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(resolve_model("tiny"), tmp_path / "model"))
+    build({"model.path": str(folder)})
+    build({"model.path": str(tmp_path / "of-another-machine")})
+    os.truncate(folder / "model.safetensors", 1 << 20)
+    with pytest.raises(ConfigError, match=r"model.safetensors is cut off") as refused:
+        build({"model.path": str(folder)})
+    assert isinstance(refused.value, RayServeException)
 
 
 def deployments(config: Config) -> Any:

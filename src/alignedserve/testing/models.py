@@ -89,6 +89,7 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     eos_token_id: int | list[int] | None = None,
     generation: dict[str, Any] | None = None,
+    max_shard_size: str = "50GB",
     **overrides: Any,
 ) -> Path:
     """Write a random model of `kind` (one of KINDS) to `folder` and return the folder.
@@ -97,7 +98,7 @@ def make_model(
     `num_key_value_heads`, `head_dim`, `num_hidden_layers`, ...); gpt2 takes them under these names too, and a kind
     without grouped heads ignores `num_key_value_heads` and `head_dim`. One end token in the vocabulary occurs about
     as often as any other token unless `eos_token_id` names others. `generation` is added to `generation_config.json`.
-    The same arguments give the same weights.
+    Weights of more than `max_shard_size` are cut into shards. The same arguments give the same weights.
     """
     eos = overrides.get("vocab_size", VOCAB_SIZE) - 1 if eos_token_id is None else eos_token_id
     config = _build_config(kind, {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": eos, **overrides})
@@ -109,7 +110,7 @@ def make_model(
     values = {"bos_token_id": 0, "eos_token_id": eos, "pad_token_id": 0, **(generation or {})}
     model.generation_config = GenerationConfig(**values)
     path = Path(folder)
-    model.to(dtype).save_pretrained(path)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     return path
 
 

@@ -1,0 +1,119 @@
+"""Refuses a model folder that cannot work, from its texts and the headers of its weights: in milliseconds.
+
+Neither torch nor transformers is imported. A good model is never refused: where something cannot be told so cheaply, it
+passes, and the engine, which loads the weights and tries the model, has the last word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alignedserve import transformers_source
+from alignedserve.errors import ModelError, UnsupportedModelError
+from alignedserve.model import check_model_folder
+from alignedserve.weight_files import is_pointer, is_there, read_json, read_tensors, weight_files
+from alignedserve.weight_shapes import check_shapes
+
+_GENERATION = "generation_config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_EDGE_BYTES = 64
+_JSON_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+def check_model_files(folder: Path, trust_remote_code: bool = False) -> None:
+    """Raises ModelError, naming the file, for a folder that is broken, and UnsupportedModelError for a model that is
+    not served."""
+    config = _check_config(folder, trust_remote_code)
+    if is_there(folder / _GENERATION):
+        read_json(folder / _GENERATION)
+    if is_there(folder / _TOKENIZER):
+        _check_tokenizer(folder)
+    tensors = read_tensors(weight_files(folder, config))
+    if not _is_read_otherwise(config, trust_remote_code):
+        check_shapes(folder, config, tensors)
+
+
+def check_if_here(folder: Path, trust_remote_code: bool = False) -> None:
+    """The same for what this machine has of the folder: others may have the weights, or all of it, alone."""
+    if not _is_here(folder / "config.json"):
+        return
+    config = _check_config(folder, trust_remote_code)
+    if not all(_is_here(file) for pattern in ("*.json", "*.safetensors") for file in folder.glob(pattern)):
+        return
+    try:
+        files = weight_files(folder, config)
+    except ModelError:  # it has no weights
+        return
+    if all(is_there(file) for file in files):
+        check_model_files(folder, trust_remote_code)
+
+
+def _is_here(file: Path) -> bool:
+    return is_there(file) and os.access(file, os.R_OK) and not is_pointer(file)
+
+
+def _check_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
+    config = check_model_folder(folder)
+    if not _is_read_otherwise(config, trust_remote_code):
+        _check_model_type(folder, config)
+        _check_types(folder, config)
+    return config
+
+
+def _is_read_otherwise(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
+    """Whether this configuration may not be what transformers makes the model of: code or files of its own are."""
+    return bool((trust_remote_code and config.get("auto_map")) or config.get("configuration_files"))
+
+
+def _check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
+    model_type = config["model_type"]
+    if not transformers_source.is_known(model_type):
+        own = config.get("auto_map")
+        way_out = "its own code runs only with --trust-remote-code" if own else "correct it, or update transformers"
+        raise UnsupportedModelError(
+            f"{folder / 'config.json'}: transformers {transformers_source.version()} does not know model_type "
+            f"{model_type!r}; {way_out}"
+        )
+    reasons = {
+        "transformers has no causal language model for it": not transformers_source.has_causal_lm(model_type),
+        "its attention does not go through transformers' attention interface": not (
+            transformers_source.uses_attention_interface(model_type)
+        ),
+        "it is an encoder-decoder": config.get("is_encoder_decoder") is True,
+        f"its weights are quantised ({_quantisation(config)})": _quantisation(config),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {reason} ({folder / 'config.json'})")
+
+
+def _check_types(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError for a value that transformers refuses for its type."""
+    source = transformers_source.config_source(config["model_type"])
+    for key, types in (source.types if source else {}).items():
+        if key in config and type(config[key]) not in (types | {int} if float in types else types):
+            asked = " or ".join(sorted(_JSON_NAMES[kind] for kind in types))
+            raise ModelError(f"{folder / 'config.json'}: {key} must be {asked}, not {config[key]!r:.60}; correct it")
+
+
+def _quantisation(config: Mapping[str, Any]) -> str | None:
+    found = config.get("quantization_config")
+    return str(found.get("quant_method")) if isinstance(found, dict) and found else None
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raises ModelError where `tokenizer.json` is cut off: it may have many MiB, and is not parsed here."""
+    file = folder / _TOKENIZER
+    try:
+        with file.open("rb") as stream:
+            begin = stream.read(_EDGE_BYTES)
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _EDGE_BYTES))
+            end = stream.read()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    if is_pointer(file) or begin.lstrip()[:1] != b"{" or end.rstrip()[-1:] != b"}":
+        read_json(file)  # says what is wrong, or accepts what only looks so
+    if is_there(folder / _TOKENIZER_CONFIG):
+        read_json(folder / _TOKENIZER_CONFIG)
