@@ -255,7 +255,7 @@ class Backend:
             self._token,
             heartbeat,
             take_view,
-            self._on_end,
+            self.end,
             node_id=node_id,
             heartbeat_s=heartbeat_s,
             orphan_after_s=orphan_after_s,
@@ -368,9 +368,11 @@ class Backend:
         heard = self._host is not None and self._host.unheard_s <= _UNHEARD_S
         return self._start_timeout_s if ordered and heard else 0.0
 
-    def _on_end(self, reason: str) -> None:
-        logger.warning("this gateway is to end: %s", reason)
-        self.ended_because = reason
+    def end(self, reason: str) -> None:
+        """This gateway is to be replaced."""
+        if not self.ended_because:
+            logger.warning("this gateway is to end: %s", reason)
+            self.ended_because = reason
 
     async def _tick(self) -> None:
         while True:

@@ -136,6 +136,10 @@ class Ledger:
         """Take no more calls."""
         self._draining = True
 
+    def take_calls(self) -> None:
+        """After `drain`: take calls again."""
+        self._draining = False
+
     def close_all(self) -> None:
         """This gateway is ending: every call ends with an error, and is cancelled everywhere."""
         self.drain()

@@ -266,7 +266,9 @@ class GatewayServer:
 
     def _on_view(self, view: sv.ClusterView) -> None:
         if view.ending:
-            self.drain(view.grace_s)
+            self._drain.begin(view.grace_s, for_good=False)
+        else:  # a supervisor that announced the end may have a successor that goes on
+            self._drain.take_back()
         if view.model_info and view.model_info != self._model_info_text:
             self._model_info_text = view.model_info
             self.model.info = ModelInfo.from_json(view.model_info)
