@@ -49,7 +49,7 @@ class SupervisorCore:
         first_version: int = 1,
         agent_socket: Callable[[Node, int], str] | None = None,
     ) -> None:
-        """`gpus` of the one node that there is until `located`; `agent_socket`: `NodeBook`'s."""
+        """`gpus`: of the one node that there is until `located`; `agent_socket`: `NodeBook`'s."""
         self.config = config
         self.view_version = first_version
         self.roster = Roster(planned)
@@ -206,7 +206,7 @@ class SupervisorCore:
             self._touch()
             return self.tick(now)
         failure = slot.member.beat.failure if slot.member and slot.member.beat.HasField("failure") else None
-        steady = slot.was_ready and now - slot.ready_at > STEADY_S
+        steady = slot.found is not None or (slot.was_ready and now - slot.ready_at > STEADY_S)
         slot.failures = 0 if steady else slot.failures + 1
         if not slot.was_ready and not self.has_served and slot.failures >= self.config.supervisor.max_start_failures:
             cause = failure.message if failure else reason
