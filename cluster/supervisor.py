@@ -128,10 +128,10 @@ class Supervisor(sv_grpc.SupervisorServicer):
             self.core.scaling.followed = Shape(told.followed_prefill, told.followed_decode)
         self.core.planner.adopt(told.model_info, told.store_plan)
         self.core.rolling.adopt(told, now)
-        self.core.expect(known_processes(found, told), now)
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
         await self._placing.settle(now)
+        self.core.expect(known_processes(found, told), now)  # agents have their slots now
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
