@@ -281,7 +281,7 @@ class RayLauncher(Launcher):
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace=self.namespace)
             asked: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(actor.describe.remote())
-            await asyncio.wait([asked], timeout=STOPPED_S)
+            await asyncio.wait([asked], timeout=min(STOPPED_S, DESCRIBE_TIMEOUT_S))
             silent = None if asked.done() else await asyncio.to_thread(look_at_silent, name, actor, alive)
             if silent is not None and silent.node.node_id == self._here and is_stopped(silent.pid):
                 asked.cancel()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from alignedserve.cluster.descendants import Descendants
 
-STOPPED_S = 3.0
+STOPPED_S = 2.0
 NOTE_S = 2.0
 REPLACED = ("ray::", "haproxy")  # how those call themselves that somebody starts again
 

@@ -71,9 +71,7 @@ async def _receive(receive: Receive, size: int, begun_s: float) -> Message:
             if wait_s == NO_PROGRESS_S
             else f"{size} bytes came in {time.monotonic() - begun_s:.0f} s, fewer than {LEAST_BYTES_S:g} a second"
         )
-        raise SlowBodyError(
-            f"the request body came too slowly: {why}"
-        ) from None
+        raise SlowBodyError(f"the request body came too slowly: {why}") from None
 
 
 def too_large(limit_bytes: int) -> TooLargeError:
