@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from alignedserve.cluster.actions import Action, End, Fence, FenceGuest, Launch
+from alignedserve.cluster.actions import Action, End, Fence, Launch
+from alignedserve.cluster.guests import hung_guests
 from alignedserve.cluster.members import Member, Phase, Slot
 from alignedserve.cluster.nodes import NodeBook, Placement
 from alignedserve.cluster.plan import SPARE, SPARED_ROLES, Node, PlannedRole, Shape
@@ -48,8 +49,7 @@ class SupervisorCore:
         first_version: int = 1,
         agent_socket: Callable[[Node, int], str] | None = None,
     ) -> None:
-        """`gpus` of the one node that there is until `located` says where instances are to run; `agent_socket`:
-        `NodeBook`'s."""
+        """`gpus`: of the one node that there is until `located`; `agent_socket`: `NodeBook`'s."""
         self.config = config
         self.view_version = first_version
         self.roster = Roster(planned)
@@ -59,6 +59,9 @@ class SupervisorCore:
         longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
         self.rolling = Rolling(self.roster, self.scaling, longest_step_s)
         self.was_ready = False
+        self.has_served = (
+            False  # it was ready, under this supervisor or an earlier one: it is not in its start any more
+        )
         self.paused = False
         """A successor is about to take over: nothing is started or ended any more."""
         self.ending = False
@@ -71,6 +74,14 @@ class SupervisorCore:
         self._ticked_at: float | None = None
 
     # ---- events
+
+    def expect(self, known: Iterable[sv.Peer], now: float) -> None:
+        """What an earlier supervisor told of processes that may join: before `begin`, and before any can."""
+        for peer in known:
+            if (slot := self.roster.slots.get(peer.process.id)) is not None:
+                slot.found = Member.told(peer, now)
+            elif peer.process.role == "gateway":
+                self.roster.found_guests[peer.process.id] = Member.told(peer, now)
 
     def begin(self, now: float, running: Iterable[str] = ()) -> list[Action]:
         """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
@@ -119,7 +130,8 @@ class SupervisorCore:
         if self.closing or (same and slot.phase is Phase.ENDING):
             return _refusal(f"{key.id} is being ended")
         if not same:
-            slot.member = Member(hello, Vigil(now), unix_s)
+            found = self.roster.found(key)  # ready as before: others go on with it, while its first heartbeat comes
+            slot.member = Member(hello, Vigil(now), unix_s, found.beat if found is not None else sv.Heartbeat())
             slot.device = hello.device
             slot.incarnation = key.incarnation
             slot.was_ready = False
@@ -164,14 +176,14 @@ class SupervisorCore:
 
     def seen(self, sights: Mapping[tuple[str, int], Sight], now: float) -> None:
         """What the kernel says of processes, by id and incarnation. Of those that are not here nothing is known."""
-        for member, _ in self.roster.members():
+        for member in self.roster.watched():
             sight = sights.get((member.key.id, member.key.incarnation))
             if sight is not None:
                 member.vigil.seen(sight, now)
 
     def process_ended(self, key: pb.ProcessKey, reason: str, now: float) -> list[Action]:
         """This process of a role or guest is known to be dead, whoever fills its place by now."""
-        if self.roster.member(key) is None:
+        if self.roster.member(key) is None and self.roster.found(key) is None:
             return []
         slot = self.roster.slots.get(key.id)
         if slot is not None:
@@ -195,9 +207,9 @@ class SupervisorCore:
             self._touch()
             return self.tick(now)
         failure = slot.member.beat.failure if slot.member and slot.member.beat.HasField("failure") else None
-        steady = slot.was_ready and now - slot.ready_at > STEADY_S
+        steady = slot.found is not None or (slot.was_ready and now - slot.ready_at > STEADY_S)
         slot.failures = 0 if steady else slot.failures + 1
-        if not slot.was_ready and not self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
+        if not slot.was_ready and not self.has_served and slot.failures >= self.config.supervisor.max_start_failures:
             cause = failure.message if failure else reason
             self._fail(failure, f"{role_id} failed to start {slot.failures} times: {cause}")
         if self.scaling.is_new(slot) and self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
@@ -231,13 +243,14 @@ class SupervisorCore:
             self.roster.forgive(slept_s, now)  # nobody else is to blame for what was not heard meanwhile
         limits = self.config.supervisor
         self.nodes.follow(max(2 * limits.heartbeat_s, limits.fence_after_s / 2), now)
-        if self.roster.drop_lost_guests(now, lambda guest: self._spared(guest, now)):
+        if self.roster.drop_lost_guests(now, lambda node, until: self._is_cut_off(node, until - RECONNECT_S, now)):
             self._touch()
         if self.closing or self.paused:
             return []
         leaving = [*self._let_go(now), *self._roll(now)]
         due = [self._due(slot, now) for slot in self.roster.slots.values()]
-        guests = [self._hung_guest(member, now) for member in self.roster.guests.values()]
+        if guests := hung_guests(self.roster, limits, self.own_pid, self._is_cut_off, now):
+            self._touch()
         return [action for action in (*leaving, *due, *guests) if action is not None]
 
     def scale(self, prefill: int, decode: int, free_bytes: Mapping[str, int], now: float) -> list[Action]:
@@ -246,10 +259,8 @@ class SupervisorCore:
         Raises AlignedServeError, and changes nothing, where that cannot be.
         """
         shape = next_shape(self.scaling.shape, prefill, decode)
-        self._refuse_while_paused()
+        self._require_running("it cannot be scaled now")
         self.rolling.refuse_others()
-        if self.ending or self.failure is not None or not self.was_ready:
-            raise UnavailableError("the cluster is still starting, or ending: it cannot be scaled now")
         self.scaling.check(shape, self.planner.model_info, self.planner.store_plan, free_bytes)
         if shape == self.scaling.shape:
             return []
@@ -262,9 +273,7 @@ class SupervisorCore:
 
         Raises AlignedServeError, and changes nothing, where that cannot be.
         """
-        self._refuse_while_paused()
-        if self.ending or self.failure is not None or not self.was_ready:
-            raise UnavailableError("the cluster is still starting, or ending: nothing can be restarted now")
+        self._require_running("nothing can be restarted now")
         model, plan = self.planner.model_info, self.planner.store_plan
         self.rolling.begin(
             roles, unix_ns, now, lambda shape: self.scaling.check(shape, model, plan, free_bytes), self.incarnation
@@ -309,17 +318,19 @@ class SupervisorCore:
 
     # ---- inside
 
-    def _refuse_while_paused(self) -> None:
+    def _require_running(self, otherwise: str) -> None:
         if self.paused:  # the successor has seen already what there is to be
             raise UnavailableError(
                 "the application is being updated, and another supervisor is taking this cluster over: nothing was "
                 "changed; try again in a few seconds"
             )
+        if self.ending or self.failure is not None or not self.was_ready:
+            raise UnavailableError(f"the cluster is still starting, or ending: {otherwise}")
 
     def _touch(self) -> None:
         self.view_version += 1
         if not self.was_ready and self.roster.all_ready():
-            self.was_ready = True
+            self.was_ready = self.has_served = True
 
     def _guest_joined(self, hello: sv.RoleHello, now: float, unix_s: float) -> pb.Failure | None:
         """Gateways are started by Ray Serve: any may join, and nobody here replaces one."""
@@ -332,6 +343,7 @@ class SupervisorCore:
         if old is None or old.key.incarnation != key.incarnation:
             self.roster.drop_guest(key.id)
             self.roster.guests[key.id] = Member(hello, Vigil(now), unix_s)
+        self.roster.found_guests.pop(key.id, None)
         self.roster.lost_guests.pop(key.id, None)
         self._touch()
         return None
@@ -355,7 +367,7 @@ class SupervisorCore:
         if member.state != "failed" or slot.phase is Phase.ENDING or self.paused:
             return []
         failure = member.beat.failure
-        if not self.was_ready and issubclass(by_code(failure.code), ModelError | ConfigError):
+        if not self.has_served and issubclass(by_code(failure.code), ModelError | ConfigError):
             self._fail(failure, failure.message)  # starting it again changes nothing
         return [self._fence(slot, f"it failed: {failure.message}", now)]
 
@@ -416,19 +428,24 @@ class SupervisorCore:
             if hung and not self._is_cut_off(member.hello.node_id, member.vigil.heard_at, now):
                 return self._fence(slot, hung, now)
         if slot.awaited:
-            if now <= slot.deadline or self._is_cut_off(slot.planned.node_id, slot.since, now):
-                return None
-            return self._fence(slot, "it was found running, and has not joined in time", now)
+            return self._due_to_join(slot, now)
         if slot.phase in (Phase.STARTING, Phase.JOINED) and not slot.was_ready and now > slot.deadline:
             if slot.phase is Phase.JOINED and not self.planner.store_plan and self.nodes.waiting():
                 slot.deadline = now + limits.start_timeout_s  # memory is divided once all instances have a node
                 return None
             state = slot.member.state if slot.member else "not joined"
             reason = f"{slot.planned.id} was not ready in time ({state})"
-            if not self.was_ready and slot.planned.role in self.roster.missing():
+            if not self.has_served and slot.planned.role in self.roster.missing():
                 self._fail(None, f"{reason}; supervisor.start_timeout_s is {limits.start_timeout_s:g}")
             return self._fence(slot, reason, now)
         return None
+
+    def _due_to_join(self, slot: Slot, now: float) -> Action | None:
+        if slot.found is not None and (stopped := slot.found.vigil.stopped(now)):
+            return self._fence(slot, stopped, now)
+        if now <= slot.deadline or self._is_cut_off(slot.planned.node_id, slot.since, now):
+            return None
+        return self._fence(slot, "it was found running, and has not joined in time", now)
 
     def _is_cut_off(self, node_id: str, silent_since: float, now: float) -> bool:
         """Whether it is its node that is not reached. Whoever places instances says in time whether that has gone;
@@ -437,9 +454,6 @@ class SupervisorCore:
         limits = self.config.supervisor
         credit_s = limits.orphan_after_s if self.nodes.number(node_id) is not None else limits.fence_after_s
         return now - silent_since < credit_s and self.nodes.is_cut_off(node_id, now)
-
-    def _spared(self, guest: Member, now: float) -> bool:
-        return self._is_cut_off(guest.hello.node_id, self.roster.lost_guests[guest.key.id] - RECONNECT_S, now)
 
     def _launch(self, slot: Slot, now: float) -> Launch | None:
         role = slot.planned.role
@@ -467,21 +481,9 @@ class SupervisorCore:
         self._touch()
         return Launch(slot.planned, slot.generation, spare.planned.id)
 
-    def _hung_guest(self, member: Member, now: float) -> FenceGuest | None:
-        key = member.key
-        if key.id in self.roster.ending_guests or key.id in self.roster.lost_guests:
-            return None
-        if member.hello.pid == self.own_pid:  # a gateway in this very process, which is running
-            return None
-        hung = member.vigil.verdict(member.beat, self.config.supervisor, now)
-        if not hung or self._is_cut_off(member.hello.node_id, member.vigil.heard_at, now):
-            return None
-        self.roster.ending_guests.add(key.id)
-        self._touch()
-        return FenceGuest(member.hello, hung)
-
     def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
-        hello = slot.member.hello if slot.member else None
+        member = slot.member or slot.found
+        hello = member.hello if member else None
         slot.end_reason = reason
         slot.deadline = 0.0
         slot.enter(Phase.ENDING, now)

@@ -9,6 +9,8 @@ import signal
 import time
 from pathlib import Path
 
+from alignedserve.cluster.processes import is_stopped
+
 
 class Descendants:
     """Holds on to them by pidfd, so that they are known also after their parents have ended."""
@@ -44,6 +46,15 @@ class Descendants:
             os.close(descriptor)
         self._held.clear()
         return len(left)
+
+    def stopped(self) -> set[int]:
+        """The pids of those that are stopped (SIGSTOP)."""
+        return {pid for pid in self._held if is_stopped(pid)}
+
+    def kill(self, pid: int) -> None:
+        """End one at once; nothing happens where it has ended."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._held[pid], signal.SIGKILL)
 
     def _forget_ended(self) -> None:
         poller = select.poll()

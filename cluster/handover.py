@@ -139,6 +139,13 @@ def newest_view(found: Sequence[Running], predecessor: Predecessor | None = None
     return max(views, key=lambda view: view.version, default=sv.ClusterView())
 
 
+def known_processes(found: Sequence[Running], told: sv.ClusterView) -> list[sv.Peer]:
+    """What was told of those who were found, as far as their pids are known, and of gateways."""
+    now_ns = time.time_ns()
+    known = [running.peer(told, now_ns) for running in found]
+    return [peer for peer in known if peer is not None] + [p for p in told.peers if p.process.role == "gateway"]
+
+
 async def newer_leader(launcher: Launcher, incarnation: int) -> str:
     """The address of a supervisor that roles follow and that is newer than this incarnation; "" where there is none."""
     told = newest_view(await launcher.find()).supervisor

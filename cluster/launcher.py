@@ -11,6 +11,7 @@ from alignedserve.cluster.plan import Node, PlannedRole, Shape
 from alignedserve.cluster.room import Room
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 
 
@@ -18,15 +19,28 @@ from alignedserve.proto import supervisor_pb2 as sv
 class Running:
     """A role's process that was found running: an earlier supervisor started it.
 
-    `view` is what it was told last (empty: nothing yet): sizes of stores and numbers of instances hold on.
+    `view` is what it was told last (empty: nothing yet): sizes of stores and numbers of instances hold on. `pid` is 0
+    where the launcher does not know it.
     """
 
     settings: RoleSettings
     view: sv.ClusterView = field(default_factory=sv.ClusterView)
+    pid: int = 0
 
     @property
     def planned(self) -> PlannedRole:
         return PlannedRole(self.settings.role, self.settings.id, self.settings.device, self.settings.node_id)
+
+    def peer(self, told: sv.ClusterView, now_ns: int) -> sv.Peer | None:
+        """What was told of it last, so that it can be watched and ended before it has joined; None where its pid is not
+        known. An incarnation that nobody was told of is `now_ns`: it was started before that.
+        """
+        role_id, node_id = self.settings.id, self.settings.node_id
+        for peer in told.peers:
+            if (peer.process.id, peer.pid, peer.node_id) == (role_id, self.pid, node_id):
+                return peer
+        key = pb.ProcessKey(role=self.settings.role, id=role_id, incarnation=now_ns)
+        return sv.Peer(process=key, pid=self.pid, node_id=node_id) if self.pid else None
 
 
 class Launcher(ABC):

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from alignedserve.cluster.plan import PlannedRole
 from alignedserve.cluster.vigil import Vigil
+from alignedserve.control.role import SERVING_STATES
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.transfer.topology import Place
@@ -33,6 +34,16 @@ class Member:
     vigil: Vigil
     joined_unix_s: float
     beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)
+
+    @classmethod
+    def told(cls, peer: sv.Peer, now: float) -> Member:
+        """A process of an earlier supervisor, as that told of it: its state and its stores hold until it says more."""
+        hello = sv.RoleHello(
+            process=peer.process, pid=peer.pid, node_id=peer.node_id, address=peer.address, device=peer.device
+        )
+        serving = peer.state in SERVING_STATES
+        beat = sv.Heartbeat(state=peer.state, stores=peer.stores) if serving else sv.Heartbeat()
+        return cls(hello, Vigil(now), peer.started_unix_s, beat)
 
     @property
     def key(self) -> pb.ProcessKey:
@@ -85,6 +96,8 @@ class Slot:
     device: str = ""
     """Where the model of its process lay, for the successor to take its place."""
     member: Member | None = None
+    found: Member | None = None
+    """Who was found running here, as far as that is known, until it has joined or ended."""
     was_ready: bool = False
     used: bool = False
     """Requests may be with this process: it has been ready, or was found running."""
@@ -99,6 +112,8 @@ class Slot:
     def enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
         self.since = now
+        if phase in (Phase.WAITING, Phase.JOINED):
+            self.found = None
 
     @property
     def awaited(self) -> bool:

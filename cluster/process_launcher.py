@@ -101,11 +101,12 @@ class ProcessLauncher(Launcher):
                 await self.kill(role_id)
 
     async def find(self) -> Sequence[Running]:
-        living = [child.settings for child in self._children.values() if not child.reaper.done()]
-        agents = list({settings.agent_socket: settings for settings in living if settings.agent_socket}.values())
+        living = [child for child in self._children.values() if not child.reaper.done()]
+        told = (child.settings for child in living)
+        agents = list({settings.agent_socket: settings for settings in told if settings.agent_socket}.values())
         views = await asyncio.gather(*(asyncio.to_thread(_ask_agent, settings) for settings in agents))
         newest = max(views, key=lambda view: view.version, default=sv.ClusterView())
-        return [Running(settings, newest) for settings in living]
+        return [Running(child.settings, newest, child.process.pid) for child in living]
 
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
         if all(node.node_id != settings.node_id for node in self._nodes):

@@ -104,6 +104,11 @@ def look_at(pid: int) -> Sight | None:
     return Sight(fields[0] == "T", fields[0] == "t", ticks / os.sysconf("SC_CLK_TCK"))
 
 
+def is_stopped(pid: int) -> bool:
+    sight = look_at(pid)
+    return sight is not None and sight.stopped
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process has this pid and has not ended (a zombie has)."""
     try:

@@ -51,7 +51,7 @@ class Silent:
             pinned=False,
             after=0,
         )
-        return Running(settings)
+        return Running(settings, pid=self.pid)
 
     def shares_node(self, running: Running) -> bool:
         return running.settings.node_id == self.node.node_id

@@ -19,11 +19,13 @@ from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.nodes import Placement
 from alignedserve.cluster.plan import MODEL_ROLES, SPARE, Node, Shape, check_gpus, resolve_device
+from alignedserve.cluster.processes import end_process, is_stopped
 from alignedserve.cluster.ray_find import Silent, look_at_silent
 from alignedserve.cluster.ray_places import Bundle, RayPlaces
 from alignedserve.cluster.room import Room
 from alignedserve.cluster.units import describe_resources, gpu_share, plan_units
 from alignedserve.cluster.vetting import eligible, vet_node
+from alignedserve.cluster.vigil import STOPPED_S
 from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_tree, to_tree
 from alignedserve.control.runtime import RoleSettings
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 NAME_WAIT_S = 10.0
 DESCRIBE_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 10.0
 UNAVAILABLE_RETRY_S = 0.5
 LOOPBACK = "127.0.0.1"
@@ -49,6 +52,7 @@ class RayLauncher(Launcher):
         self._config = config
         self._actors: dict[str, Any] = {}
         self._node_ids: dict[str, str] = {}
+        self._here = ""
         self._gpus = 0
         self._placed: dict[str, Any] = {}  # what was asked of `_places`
         self._places: RayPlaces | None = None
@@ -65,6 +69,7 @@ class RayLauncher(Launcher):
             resources = node["Resources"]
             nodes.append(Node(name, node["NodeManagerAddress"], int(resources.get("GPU", 0)), resources))
         self._gpus = max(node.gpus for node in nodes)
+        self._here = nodes[0].node_id
         self.elastic = nodes[0].host != LOOPBACK  # nobody can join a Ray that listens on loopback
         return nodes
 
@@ -154,7 +159,7 @@ class RayLauncher(Launcher):
             waiting = [
                 each for each in unknown if time.monotonic() < until and not any(map(each.shares_node, answered))
             ]
-            await asyncio.gather(*(self._clear(each.name) for each in unknown if each not in waiting))
+            await asyncio.gather(*(self._end_silent(each) for each in unknown if each not in waiting))
             if not waiting:
                 break
             names = [each.name for each in silent if each in waiting or each not in unknown]
@@ -185,6 +190,13 @@ class RayLauncher(Launcher):
         with contextlib.suppress(ValueError, RayError):
             old = await asyncio.to_thread(ray.get_actor, role_id, namespace=self.namespace)
             await asyncio.to_thread(ray.kill, old)
+
+    async def _end_silent(self, silent: Silent) -> None:
+        """`_clear`, once its process is dead where that can be seen to: Ray calls an actor dead that it has only told
+        to end, and one that is stopped holds on to what its successor needs."""
+        if silent.node.node_id == self._here and not await end_process(silent.pid, time.time(), END_TIMEOUT_S):
+            logger.warning("%s (pid %d) does not end", silent.name, silent.pid)
+        await self._clear(silent.name)
 
     def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:
         self._keep(self._watch(self._actors[role_id], on_exit))
@@ -268,8 +280,15 @@ class RayLauncher(Launcher):
         """None where it has ended, or can never come up: then it is killed. `alive`: nodes by Ray's id."""
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace=self.namespace)
+            asked: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(actor.describe.remote())
+            await asyncio.wait([asked], timeout=min(STOPPED_S, DESCRIBE_TIMEOUT_S))
+            silent = None if asked.done() else await asyncio.to_thread(look_at_silent, name, actor, alive)
+            if silent is not None and silent.node.node_id == self._here and is_stopped(silent.pid):
+                asked.cancel()
+                logger.warning("%s was found, and is stopped", name)
+                return silent
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                said: dict[str, Any] = await actor.describe.remote()
+                said = await asked
         except ValueError:
             return None  # it has just ended
         except (ActorUnavailableError, TimeoutError) as error:
@@ -284,7 +303,7 @@ class RayLauncher(Launcher):
             return None
         settings = RoleSettings(**said["settings"])
         self._actors[settings.id] = actor  # a spare that has taken a role still has its own name in Ray
-        return Running(settings, sv.ClusterView.FromString(said["view"]))
+        return Running(settings, sv.ClusterView.FromString(said["view"]), int(said["pid"]))
 
     @property
     def _device(self) -> str:

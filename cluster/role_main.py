@@ -17,17 +17,21 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.spare import SpareServer
+from alignedserve.cluster.supervisor_guard import guard_supervisor
 from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
 from alignedserve.errors import UnavailableError
 
 
 async def host_role(role: RoleServer) -> None:
-    """Run a role from its start to its end."""
+    """Run a role from its start to its end. An agent guards the supervisor itself."""
+    guarding = [] if role.role == "node_agent" else [asyncio.get_running_loop().create_task(guard_supervisor(role))]
     try:
         await role.start()
         await role.wait()
     finally:
+        await end_tasks(guarding)
         await role.close()
 
 

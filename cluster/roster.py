@@ -23,12 +23,25 @@ class Roster:
         self.lost_guests: dict[str, float] = {}
         """Guests whose stream is gone, and until when they may come back."""
         self.ending_guests: set[str] = set()
+        self.found_guests: dict[str, Member] = {}
+        """Guests of an earlier supervisor that have not come to this one."""
 
     def member(self, key: pb.ProcessKey) -> Member | None:
         """The live process of this role, id and incarnation."""
         slot = self.slots.get(key.id)
         member = slot.member if slot is not None else self.guests.get(key.id)
         return member if member is not None and member.key == key else None
+
+    def found(self, key: pb.ProcessKey) -> Member | None:
+        """The process of this key, where an earlier supervisor had it and it has not joined this one."""
+        slot = self.slots.get(key.id)
+        member = slot.found if slot is not None else self.found_guests.get(key.id)
+        return member if member is not None and member.key == key else None
+
+    def watched(self) -> list[Member]:
+        """Everyone whom the kernel is asked about: who has joined, and who may come."""
+        expected = [slot.found for slot in self.slots.values() if slot.found is not None]
+        return [member for member, _ in self.members()] + expected + list(self.found_guests.values())
 
     def add(self, planned: PlannedRole) -> Slot:
         """One more process. What is said late of one that had this id before is not said of it."""
@@ -75,16 +88,18 @@ class Roster:
         """Whether no gateway holds a request or takes one."""
         return all(member.state == DRAINED for member in self.guests.values())
 
-    def drop_lost_guests(self, now: float, spared: Callable[[Member], bool]) -> bool:
-        """Forget those whose time is over, but for the `spared`; whether there were any."""
-        due = [role_id for role_id, until in self.lost_guests.items() if now >= until]
-        over = [role_id for role_id in due if not spared(self.guests[role_id])]
+    def drop_lost_guests(self, now: float, spared: Callable[[str, float], bool]) -> bool:
+        """Forget those whose time is over, but for those of whose node and time `spared` is true; whether there were
+        any."""
+        due = [(role_id, until) for role_id, until in self.lost_guests.items() if now >= until]
+        over = [role_id for role_id, until in due if not spared(self.guests[role_id].hello.node_id, until)]
         for role_id in over:
             self.drop_guest(role_id)
         return bool(over)
 
     def drop_guest(self, role_id: str) -> None:
         self.guests.pop(role_id, None)
+        self.found_guests.pop(role_id, None)
         self.lost_guests.pop(role_id, None)
         self.ending_guests.discard(role_id)
 
@@ -95,7 +110,7 @@ class Roster:
 
     def forgive(self, seconds: float, now: float) -> None:
         """Nobody is to blame for what was not heard in so many seconds until now."""
-        for member, _ in self.members():
+        for member in self.watched():
             member.vigil.forgive(seconds, now)
         for slot in self.slots.values():
             if slot.phase is Phase.LOST:

@@ -36,6 +36,7 @@ from alignedserve.cluster.preflight import (
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
+from alignedserve.cluster.stopped_watch import STOPPED_S, StoppedWatch
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, UnavailableError
 from alignedserve.model import resolve_model
@@ -127,6 +128,7 @@ class _ServeCommand:
         os.chdir(temp_dir())
         self._handle_signals()
         self._worker.submit(self._start)
+        threading.Thread(target=self._end_stopped, name="stopped", daemon=True).start()
         try:
             if self._wait_ready():
                 self._served = True
@@ -231,6 +233,14 @@ class _ServeCommand:
             if not self._session.is_alive() and not self._stopping.is_set():
                 self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
                 return
+
+    def _end_stopped(self) -> None:
+        """In a thread of its own: while Serve's controller is stopped, whoever asks it anything waits."""
+        watch = StoppedWatch(Descendants())
+        while True:
+            for name in watch.look():
+                self._console.line(f"{name} had been stopped for {STOPPED_S:g} s, and was ended: Ray starts another")
+            time.sleep(LOOK_S)
 
     # ---- end
 

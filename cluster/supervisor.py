@@ -22,7 +22,7 @@ from alignedserve.cluster.actions import Action, End, Fence, FenceGuest, Launch
 from alignedserve.cluster.collector import Collector, cluster_metrics
 from alignedserve.cluster.core import SupervisorCore
 from alignedserve.cluster.fencer import Fencer
-from alignedserve.cluster.handover import Leaving, Predecessor, newest_view, wait_followed
+from alignedserve.cluster.handover import Leaving, Predecessor, known_processes, newest_view, wait_followed
 from alignedserve.cluster.integrity import check_cluster
 from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.members import Phase, Slot
@@ -120,6 +120,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         )
         now = time.monotonic()
         running_roles = [running.planned for running in found]
+        self.core.has_served = told.was_ready
         self.core.roster.adopt(told.incarnations)
         self.core.nodes.adopt(told, [(running.planned, running.settings.agent_socket) for running in found])
         self.core.scaling.adopt(told, running_roles, now)
@@ -130,6 +131,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
         await self._placing.settle(now)
+        self.core.expect(known_processes(found, told), now)  # agents have their slots now
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
@@ -441,7 +443,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
     async def _end_guest(self, fence: FenceGuest) -> None:
         key = fence.hello.process
         logger.warning("ending %s: %s", key.id, fence.reason)
-        if await self._fencer.end(key.id, fence.hello, lambda: self.core.roster.member(key) is not None):
+        roster = self.core.roster
+        if await self._fencer.end(key.id, fence.hello, lambda: bool(roster.member(key) or roster.found(key))):
             self._carry_out(self.core.process_ended(key, fence.reason, time.monotonic()))
 
     def _on_dead(self, key: pb.ProcessKey) -> None:
@@ -471,7 +474,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         while True:
             await asyncio.sleep(min(0.25, self.config.supervisor.heartbeat_s / 2))
             self.ticked_at = time.monotonic()
-            self._watchdog.follow(self._here, (member for member, _ in self.core.roster.members()))
+            self._watchdog.follow(self._here, self.core.roster.watched())
             self.core.seen(self._watchdog.look(), self.ticked_at)
             self._carry_out(self.core.tick(self.ticked_at))
 

@@ -1,32 +1,39 @@
-"""A node agent's eye on the supervisor: one that hangs is ended, so that Ray Serve starts its successor.
+"""An eye on the supervisor: one that hangs is ended, so that Ray Serve starts its successor.
 
 Serve alone takes a minute: it calls a replica unhealthy after three health checks without an answer, and then waits
-for it to end in order.
+for it to end in order. The agent of its node looks first; every other role there ends one that stays stopped, since the
+agent may have been stopped with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
 from alignedserve.cluster.processes import end_process, look_at
 from alignedserve.cluster.vigil import LATE_S, Vigil
 from alignedserve.config import SupervisorConfig
+from alignedserve.control.runtime import RoleServer
 from alignedserve.proto import supervisor_pb2 as sv
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 END_TIMEOUT_S = 5.0
+AGENT_FIRST_S = 1.0  # by how much every other role is more patient than the node's agent
 _SERVING = sv.Heartbeat(state="ready")
 
 
 class SupervisorGuard:
-    """`look` is to be called every `LOOK_S`. Looks only at a supervisor of its own node that may be ended."""
+    """`look` is to be called every `LOOK_S`. Looks only at a supervisor of its own node that may be ended, and ends one
+    that has counted as hung for `patience_s`."""
 
-    def __init__(self, node_id: str, limits: SupervisorConfig) -> None:
+    def __init__(self, node_id: str, limits: SupervisorConfig, patience_s: float = 0.0) -> None:
         self._node_id = node_id
         self._limits = limits
+        self._patience_s = patience_s
+        self._hung_since: float | None = None
         self._peer: sv.Peer | None = None
         self._vigil = Vigil(0.0)
         self._looked_at = 0.0
@@ -49,7 +56,22 @@ class SupervisorGuard:
         if slept_s > LATE_S:
             self._vigil.forgive(slept_s, now)
         hung = self._vigil.verdict(_SERVING, self._limits, now)
-        if hung:
-            self._peer = None
+        if not hung:
+            self._hung_since = None
+            return
+        self._hung_since = now if self._hung_since is None else self._hung_since
+        if now - self._hung_since >= self._patience_s:
+            self._peer = self._hung_since = None
             logger.warning("ending the supervisor (pid %d): %s", peer.pid, hung)
             await end_process(peer.pid, peer.process.incarnation / 1e9, END_TIMEOUT_S)
+
+
+async def guard_supervisor(role: RoleServer) -> None:
+    """What every role but an agent does beside its work. The supervisor answers the heartbeats of agents alone: what
+    is seen here is one that is stopped."""
+    guard = SupervisorGuard(role.settings.node_id, role.config.supervisor, AGENT_FIRST_S)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if role.host is not None:
+            guard.on_view(role.host.view)
+            await guard.look(None)

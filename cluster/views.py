@@ -37,6 +37,7 @@ def view_of(core: SupervisorCore) -> sv.ClusterView:
         restart=core.rolling.state,
         followed_prefill=core.scaling.followed.prefill,
         followed_decode=core.scaling.followed.decode,
+        was_ready=core.has_served,
     )
 
 

@@ -68,12 +68,18 @@ class Vigil:
         if self.stopped_at is not None:
             self.stopped_at = min(now, self.stopped_at + seconds)
 
+    def stopped(self, now: float) -> str:
+        """Why it counts as stopped; empty while it does not."""
+        if self.stopped_at is None or now - self.stopped_at < STOPPED_S:
+            return ""
+        return f"it has been stopped for {now - self.stopped_at:.1f} s"
+
     def verdict(self, beat: sv.Heartbeat, limits: SupervisorConfig, now: float) -> str:
         """Why it counts as hung; empty while it does not."""
         if self.traced:
             return ""
-        if self.stopped_at is not None and now - self.stopped_at >= STOPPED_S:
-            return f"it has been stopped for {now - self.stopped_at:.1f} s"
+        if stopped := self.stopped(now):
+            return stopped
         if beat.state in ("", "starting", "loading"):
             silence = LOADING * limits.fence_after_s
             idle = now - max(self.heard_at, self.active_at) > silence

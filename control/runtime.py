@@ -25,6 +25,8 @@ from alignedserve.registry import Registry
 
 logger = logging.getLogger(__name__)
 
+LOCATE_TIMEOUT_S = 1.0  # an agent may hang, too
+
 ROLES: Registry[type[RoleServer]] = Registry(
     "role",
     {
@@ -200,7 +202,7 @@ class RoleServer(ABC):
         from alignedserve.errors import AlignedServeError
         from alignedserve.transfer.segments import SegmentClient
 
-        client = SegmentClient(self.settings.agent_socket, self.settings.token)
+        client = SegmentClient(self.settings.agent_socket, self.settings.token, timeout_s=LOCATE_TIMEOUT_S)
         try:
             info = await asyncio.to_thread(client.info)
         except (AlignedServeError, OSError):

@@ -77,6 +77,7 @@ class Gateway:
             host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
             locate=self._locate,
         )
+        self._cluster_id = str(info["cluster_id"])
         if info["state"] in _STARTED:  # without a link to the scheduler it would refuse what Serve sends at once
             await self._server.wait_linked(_LINKED_WITHIN_S)
         self._drain_s = config.gateway.drain_s
@@ -154,6 +155,9 @@ class Gateway:
                 info = await self._supervisor.join_info.remote()
         except Exception as error:  # whatever Ray raises, it is asked again
             logger.debug("the supervisor cannot be located: %s", error)
+            return None
+        if info["cluster_id"] != self._cluster_id:  # begun anew, after one that could not go on: it takes no stranger
+            self._server.backend.end(f"cluster {info['cluster_id']} is in this one's place")
             return None
         return str(info["supervisor_address"])
 

@@ -13,13 +13,14 @@ import grpc
 from alignedserve.admin import admin_key
 from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
 from alignedserve.control.link import DuplexLink
-from alignedserve.control.role import RoleHost
+from alignedserve.control.role import SERVING_STATES, RoleHost
 from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.peers import GatewayPeers, PeerService
 from alignedserve.gateway.planning import ServedModel
+from alignedserve.gateway.pulse import Work, Works
 from alignedserve.gateway.role_service import GatewayRole
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
@@ -33,8 +34,10 @@ from alignedserve.request import RequestKey, RequestSpec
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
+WORKER_TIMEOUT_S = 1.0
 INTEGRITY_TIMEOUT_S = 15.0
 ORDER_TIMEOUT_S = 10.0
+_WORKERS = ("prefill", "decode")
 _TICK_S = 1.0
 _CONFIRM_S = 0.5
 _UNHEARD_S = 5.0  # a supervisor that was replaced is found sooner
@@ -255,7 +258,7 @@ class Backend:
             self._token,
             heartbeat,
             take_view,
-            self._on_end,
+            self.end,
             node_id=node_id,
             heartbeat_s=heartbeat_s,
             orphan_after_s=orphan_after_s,
@@ -285,6 +288,27 @@ class Backend:
         """What every process of the cluster finds in its books, now; None where the supervisor cannot be reached."""
         report: sv.IntegrityReport | None = await self._ask_supervisor("CheckIntegrity", INTEGRITY_TIMEOUT_S)
         return report
+
+    async def ask_workers(self) -> Works:
+        """How far instances are with their work, as they say themselves now."""
+        workers = [peer for peer in self.view.peers if peer.process.role in _WORKERS and peer.state in SERVING_STATES]
+        said = await asyncio.gather(*(self._ask_worker(peer) for peer in workers))
+        return {
+            (peer.process.id, peer.process.incarnation): Work(beat.busy, beat.progress, beat.step_s)
+            for peer, beat in zip(workers, said, strict=True)
+            if beat is not None
+        }
+
+    async def _ask_worker(self, peer: sv.Peer) -> sv.Heartbeat | None:
+        channel = open_channel(peer.address, self._token)
+        try:
+            beat: sv.Heartbeat = await sv_grpc.RoleStub(channel).Describe(pb.Empty(), timeout=WORKER_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("%s does not say how far it is: %s", peer.process.id, error.code().name)
+            return None
+        finally:
+            await channel.close()
+        return beat
 
     async def _ask_supervisor(self, method: str, timeout_s: float) -> Any:
         try:
@@ -368,9 +392,11 @@ class Backend:
         heard = self._host is not None and self._host.unheard_s <= _UNHEARD_S
         return self._start_timeout_s if ordered and heard else 0.0
 
-    def _on_end(self, reason: str) -> None:
-        logger.warning("this gateway is to end: %s", reason)
-        self.ended_because = reason
+    def end(self, reason: str) -> None:
+        """This gateway is to be replaced."""
+        if not self.ended_because:
+            logger.warning("this gateway is to end: %s", reason)
+            self.ended_because = reason
 
     async def _tick(self) -> None:
         while True:

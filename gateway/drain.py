@@ -1,4 +1,8 @@
-"""The end of a gateway: no new requests, time for those that are open, an error for those that are left."""
+"""The end of a gateway: no new requests, time for those that are open, an error for those that are left.
+
+The cluster's end may be taken back: a supervisor that could not go on announces it, and its successor goes on. That of
+this very process is for good.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,11 @@ class Drain:
         self._on_change = on_change
         self._cut_off: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._for_good = False
 
-    def begin(self, grace_s: float) -> None:
+    def begin(self, grace_s: float, *, for_good: bool = True) -> None:
         """What is open has `grace_s` from now on. Called again it can only make the time shorter."""
+        self._for_good = self._for_good or for_good
         loop = asyncio.get_running_loop()
         until_s = loop.time() + grace_s
         if self._cut_off is not None:
@@ -31,6 +37,15 @@ class Drain:
             self._ledger.drain()
             self._set("draining")
             self._watch = loop.create_task(self._wait_empty())
+
+    def take_back(self) -> None:
+        """Take requests again, unless the end was for good. What was cut off stays so."""
+        if self._watch is None or self._for_good:
+            return
+        self.close()
+        self._cut_off = self._watch = None
+        self._ledger.take_calls()
+        self._set("")
 
     async def _wait_empty(self) -> None:
         await self._ledger.wait_empty()

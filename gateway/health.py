@@ -1,8 +1,11 @@
-"""Is the cluster able to serve, and what is missing or degraded; read from the supervisor's last view."""
+"""Is the cluster able to serve, and what is missing or degraded; read from the supervisor's last view.
+
+A view is what somebody said last: that tokens are made, `pulse.py` finds out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alignedserve.config import ClusterConfig
@@ -29,6 +32,10 @@ class Health:
         if self.missing:
             return "unavailable"
         return "degraded" if self.degraded else "ok"
+
+    def without(self, missing: str) -> Health:
+        """As this, but that this is missing as well; "": nothing is."""
+        return replace(self, missing=(*self.missing, missing)) if missing else self
 
     def to_json(self) -> dict[str, Any]:
         return {"status": self.status, "missing": list(self.missing), "degraded": list(self.degraded)}

@@ -37,7 +37,7 @@ from alignedserve.gateway.calls import Answer, AnswerState, Call
 from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.news import EarlyEvent, News, read_event
-from alignedserve.gateway.planning import CallPlan
+from alignedserve.gateway.planning import PROBE, CallPlan
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.submitter import SchedulerPort, Submitter
 from alignedserve.proto import gateway_pb2 as gw
@@ -59,7 +59,10 @@ class Ledger:
     def __init__(self, max_open: int, metrics: GatewayMetrics, log: RequestLog | None = None) -> None:
         self._max_open = max_open
         self._metrics = metrics
+        self._aside = GatewayMetrics("probe")  # what probes count in, which nobody reads
         self._log = log
+        self.decoded_s = float("-inf")
+        """When the last token came that was not the first of its answer (time.monotonic)."""
         self._submitter = Submitter()
         self._open: dict[str, Answer] = {}
         self._calls: dict[str, Call] = {}
@@ -72,7 +75,11 @@ class Ledger:
         self._submitter.attach(port)
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Requests of clients that are open."""
+        return sum(not answer.call.plan.probe for answer in self._open.values())
+
+    def _count(self, call: Call) -> GatewayMetrics:
+        return self._aside if call.plan.probe else self._metrics
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
@@ -100,7 +107,7 @@ class Ledger:
         self._calls[plan.id] = call
         self._open |= {answer.request_id: answer for answer in call.answers if not answer.ended}
         self._empty.clear()
-        self._metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
+        self._count(call).prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
         if plan.timeout_s is not None:
             call.timer = asyncio.get_running_loop().call_later(plan.timeout_s, self._deadline, call)
         self._submitter.submit(call.answers)
@@ -113,7 +120,7 @@ class Ledger:
         if self._calls.get(call.plan.id) is call:
             del self._calls[call.plan.id]
         if call.open and call.error is None:
-            self._metrics.on_call_failed(CancelledError("its client went away"))
+            self._count(call).on_call_failed(CancelledError("its client went away"))
         self._cancel([answer for answer in call.answers if not answer.ended])
 
     def end(self, answer: Answer) -> None:
@@ -121,7 +128,7 @@ class Ledger:
         if not answer.ended:
             answer.call.open -= 1
             answer.finish = FinishReason.STOP
-            self._metrics.on_answer_end(answer, FinishReason.STOP)
+            self._count(answer.call).on_answer_end(answer, FinishReason.STOP)
             self._cancel([answer])
 
     def cancel_call(self, call_id: str) -> bool:
@@ -135,6 +142,12 @@ class Ledger:
     def drain(self) -> None:
         """Take no more calls."""
         self._draining = True
+        for call in [call for call in self._calls.values() if call.plan.probe]:
+            self._fail(call, ShuttingDownError("this gateway is shutting down"))
+
+    def take_calls(self) -> None:
+        """After `drain`: take calls again."""
+        self._draining = False
 
     def close_all(self) -> None:
         """This gateway is ending: every call ends with an error, and is cancelled everywhere."""
@@ -150,7 +163,8 @@ class Ledger:
         for event in batch.events:
             answer = self._open.get(event.key.request_id)
             if answer is None or event.key.epoch != answer.epoch:
-                self._metrics.stale_events.inc()
+                if not event.key.request_id.startswith(PROBE):  # one is cancelled while it runs
+                    self._metrics.stale_events.inc()
                 continue
             try:
                 self._on_event(answer, event, role, sender_id, now_s)
@@ -232,7 +246,8 @@ class Ledger:
             raise InvalidRequestError(message, param="prompt")
         if len(self._open) + plan.answers > self._max_open:
             message = f"this gateway holds {len(self._open)} requests, of {self._max_open} that it may; try again later"
-            self._metrics.on_call_failed(error := OverloadedError(message, retry_after_s=1.0))
+            error = OverloadedError(message, retry_after_s=1.0)
+            (self._aside if plan.probe else self._metrics).on_call_failed(error)
             raise error
         if plan.id in self._calls:
             raise InvalidRequestError(f"request_id {plan.id!r} is in use", param="request_id")
@@ -252,8 +267,10 @@ class Ledger:
         if news.token_ids:
             answer.state = AnswerState.RUNNING
             answer.setbacks = 0
-            self._metrics.on_tokens(answer, len(news.token_ids), now_s)
+            self._count(answer.call).on_tokens(answer, len(news.token_ids), now_s)
             answer.note_tokens(now_s)
+            if len(answer.tokens) > 1:
+                self.decoded_s = now_s
         if news.finish is FinishReason.ERROR:
             self._drop(answer)  # it holds nothing any more: there is nothing to cancel
             raise failure_from_proto(event.failure)
@@ -275,7 +292,7 @@ class Ledger:
     def _finish(self, answer: Answer, finish: FinishReason) -> None:
         answer.finish = finish
         self._drop(answer)
-        self._metrics.on_answer_end(answer, finish)
+        self._count(answer.call).on_answer_end(answer, finish)
 
     def _current(self, keys: Iterable[RequestKey]) -> list[Answer]:
         found = ((self._open.get(key.request_id), key.epoch) for key in keys)
@@ -296,7 +313,7 @@ class Ledger:
                 answer.call.add(answer, finish=finish)
             else:
                 answer.next_epoch()
-                self._metrics.resubmissions.inc()
+                self._count(answer.call).resubmissions.inc()
                 delay_s = 0.0 if answer.setbacks == 1 else _FIRST_BACKOFF_S * 2.0 ** (answer.setbacks - 2)
                 delayed.setdefault(delay_s, []).append(answer)
                 logger.info("epoch %d: %s", answer.epoch, reason, extra={"request_id": answer.request_id})
@@ -321,13 +338,13 @@ class Ledger:
     def _fail(self, call: Call, error: AlignedServeError) -> None:
         """All answers of a call end with it: a client gets either all that it asked for, or an error."""
         if call.error is None and call.open:
-            self._metrics.on_call_failed(error)
+            self._count(call).on_call_failed(error)
             call.fail(error)
         self._cancel([answer for answer in call.answers if not answer.ended])
 
     def _drop(self, answer: Answer) -> None:
         answer.state = AnswerState.ENDED
-        if self._log is not None:
+        if self._log is not None and not answer.call.plan.probe:
             self._log.note(answer)
         self._open.pop(answer.request_id, None)
         if not self._open:

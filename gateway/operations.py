@@ -18,7 +18,7 @@ class Operator(Protocol):
 
     model: ServedModel
 
-    def health(self) -> Health: ...
+    async def health(self) -> Health: ...
 
     async def cancel_call(self, call_id: str) -> bool: ...
 
@@ -67,7 +67,7 @@ class Operations:
         await send_json(send, {"status": "ok"})
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        health = self._operator.health()
+        health = await self._operator.health()
         await send_json(send, health.to_json(), 200 if health.can_serve else 503)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from alignedserve.gateway.resume import Delivered
 
 DEFAULT_MAX_TOKENS = 16
+PROBE = "probe-"  # how the ids of probes begin
 _LONG_TEXT = 8192  # characters; a longer text is tokenised in a thread, so that nobody waits for it
 _INTEGERS = ("top_k",)
 
@@ -48,6 +49,7 @@ class CallPlan:
     timeout_s: float | None = None
     wait_objective_s: float | None = None
     scored_only: bool = False
+    probe: bool = False  # this gateway's own (`pulse.py`): no client's, and not counted
     internal_id: str = ""
     resume: tuple[Delivered, ...] = ()  # one an answer, where the call goes on with one whose connection broke
 

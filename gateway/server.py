@@ -34,6 +34,7 @@ from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.planning import ServedModel
+from alignedserve.gateway.pulse import Pulse
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
@@ -68,6 +69,7 @@ class GatewayServer:
         self._metrics = metrics
         self._request_log = request_log
         self._drain = Drain(ledger, backend.report)
+        self._pulse = Pulse(ledger, model, backend.ask_workers)
         self._progress = 0
         self._model_info_text = ""
         self._model_known = asyncio.Event()
@@ -146,9 +148,9 @@ class GatewayServer:
         """True once a request would be taken: the model is known, and the scheduler reached."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self.health().can_serve:  # noqa: ASYNC110  (several things tell it)
+                while not self._known_health().can_serve:  # noqa: ASYNC110  (several things tell it)
                     await asyncio.sleep(_LOOK_S)
-        return self.health().can_serve
+        return self._known_health().can_serve
 
     def drain(self, grace_s: float) -> None:
         """Take no more requests; those that are open after `grace_s` end with an error."""
@@ -156,6 +158,7 @@ class GatewayServer:
 
     async def close(self) -> None:
         """Cancel what is open and leave the cluster."""
+        self._pulse.close()
         self._drain.close()
         self.ledger.close_all()
         await self.backend.close()
@@ -167,7 +170,12 @@ class GatewayServer:
     async def cancel_call(self, call_id: str) -> bool:
         return await self.backend.cancel_call(call_id)
 
-    def health(self) -> Health:
+    async def health(self) -> Health:
+        """Asks for a token, where none was made lately and nothing is known to be in its way."""
+        health = self._known_health()
+        return health.without(await self._pulse.missing()) if health.can_serve else health
+
+    def _known_health(self) -> Health:
         return judge(
             self.backend.view,
             self.config.cluster,
@@ -266,7 +274,9 @@ class GatewayServer:
 
     def _on_view(self, view: sv.ClusterView) -> None:
         if view.ending:
-            self.drain(view.grace_s)
+            self._drain.begin(view.grace_s, for_good=False)
+        else:  # a supervisor that announced the end may have a successor that goes on
+            self._drain.take_back()
         if view.model_info and view.model_info != self._model_info_text:
             self._model_info_text = view.model_info
             self.model.info = ModelInfo.from_json(view.model_info)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster.core import Action, Fence, FenceGuest, Launch, SupervisorCore
+from alignedserve.cluster.actions import Action, Fence, FenceGuest, Launch
+from alignedserve.cluster.core import SupervisorCore
 from alignedserve.cluster.nodes import Placement
 from alignedserve.cluster.plan import Node, plan_roles
 from alignedserve.cluster.processes import Sight

@@ -19,6 +19,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 NAMESPACE = "cluster"
 HOME, OTHER = "aaaaaa00", "bbbbbb00"
 PATIENCE_S = 1.0
+FIRST_PID = 1 << 23  # nobody's: the kernel gives none so large
 
 
 class FakeActor:
@@ -74,7 +75,7 @@ class FakeRay:
         self.launcher = RayLauncher(NAMESPACE, Config(cluster=ClusterConfig(device="cpu"), supervisor=limits))
 
     def add(self, name: str, node: str, asks: int | None = 0, state: str = "ALIVE") -> FakeActor:
-        actor = self.actors[name] = FakeActor(self, name, node, 100 + len(self.actors), asks, state)
+        actor = self.actors[name] = FakeActor(self, name, node, FIRST_PID + len(self.actors), asks, state)
         return actor
 
     def told_of(self, role_id: str, actor: FakeActor) -> None:

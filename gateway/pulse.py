@@ -1,0 +1,122 @@
+"""Whether tokens are made: who asks for this gateway's health is told of one that came lately, or one is asked for.
+
+A token of any request of this gateway that a decode instance made within FRESH_S is proof enough. Without one a probe
+goes the whole way of a request (scheduler, prefill, pool, decode), and is cancelled after its second token. It is in no
+metric and no log, and holds nothing afterwards. One runs at a time, and only while somebody asks.
+
+Under overload a probe waits, or is refused: workers that have work and come further with it are proof as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.calls import Call
+from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.planning import PROBE, CallPlan, PromptPlan, ServedModel
+from alignedserve.gateway.requests import ReplyOptions
+from alignedserve.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+FRESH_S = 5.0
+ANSWER_S = 3.0  # how long the answer may take that a probe is asked for
+PROBE_S = 10.0  # after which one is given up, and the next who asks begins another
+ENOUGH_TOKENS = 2  # the first is prefill's
+MOST_TOKENS = 16  # it is cancelled long before: what ends by itself would count as a usual length
+WORKERS_AFTER_S = 1.0
+WORKERS_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a worker says of its work: whether there is any, how far it is, and how long its longest step took."""
+
+    busy: bool
+    progress: int
+    step_s: float
+
+
+Works = Mapping[tuple[str, int], Work]
+"""By id and incarnation."""
+
+
+class Pulse:
+    """Used from one event loop. `ask_workers` asks those that the view names; who does not answer is left out."""
+
+    def __init__(self, ledger: Ledger, model: ServedModel, ask_workers: Callable[[], Awaitable[Works]]) -> None:
+        self._ledger = ledger
+        self._model = model
+        self._ask_workers = ask_workers
+        self._begun_s = self._probed_s = time.monotonic()
+        self._proved_s = float("-inf")
+        self._probing: asyncio.Task[None] | None = None
+
+    async def missing(self) -> str:
+        """What is missing, "" where tokens are made. Takes up to ANSWER_S where that is to be found out."""
+        if self._age_s() < FRESH_S:
+            return ""
+        if self._probing is None or self._probing.done():
+            self._probed_s = time.monotonic()
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+        until_s = self._probed_s + ANSWER_S
+        while self._age_s() >= FRESH_S and not self._probing.done() and time.monotonic() < until_s:
+            await asyncio.wait([self._probing], timeout=0.05)
+        if self._age_s() < FRESH_S:
+            return ""
+        return f"tokens (none was made for {time.monotonic() - max(self._last_s(), self._begun_s):.0f} s)"
+
+    def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+
+    def _last_s(self) -> float:
+        return max(self._proved_s, self._ledger.decoded_s)
+
+    def _age_s(self) -> float:
+        return time.monotonic() - self._last_s()
+
+    async def _probe(self) -> None:
+        watching = asyncio.get_running_loop().create_task(self._watch_workers())
+        call: Call | None = None
+        try:
+            call = self._ledger.open(self._plan())
+            needed = min(ENOUGH_TOKENS, call.plan.prompts[0].sampling.max_tokens)
+            while needed > 0 and (deltas := await call.next()):
+                needed -= sum(len(delta.token_ids) for delta in deltas)
+            self._proved_s = time.monotonic()
+        except AlignedServeError as error:  # refused for load, say: then workers have work
+            logger.debug("a probe has failed: %s", error)
+            await asyncio.sleep(max(0.0, self._probed_s + ANSWER_S - time.monotonic()))
+        finally:
+            watching.cancel()
+            if call is not None:
+                self._ledger.close(call)
+
+    def _plan(self) -> CallPlan:
+        info = self._model.require(None)
+        room = min(info.max_positions, self._model.capacity_tokens or info.max_positions) - 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=max(1, min(MOST_TOKENS, room)), ignore_eos=True)
+        name = f"{PROBE}{uuid.uuid4().hex}"
+        prompts = (PromptPlan((0,), sampling),)
+        return CallPlan(name, prompts, ReplyOptions(), timeout_s=PROBE_S, internal_id=name, probe=True)
+
+    async def _watch_workers(self) -> None:
+        await asyncio.sleep(WORKERS_AFTER_S)
+        seen: dict[tuple[str, int], tuple[int, float]] = {}  # how far each was, and since when
+        while True:
+            works = await self._ask_workers()
+            now_s = time.monotonic()
+            for name, work in works.items():
+                progress, since_s = seen.setdefault(name, (work.progress, now_s))
+                if work.progress != progress:
+                    seen[name] = (work.progress, now_s)
+                if work.busy and (work.progress != progress or now_s - since_s < 2 * work.step_s):
+                    self._proved_s = now_s
+            await asyncio.sleep(WORKERS_EVERY_S)
