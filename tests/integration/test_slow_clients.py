@@ -99,7 +99,7 @@ async def half_sent_headers_keep_no_other_out_and_end(front: HaProxyFront) -> No
     await asyncio.sleep(0.5)
 
     await ask(front.url)
-    async with httpx.AsyncClient(timeout=5.0) as http:
+    async with httpx.AsyncClient(timeout=15.0) as http:
         for url in (front.url, front.live_url):
             for path in ("/live", "/health"):
                 assert (await http.get(url + path)).status_code == 200
