@@ -59,9 +59,7 @@ class SupervisorCore:
         longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
         self.rolling = Rolling(self.roster, self.scaling, longest_step_s)
         self.was_ready = False
-        self.has_served = (
-            False  # it was ready, under this supervisor or an earlier one: it is not in its start any more
-        )
+        self.has_served = False  # ready once, under this supervisor or an earlier one
         self.paused = False
         """A successor is about to take over: nothing is started or ended any more."""
         self.ending = False
