@@ -24,7 +24,8 @@ RECHECK_S = 1.0
 MAX_FILE_BYTES = 1 << 20
 _OTHERS = stat.S_IRWXO
 
-# What is answered without a key; everything else asks for one, where there are keys.
+# What is answered without a key; everything else asks for one, where there are keys. (But Serve's own /-/healthz and
+# /-/routes, which do not come here.)
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/openapi.json"})
 
 Stamp = tuple[int, int, int, int]

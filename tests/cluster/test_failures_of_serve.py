@@ -150,14 +150,19 @@ async def test_a_gateway_replica_dies(server: ServeProcess, calm: list[Answers])
         await wait_back(server, killed_s)
 
     async with httpx.AsyncClient(base_url=server.url, timeout=90.0) as http:
-        body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+        body = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
         whole = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for _ in range(8)]
         await streams_through(server, calm, blow)
-        broken = [answer for answer in await asyncio.gather(*whole) if answer.status_code != 200]
-    assert broken, "the gateway had none of them"
+        ends = await asyncio.gather(*whole, return_exceptions=True)
+    # HAProxy closes without a word where it has used its connection to the gateway before: clients are to ask again.
+    answered = [end for end in ends if not isinstance(end, httpx.RemoteProtocolError)]
+    assert [end for end in answered if isinstance(end, BaseException)] == []
+    broken = [end for end in answered if isinstance(end, httpx.Response) and end.status_code != 200]
+    assert broken or len(answered) < len(ends), "the gateway had none of them"
     for answer in broken:
-        assert (answer.status_code, answer.headers["retry-after"]) == (502, "1")
-        assert (answer.json()["error"]["code"], answer.json()["error"]["type"]) == ("unavailable", "server_error")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["type"]) == (502, "unavailable", "server_error")
+        assert answer.headers["retry-after"] == "1"
     deadline = time.monotonic() + 30.0
     while len(now := gateway_pids(server)) < 2 or old[0] in now:
         assert time.monotonic() < deadline, now

@@ -8,6 +8,7 @@ from typing import Any
 
 from markdown_text import NOTICE, code, plain, table
 
+from alignedserve.cluster.haproxy_errors import ANSWERS
 from alignedserve.gateway.openapi import openapi_json
 
 Schema = Mapping[str, Any]
@@ -22,6 +23,10 @@ The OpenAI API, and a few paths of our own. A gateway gives this description as 
 into `Authorization: Bearer KEY` or `x-api-key: KEY`.
 """
 
+FRONT = """\
+Before a gateway, or for one, HAProxy answers, to any path; each is an [Error](#error), too:\
+"""
+
 
 def document() -> str:
     return json.dumps(json.loads(openapi_json()), indent=2) + "\n"
@@ -33,6 +38,10 @@ def page() -> str:
     for path, item in api["paths"].items():
         for method in (name for name in ("get", "post") if name in item):
             lines += _operation(method.upper(), path, item[method], item.get("parameters", []))
+    lines += ["## Errors of the front", "", FRONT, ""]
+    lines += table(
+        ("status", "code", "meaning"), [(str(s), code(a.code), plain(a.message)) for s, a in ANSWERS.items()]
+    )
     lines += ["## Schemas", ""]
     for name, schema in api["components"]["schemas"].items():
         lines += [f"### {name}", ""]
