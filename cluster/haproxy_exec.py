@@ -73,6 +73,7 @@ frontend alignedserve_live
     timeout client 5s
     timeout http-request 5s
     timeout http-keep-alive 5s
+{rules}\
     acl alignedserve_operations path_end /live /health /metrics
     http-request return status 404 content-type application/json string '{unknown}' unless alignedserve_operations
 {routes}
@@ -95,7 +96,8 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{_shown(host)}:\g<2>", config)
     # One application's refusal says nothing of another's room.
     several = len(set(re.findall(r"use_backend (http-\S+)", config))) > 1
-    rules = "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
+    rules = haproxy_errors.rules()
+    rules += "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
     if limit := environment.get(BODY):
         message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
         too_large = haproxy_errors.error_object(message, "invalid_request_error", "request_too_large")
@@ -152,7 +154,11 @@ def _live_frontend(config: str, environment: Mapping[str, str]) -> str:
     address = _shown(environment.get(HOST) or "") or (bound[1] if bound else "")
     routes = "".join(re.findall(r"(?m)^\s*(?:acl is_http-\S+ |use_backend |default_backend ).*\n", front[0]))
     return LIVE_FRONTEND.format(
-        address=f"{address}:{port}", connections=LIVE_CONNECTIONS, unknown=UNKNOWN, routes=routes.rstrip("\n")
+        address=f"{address}:{port}",
+        connections=LIVE_CONNECTIONS,
+        rules=haproxy_errors.rules(),
+        unknown=UNKNOWN,
+        routes=routes.rstrip("\n"),
     )
 
 
@@ -175,11 +181,7 @@ def main(arguments: list[str]) -> None:
             config = haproxy_errors.amend(amend(file.read(), os.environ), folder)
         with open(path, "w", encoding="utf-8") as file:
             file.write(config)
-        try:
-            executable = haproxy_errors.own_executable(executable, folder)
-        except OSError as error:
-            print(f"what HAProxy answers to what is not HTTP stays a web page: {error}", file=sys.stderr)
-    os.execv(executable, [executable, *arguments])
+    haproxy_errors.execute(executable, arguments)
 
 
 def _bundled() -> str:

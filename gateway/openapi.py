@@ -191,6 +191,7 @@ _ERRORS = {
     "429": "No room now; Retry-After says when there may be.",
     "499": "Cancelled.",
     "500": "A failure of the server.",
+    "502": "The gateway ended before it had answered.",
     "503": "A role that is needed is not there; Retry-After says when it may be.",
 }
 

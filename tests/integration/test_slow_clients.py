@@ -158,8 +158,8 @@ async def a_grpc_call_whose_message_never_comes_ends(front: HaProxyFront) -> Non
                         return dict(event.headers)[b"grpc-status"], time.monotonic() - begun_s
 
     status, seconds = await half_a_call()
-    assert status == b"13"  # INTERNAL
-    assert 9 < seconds < 30
+    assert status == b"14"
+    assert seconds < 30
 
 
 async def test_slow_clients_end_and_keep_no_other_out(front: HaProxyFront) -> None:

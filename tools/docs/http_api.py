@@ -39,9 +39,8 @@ def page() -> str:
         for method in (name for name in ("get", "post") if name in item):
             lines += _operation(method.upper(), path, item[method], item.get("parameters", []))
     lines += ["## Errors of the front", "", FRONT, ""]
-    lines += table(
-        ("status", "code", "meaning"), [(str(s), code(a.code), plain(a.message)) for s, a in ANSWERS.items()]
-    )
+    front = [(str(status), code(answer.code), plain(answer.message)) for status, answer in ANSWERS.items()]
+    lines += table(("status", "code", "meaning"), front)
     lines += ["## Schemas", ""]
     for name, schema in api["components"]["schemas"].items():
         lines += [f"### {name}", ""]
