@@ -6,6 +6,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ from alignedserve.request import (
 if TYPE_CHECKING:
     from alignedserve.gateway.news import EarlyEvent
     from alignedserve.gateway.resume import Delivered
+
+CallName = tuple[bytes, str]
+
+# The hash of the API key that the current request came with; b"" where none is asked for.
+caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class AnswerState(enum.Enum):
@@ -148,11 +154,13 @@ class Delta:
 class Call:
     """The answers to one client call, and what its reader has not taken yet.
 
+    It belongs to the API key that it came with: nobody else's cancel or resumption finds it, whatever id it has.
     What piles up while the reader is slow is one Delta an answer: no more than the bytes of the answer itself.
     """
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
+        self.name: CallName = (caller.get(), plan.id)
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
         self.deadline_ns = self.arrival_ns + int(plan.timeout_s * 1e9) if plan.timeout_s is not None else 0

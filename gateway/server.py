@@ -167,8 +167,8 @@ class GatewayServer:
 
     # ---- what the operations' endpoints ask
 
-    async def cancel_call(self, call_id: str) -> bool:
-        return await self.backend.cancel_call(call_id)
+    async def cancel_call(self, call_id: str, owner: bytes | None) -> bool:
+        return await self.backend.cancel_call(call_id, owner)
 
     async def health(self) -> Health:
         """Asks for a token, where none was made lately and nothing is known to be in its way."""

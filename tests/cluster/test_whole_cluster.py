@@ -22,7 +22,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from alignedserve.client import AuthenticationError, Client
+from alignedserve.client import AuthenticationError, CancelledError, Client
 from alignedserve.client.calls import open_stub
 from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.control.samples import value
@@ -268,10 +268,11 @@ def test_greedy_tokens_equal_generate_through_the_whole_cluster(kind: str, tmp_p
 
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
-    keys.write_text("sk-test\n")
+    keys.write_text("sk-test\nsk-other-team\n")
     with ServeProcess("--model", str(folder), "--api-key-file", str(keys), environment=environment) as server:
         served = asyncio.run(ask(server.url))
         assert_strangers_are_refused(server)
+        assert_a_request_belongs_to_its_key(server)
         assert status(server)["roles"]  # this user's command finds the key by itself
 
     assert served == [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
@@ -285,6 +286,20 @@ def assert_strangers_are_refused(server: ServeProcess) -> None:
         for ask in (stranger.models, lambda: stranger.cancel("x"), lambda: list(stranger.stream(prompt_token_ids=[1]))):
             with pytest.raises(AuthenticationError):
                 ask()
+
+
+def assert_a_request_belongs_to_its_key(server: ServeProcess) -> None:
+    cancel = f"{server.url}/v1/requests/job-1/cancel"
+    with Client(server.grpc_address, timeout_s=60, api_key="sk-test", resume_s=0) as client:
+        chunks = client.stream(prompt_token_ids=[1], max_tokens=200, ignore_eos=True, request_id="job-1")
+        next(chunks)
+        with Client(server.grpc_address, timeout_s=30, api_key="sk-other-team") as other:
+            assert not other.cancel("job-1")
+        assert httpx.post(cancel, headers={"x-api-key": "sk-other-team"}).status_code == 404
+        next(chunks)
+        assert httpx.post(cancel, headers={"x-api-key": "sk-test"}).status_code == 200
+        with pytest.raises(CancelledError):
+            list(chunks)
 
 
 @contextlib.contextmanager
