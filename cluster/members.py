@@ -71,6 +71,7 @@ class Member:
             stores=self.beat.stores,
             started_unix_s=self.joined_unix_s,
             fenced=fenced,
+            started_ticks=self.hello.started_ticks,
             alarms=self.beat.alarms,
         )
         if detailed:

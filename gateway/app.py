@@ -66,7 +66,7 @@ class Gateway:
         logs.setup(config.log, "gateway", gateway_id)
         logging.getLogger("ray.serve").addFilter(_Quiet())
         info = await _invitation(supervisor, tree, wait_ready=wait_ready)
-        process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
+        process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation(info["after"]))
         self._server = await GatewayServer.create(
             config,
             await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code),
