@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from starlette.applications import Starlette
 
+from alignedserve import logs
 from alignedserve.config import Config
 from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.errors import ConfigError, UnavailableError
@@ -252,6 +253,7 @@ class GatewayServer:
             holds=self._holds(),
             gauges={OPEN_GAUGE: len(self.ledger)},
             metrics=self._own_metrics(),
+            alarms=filter(None, (logs.alarm(),)),
         )
 
     def _holds(self) -> str:
