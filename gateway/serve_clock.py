@@ -10,9 +10,9 @@ import importlib.abc
 import importlib.machinery
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 MODULES = frozenset({"ray.serve._private.deployment_state", "ray.serve._private.haproxy"})
 _BEHIND_S = time.time() - time.monotonic()
@@ -23,31 +23,6 @@ def steady_time() -> float:
     return _BEHIND_S + time.monotonic()
 
 
-class SteadyTime(ModuleType):
-    """The module `time`, with a `time()` that nobody sets."""
-
-    def __init__(self) -> None:
-        super().__init__("time")
-        self.time = steady_time
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-
-class _Loader(importlib.abc.Loader):
-    """Another loader, after which the module has a steady clock."""
-
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        give_steady_clock(module)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     """Of MODULES, which most workers of Ray never import."""
 
@@ -56,13 +31,21 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in MODULES else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
+
+
+def _execute(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    load(module)
+    give_steady_clock(module)
 
 
 def give_steady_clock(module: ModuleType) -> None:
     if getattr(module, "time", None) is time:
-        module.time = SteadyTime()  # type: ignore[attr-defined]
+        # A module itself, and no class of ours: Serve pickles actors whose methods refer to it, by its name.
+        steady_module = ModuleType("time")
+        steady_module.__dict__.update(vars(time), time=steady_time)
+        module.time = steady_module  # type: ignore[attr-defined]
 
 
 def steady() -> None:
