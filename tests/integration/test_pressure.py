@@ -38,7 +38,9 @@ def pool_gib(folder: Path, blocks: int) -> float:
     [
         pytest.param(True, 1.5, 1.2, id="prefetch"),
         pytest.param(False, 1.5, 1.2, id="no-prefetch"),
-        pytest.param(True, 1.06, 1.06, id="just one", marks=pytest.mark.slow),  # as many as the longest request, and three
+        pytest.param(
+            True, 1.06, 1.06, id="just one", marks=pytest.mark.slow
+        ),  # as many as the longest request, and three
     ],
 )
 def test_a_pool_and_a_cache_that_are_nearly_too_small(
