@@ -130,6 +130,7 @@ class SupervisorDeployment:
             "host": self._supervisor.core.nodes.home.host,
             "model_path": self._config.model.path,
             "config": to_tree(self._config),
+            "after": self._supervisor.core.roster.newest(),
         }
 
     async def progress(self, pid: int = 0, host: str = "") -> dict[str, Any]:

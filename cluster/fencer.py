@@ -65,7 +65,7 @@ class Fencer:
             if done and through_agent.result():
                 return True
             if self.here and hello.node_id == self.here:
-                return await end_process(hello.pid, hello.process.incarnation / 1e9, END_TIMEOUT_S)
+                return await end_process(hello, END_TIMEOUT_S)
             return await through_agent
         finally:
             through_agent.cancel()

@@ -146,6 +146,12 @@ def known_processes(found: Sequence[Running], told: sv.ClusterView) -> list[sv.P
     return [peer for peer in known if peer is not None] + [p for p in told.peers if p.process.role == "gateway"]
 
 
+def newest_incarnation(view: sv.ClusterView) -> int:
+    """Of anyone in the cluster, its supervisor included."""
+    named = (peer.process.incarnation for peer in view.peers)
+    return max((view.told_by, *view.incarnations.values(), *named))
+
+
 async def newer_leader(launcher: Launcher, incarnation: int) -> str:
     """The address of a supervisor that roles follow and that is newer than this incarnation; "" where there is none."""
     told = newest_view(await launcher.find()).supervisor

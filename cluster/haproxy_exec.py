@@ -46,12 +46,12 @@ UNKNOWN = haproxy_errors.error_object(
     "only /live, /health and /metrics are answered on this port", "invalid_request_error", "not_found"
 )
 # A request of a client costs a gateway ten times what it costs HAProxy, so one gateway's refusal answers for those of
-# the next moments.
+# the next moments. The range has an end: the clock may be set back meanwhile, and the hold would last as long.
 GENERATE_RULES = """
     acl alignedserve_generate path_end /v1/completions /v1/chat/completions
     http-request set-var(txn.alignedserve_now) date(0,ms) if alignedserve_generate
     http-request return status 429 content-type application/json hdr Retry-After %[var(proc.alignedserve_retry)] \
-string '{overloaded}' if alignedserve_generate {{ var(proc.alignedserve_hold),sub(txn.alignedserve_now) gt 0 }}
+string '{overloaded}' if alignedserve_generate {{ var(proc.alignedserve_hold),sub(txn.alignedserve_now) 1:{hold} }}
     http-response set-var(proc.alignedserve_retry) res.hdr(retry-after) if {{ res.hdr(x-alignedserve-hold) -m found }}
     http-response set-var(proc.alignedserve_hold) date({hold},ms) if {{ res.hdr(x-alignedserve-hold) -m found }}
     http-response del-header x-alignedserve-hold

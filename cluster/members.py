@@ -39,7 +39,12 @@ class Member:
     def told(cls, peer: sv.Peer, now: float) -> Member:
         """A process of an earlier supervisor, as that told of it: its state and its stores hold until it says more."""
         hello = sv.RoleHello(
-            process=peer.process, pid=peer.pid, node_id=peer.node_id, address=peer.address, device=peer.device
+            process=peer.process,
+            pid=peer.pid,
+            node_id=peer.node_id,
+            address=peer.address,
+            device=peer.device,
+            started_ticks=peer.started_ticks,
         )
         serving = peer.state in SERVING_STATES
         beat = sv.Heartbeat(state=peer.state, stores=peer.stores) if serving else sv.Heartbeat()
@@ -71,6 +76,7 @@ class Member:
             stores=self.beat.stores,
             started_unix_s=self.joined_unix_s,
             fenced=fenced,
+            started_ticks=self.hello.started_ticks,
             alarms=self.beat.alarms,
         )
         if detailed:

@@ -46,7 +46,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         self.segments = SegmentServer(settings.agent_socket, settings.token)
         self._handles: dict[tuple[str, int], ProcessHandle] = {}
         self._census = Census()
-        self._pids: dict[tuple[str, int], int] = {}  # of the processes of this node, as last told
+        self._here: dict[tuple[str, int], sv.Peer] = {}  # the processes of this node, as last told
         self._memory_at_start = available_memory_bytes()
         self._guard = SupervisorGuard(settings.node_id, self.config.supervisor)
         self._guarding: asyncio.Task[None] | None = None
@@ -76,7 +76,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             for peer in view.peers
             if peer.node_id == self.settings.node_id and peer.pid != os.getpid()
         }
-        self._pids = {key: peer.pid for key, peer in here.items()}
+        self._here = here
         told = sv.ClusterView()
         told.CopyFrom(view)
         del told.peers[:]
@@ -84,7 +84,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         for key in [key for key in self._handles if key not in here]:
             self._handles.pop(key).close()
         for key, peer in here.items():
-            if key not in self._handles and (handle := _open(peer.process, peer.pid)) is not None:
+            if key not in self._handles and (handle := open_process(peer)) is not None:
                 self._handles[key] = handle
 
     def _may_hold(self, peer: sv.Peer) -> bool:
@@ -157,10 +157,11 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         self, request: na.EndProcessRequest, context: grpc.aio.ServicerContext[na.EndProcessRequest, pb.Empty]
     ) -> pb.Empty:
         key = (request.process.id, request.process.incarnation)
-        if self._pids.get(key) != request.pid:
+        peer = self._here.get(key)
+        if peer is None or peer.pid != request.pid:
             message = f"pid {request.pid} is not that of a process of this cluster on this node: nothing is ended"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        handle = self._handles.pop(key, None) or _open(request.process, request.pid)
+        handle = self._handles.pop(key, None) or open_process(peer)
         if handle is None:
             return pb.Empty()  # it has ended; whoever has its number now is none of ours
         try:
@@ -171,8 +172,3 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
             handle.close()
         logger.info("%s (pid %d) has ended", request.process.id, request.pid)
         return pb.Empty()
-
-
-def _open(process: pb.ProcessKey, pid: int) -> ProcessHandle | None:
-    """An incarnation is the Unix time in nanoseconds at which the process named itself, so it started before that."""
-    return open_process(pid, process.incarnation / 1e9)

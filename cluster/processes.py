@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# /proc counts start times in ticks of 10 ms, and clocks may be adjusted between the two readings.
-CLOCK_SLACK_S = 0.05
+from alignedserve.control.role import started_ticks
+from alignedserve.proto import supervisor_pb2 as sv
 
 
 @dataclass(slots=True)
@@ -43,11 +42,13 @@ class ProcessHandle:
         os.close(self.descriptor)
 
 
-def open_process(pid: int, started_before_unix_s: float) -> ProcessHandle | None:
-    """A handle to the process of this user that has had this pid since before the given time.
+def open_process(who: sv.RoleHello | sv.Peer) -> ProcessHandle | None:
+    """A handle to that process of this user and machine.
 
-    None where there is none any more: ended, or its number belongs to another process now.
+    None where there is none any more: ended, or its number belongs to another process now. That is told by the kernel's
+    count of ticks: whoever compares by a clock takes a living process for a dead one once the clock is set forward.
     """
+    pid = who.pid
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -55,7 +56,7 @@ def open_process(pid: int, started_before_unix_s: float) -> ProcessHandle | None
     try:
         # Read after opening: whoever has the number now is whom the descriptor refers to.
         own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
-        if own and start_unix_s(pid) <= started_before_unix_s + CLOCK_SLACK_S:
+        if own and who.started_ticks in (started_ticks(pid), 0):  # 0: it has not said
             return ProcessHandle(pid, descriptor)
     except (OSError, ValueError, IndexError):
         pass
@@ -63,9 +64,9 @@ def open_process(pid: int, started_before_unix_s: float) -> ProcessHandle | None
     return None
 
 
-async def end_process(pid: int, started_before_unix_s: float, timeout_s: float) -> bool:
+async def end_process(who: sv.RoleHello | sv.Peer, timeout_s: float) -> bool:
     """Kill it (`open_process` says which it is); whether it has ended within the time, or before."""
-    handle = open_process(pid, started_before_unix_s)
+    handle = open_process(who)
     if handle is None:
         return True
     try:
@@ -73,13 +74,6 @@ async def end_process(pid: int, started_before_unix_s: float, timeout_s: float) 
         return await handle.wait_ended(timeout_s)
     finally:
         handle.close()
-
-
-def start_unix_s(pid: int) -> float:
-    """When the process was started. Raises OSError where there is none."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class RayLauncher(Launcher):
     async def _end_silent(self, silent: Silent) -> None:
         """`_clear`, once its process is dead where that can be seen to: Ray calls an actor dead that it has only told
         to end, and one that is stopped holds on to what its successor needs."""
-        if silent.node.node_id == self._here and not await end_process(silent.pid, time.time(), END_TIMEOUT_S):
+        if silent.node.node_id == self._here and not await end_process(sv.Peer(pid=silent.pid), END_TIMEOUT_S):
             logger.warning("%s (pid %d) does not end", silent.name, silent.pid)
         await self._clear(silent.name)
 

@@ -86,7 +86,7 @@ class RaySession:
             if self.owned:
                 _leave_out_services()
                 _stay_on_loopback()
-                os.environ[WORKER_SETUP] = f"{serve_ports.__name__}.{serve_ports.narrow.__name__}"
+                os.environ[WORKER_SETUP] = f"{serve_ports.__name__}.{serve_ports.set_up_worker.__name__}"
                 os.environ[serve_ports.GRPC_HOST] = self._grpc_host()
                 _own_process_groups()
                 options = common | {

@@ -73,6 +73,12 @@ class Roster:
         there = {name: slot.incarnation for name, slot in self.slots.items()}
         return {name: last for name, last in (gone | there).items() if last}
 
+    def newest(self) -> int:
+        """The greatest incarnation that was heard of."""
+        there = (slot.incarnation for slot in self.slots.values())
+        guests = (member.key.incarnation for member in self.guests.values())
+        return max((*self._incarnations.values(), *there, *guests), default=0)
+
     def members(self) -> list[tuple[Member, bool]]:
         """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
         planned = [

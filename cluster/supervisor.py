@@ -18,11 +18,11 @@ from typing import Any
 import grpc
 
 from alignedserve.cancellation import end_tasks
+from alignedserve.cluster import handover
 from alignedserve.cluster.actions import Action, End, Fence, FenceGuest, Launch
 from alignedserve.cluster.collector import Collector, cluster_metrics
 from alignedserve.cluster.core import SupervisorCore
 from alignedserve.cluster.fencer import Fencer
-from alignedserve.cluster.handover import Leaving, Predecessor, known_processes, newest_view, wait_followed
 from alignedserve.cluster.integrity import check_cluster
 from alignedserve.cluster.launcher import Launcher, Running
 from alignedserve.cluster.members import Phase, Slot
@@ -37,7 +37,7 @@ from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.convert import failure_to_proto
 from alignedserve.control.link import Outbox, first_message, serve_stream
-from alignedserve.control.role import new_incarnation
+from alignedserve.control.role import new_incarnation, started_ticks
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError, ResourceError
@@ -70,7 +70,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._tree: Mapping[str, Any] = {}
         self._launcher = launcher
         self._replaceable = replaceable
-        self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=new_incarnation())
+        self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=0)  # until it starts
         self._started_unix_s = time.time()
         self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}
         self._told_version = 0
@@ -84,14 +84,14 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._launches = 0
         self._following: asyncio.Task[None]
         self._placing: Placing
-        self._leaving = Leaving(self._pause)
+        self._leaving = handover.Leaving(self._pause)
         self._closed = False
         self.ticked_at = time.monotonic()
         self.stop_asked = asyncio.Event()
         self.code = ""
         """What it runs beside its configuration: a successor that runs something else replaces every process."""
         self.application = ""  # which metrics are labelled with, where there may be others
-        self.predecessor: Predecessor | None = None
+        self.predecessor: handover.Predecessor | None = None
         """Who leads the cluster up to now, where somebody does: it is told to let go, as late as possible."""
         self.command = (0, "")  # pid and machine of the command that ends this cluster, where there is one
 
@@ -106,13 +106,14 @@ class Supervisor(sv_grpc.SupervisorServicer):
         device = _device(self.config, nodes, found)
         self.config = self.config.on_device(device)
         self._tree = to_tree(self.config)
-        told = newest_view(found, self.predecessor)
+        told = handover.newest_view(found, self.predecessor)
+        self._process.incarnation = new_incarnation(handover.newest_incarnation(told))
         shape = Shape(told.prefill, told.decode) if told.prefill else Shape.configured(self.config)
         self.core = SupervisorCore(
             self.config,
             plan_processes(self.config, device, shape),
             shape=shape,
-            first_version=time.time_ns() // 1_000_000,
+            first_version=max(time.time_ns() // 1_000_000, told.version + 1_000_000),  # of a clock set back, too
             agent_socket=self._agent_socket,
         )
         self._placing = Placing(
@@ -131,7 +132,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
         await self._placing.settle(now)
-        self.core.expect(known_processes(found, told), now)  # agents have their slots now
+        self.core.expect(handover.known_processes(found, told), now)  # agents have their slots now
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
@@ -158,7 +159,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
                 self._spawn(leaving)  # it does nothing for roles that have come
             else:
                 await leaving
-                await wait_followed(self._launcher, self._process.incarnation)
+                await handover.wait_followed(self._launcher, self._process.incarnation)
         self._carry_out(self.core.begin(time.monotonic(), [running.settings.id for running in found]))
         if not change.is_none:
             self._spawn(follow(change, self))
@@ -349,6 +350,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             state="ready",
             holds=f"{len(self._outboxes)} roles",
             started_unix_s=self._started_unix_s,
+            started_ticks=started_ticks(os.getpid()),
         )
 
     def _on_report(self, key: pb.ProcessKey, report: sv.RoleReport) -> None:
@@ -401,7 +403,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             supervisor_address=self.address,
             device=slot.device or slot.planned.device,
             pinned=bool(slot.device),
-            after=slot.incarnation,
+            after=self.core.roster.newest(),
         )
 
     async def _launch(self, action: Launch) -> None:

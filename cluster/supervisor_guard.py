@@ -63,7 +63,7 @@ class SupervisorGuard:
         if now - self._hung_since >= self._patience_s:
             self._peer = self._hung_since = None
             logger.warning("ending the supervisor (pid %d): %s", peer.pid, hung)
-            await end_process(peer.pid, peer.process.incarnation / 1e9, END_TIMEOUT_S)
+            await end_process(peer, END_TIMEOUT_S)
 
 
 async def guard_supervisor(role: RoleServer) -> None:

@@ -44,7 +44,7 @@ class Watchdog:
 
     def _take(self, key: Key, member: Member) -> None:
         process = member.key
-        handle = open_process(member.hello.pid, process.incarnation / 1e9)
+        handle = open_process(member.hello)
         if handle is None:
             # It ended before it could be held on to, or runs where this process cannot see it: others will say.
             return

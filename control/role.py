@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from alignedserve.cancellation import end_tasks
@@ -26,8 +27,13 @@ OPEN_GAUGE = "open_requests"  # of a gateway's heartbeat
 
 def new_incarnation(after: int = 0) -> int:
     """Grows with each start of a process: the start's Unix time in nanoseconds, or more where that is not over `after`,
-    its predecessor's, which may have been on a node whose clock is ahead."""
+    the newest in the cluster: a clock may have been set back since, or be ahead on another node."""
     return max(time.time_ns(), after + 1)
+
+
+def started_ticks(pid: int) -> int:
+    """When the process began, in the kernel's ticks since this machine did. Raises OSError where there is none."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 class RoleHost:
@@ -56,7 +62,14 @@ class RoleHost:
     ) -> None:
         self.process = process
         self.view = sv.ClusterView()
-        self._hello = sv.RoleHello(process=process, pid=os.getpid(), node_id=node_id, address=address, device=device)
+        self._hello = sv.RoleHello(
+            process=process,
+            pid=os.getpid(),
+            node_id=node_id,
+            address=address,
+            device=device,
+            started_ticks=started_ticks(os.getpid()),
+        )
         self._supervisor_address = supervisor_address
         self._token = token
         self._heartbeat = heartbeat

@@ -186,6 +186,8 @@ class RoleServer(ABC):
         beat.progress = self.progress
         beat.busy = self.busy
         beat.step_s = self.step_s
+        if alarm := logs.alarm():
+            beat.alarms.append(alarm)
         if self._failure is not None:
             beat.failure.CopyFrom(failure_to_proto(self._failure))
         return beat

@@ -45,6 +45,19 @@ class Administrator(Protocol):
     async def stop(self) -> dict[str, Any]: ...
 
 
+def shows_key(scope: Scope) -> bool:
+    """Whether the request has an admin key, right or wrong."""
+    return any(name == ADMIN_HEADER.encode() for name, _ in scope["headers"])
+
+
+def check_key(scope: Scope, admin_key: str) -> None:
+    """Raises NotAdminError unless the request has the admin key."""
+    given = next((value for name, value in scope["headers"] if name == ADMIN_HEADER.encode()), b"")
+    if not hmac.compare_digest(given, admin_key.encode()):
+        message = f"this needs the cluster's admin key in {ADMIN_HEADER}; `alignedserve` has it where the cluster runs"
+        raise NotAdminError(message)
+
+
 class Administration:
     """ASGI endpoints, one method each."""
 
@@ -63,7 +76,7 @@ class Administration:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, act: Any) -> None:
         try:
-            self._check_key(scope)
+            check_key(scope, self._administrator.admin_key)
             body = parse_json(await self._bodies.read(scope, receive) or b"{}")
             if not isinstance(body, dict):
                 raise InvalidRequestError("the body must be a JSON object")
@@ -74,14 +87,6 @@ class Administration:
             await send_error(send, report(error))
             return
         await send_json(send, done)
-
-    def _check_key(self, scope: Scope) -> None:
-        given = next((value for name, value in scope["headers"] if name == ADMIN_HEADER.encode()), b"")
-        if not hmac.compare_digest(given, self._administrator.admin_key.encode()):
-            message = (
-                f"this needs the cluster's admin key in {ADMIN_HEADER}; `alignedserve` has it where the cluster runs"
-            )
-            raise NotAdminError(message)
 
     async def _scale(self, body: dict[str, Any]) -> dict[str, Any]:
         if unknown := sorted(body.keys() - {"prefill", "decode"}):

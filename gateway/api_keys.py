@@ -53,21 +53,26 @@ class ApiKeys:
         """Whether a key is asked for at all."""
         return self._path is not None
 
-    def check(self, offered: Iterable[bytes]) -> None:
-        """Raises AuthenticationError unless one of `offered` is a key."""
+    def check(self, offered: Iterable[bytes]) -> bytes:
+        """Whose key it is, by its hash; b"" where none is asked for.
+
+        Raises AuthenticationError unless one of `offered` is a key.
+        """
         if self._path is None:
-            return
+            return b""
         self._look_again(self._path)
-        found = False
+        found = b""
         given = False
         for key in offered:
             given = True
             mine = _hash(key)
             for known in self._hashes:  # all of them: the time says nothing about which
-                found |= hmac.compare_digest(mine, known)
+                if hmac.compare_digest(mine, known):
+                    found = mine
         if not found:
             what = "this API key is not known here" if given else "an API key is needed"
             raise AuthenticationError(f"{what}: send it as `Authorization: Bearer KEY`")
+        return found
 
     def _look_again(self, path: Path) -> None:
         now = self._clock()

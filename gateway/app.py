@@ -19,7 +19,7 @@ from alignedserve import logs
 from alignedserve.config_sources import Tree, from_tree
 from alignedserve.control.role import new_incarnation
 from alignedserve.errors import by_code
-from alignedserve.gateway import api_keys
+from alignedserve.gateway import api_keys, calls  # modules: the deployment is pickled, and a ContextVar cannot be
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.proxy_watch import ProxyWatch
@@ -66,7 +66,7 @@ class Gateway:
         logs.setup(config.log, "gateway", gateway_id)
         logging.getLogger("ray.serve").addFilter(_Quiet())
         info = await _invitation(supervisor, tree, wait_ready=wait_ready)
-        process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
+        process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation(info["after"]))
         self._server = await GatewayServer.create(
             config,
             await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code),
@@ -146,7 +146,7 @@ class Gateway:
             _refuse(grpc_context, error)
 
     def _check_key(self, grpc_context: RayServegRPCContext) -> None:
-        self._server.api_keys.check(api_keys.of_headers(grpc_context.invocation_metadata()))
+        calls.caller.set(self._server.api_keys.check(api_keys.of_headers(grpc_context.invocation_metadata())))
 
     async def _locate(self) -> str | None:
         """Where the supervisor is after it was restarted; None while it is not back."""

@@ -271,9 +271,9 @@ class Backend:
     def scheduler_up(self) -> bool:
         return self._link is not None and self._link.up
 
-    async def cancel_call(self, call_id: str) -> bool:
-        """A client's cancel by id, whichever replica has the call. False where none has it."""
-        return self._ledger.cancel_call(call_id) or await self._peers.cancel(call_id)
+    async def cancel_call(self, call_id: str, owner: bytes | None) -> bool:
+        """A cancel by id, whichever replica has the call. False where none has one of that owner (None: of anybody)."""
+        return self._ledger.cancel_call(call_id, owner) or await self._peers.cancel(call_id, owner)
 
     def report(self) -> None:
         if self._host is not None:

@@ -6,6 +6,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,11 @@ from alignedserve.request import (
 if TYPE_CHECKING:
     from alignedserve.gateway.news import EarlyEvent
     from alignedserve.gateway.resume import Delivered
+
+CallName = tuple[bytes, str]
+
+# The hash of the API key that the current request came with; b"" where none is asked for.
+caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class AnswerState(enum.Enum):
@@ -111,6 +117,8 @@ class Answer:
     def spec(self, gateway_id: str, address: str, group_size: int, *, with_prompt: bool) -> RequestSpec:
         """What the cluster is told of it: in a later epoch it goes on after the tokens that were delivered."""
         sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
+        now_ns, timeout_s = time.time_ns(), self.call.plan.timeout_s
+        arrival_ns = now_ns - int((time.monotonic() - self.call.arrival_s) * 1e9)  # the clock may have been set since
         group = self.group_id if self.epoch == 0 else f"{self.group_id}/{self.epoch}"
         return RequestSpec(
             key=self.key,
@@ -121,10 +129,10 @@ class Answer:
             gateway_address=address,
             group_id=group if group_size > 1 else f"{group}#{self.index}",
             group_size=group_size,
-            arrival_ns=self.call.arrival_ns,
-            deadline_ns=self.call.deadline_ns,
+            arrival_ns=arrival_ns,
+            deadline_ns=arrival_ns + int(timeout_s * 1e9) if timeout_s is not None else 0,
             wait_objective_s=self.call.plan.wait_objective_s or 0.0,
-            stopwatch=Stopwatch(since_ns=time.time_ns()),
+            stopwatch=Stopwatch(since_ns=now_ns),
         )
 
 
@@ -148,14 +156,15 @@ class Delta:
 class Call:
     """The answers to one client call, and what its reader has not taken yet.
 
+    It belongs to the API key that it came with: nobody else's cancel or resumption finds it, whatever id it has.
     What piles up while the reader is slow is one Delta an answer: no more than the bytes of the answer itself.
     """
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
+        self.name: CallName = (caller.get(), plan.id)
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
-        self.deadline_ns = self.arrival_ns + int(plan.timeout_s * 1e9) if plan.timeout_s is not None else 0
         self.answers = [
             self._answer(number, prompt, p * plan.n + number)
             for p, prompt in enumerate(plan.prompts)

@@ -13,7 +13,7 @@ from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.answers import AnswerView, Part
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.bodies import too_large
-from alignedserve.gateway.calls import Answer, Call
+from alignedserve.gateway.calls import Answer, Call, caller
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
@@ -54,7 +54,7 @@ class InferenceService:
         intake: Intake,
         model: ServedModel,
         max_body_bytes: int,
-        cancel_call: Callable[[str], Awaitable[bool]],
+        cancel_call: Callable[[str, bytes | None], Awaitable[bool]],
     ) -> None:
         self._cancel_call = cancel_call
         self._ledger = ledger
@@ -110,7 +110,7 @@ class InferenceService:
             self._ledger.close(call)
 
     async def cancel(self, request: inf.CancelRequest) -> inf.CancelResponse:
-        return inf.CancelResponse(found=await self._cancel_call(request.request_id))
+        return inf.CancelResponse(found=await self._cancel_call(request.request_id, caller.get()))
 
     def list_models(self) -> inf.ModelList:
         info = self._model.info

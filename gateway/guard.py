@@ -12,6 +12,7 @@ from alignedserve.control.rpc import refusal
 from alignedserve.errors import AuthenticationError
 from alignedserve.gateway.api_keys import ApiKeys, of_headers
 from alignedserve.gateway.asgi import App, Receive, Scope, Send, send_error
+from alignedserve.gateway.calls import caller
 from alignedserve.gateway.failures import UnsupportedMediaTypeError, grpc_status
 from alignedserve.gateway.fields import shown
 
@@ -24,7 +25,7 @@ def guarded(app: App, keys: ApiKeys) -> App:
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            keys.check(of_headers(scope["headers"]))
+            caller.set(keys.check(of_headers(scope["headers"])))
         except AuthenticationError as error:
             await send_error(send, error, {"www-authenticate": "Bearer"})
             return
@@ -84,7 +85,7 @@ class ApiKeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         try:
-            self._keys.check(of_headers(handler_call_details.invocation_metadata or ()))
+            caller.set(self._keys.check(of_headers(handler_call_details.invocation_metadata or ())))
         except AuthenticationError as error:
             return refusal(*grpc_status(error))
         return await continuation(handler_call_details)

@@ -33,7 +33,7 @@ from alignedserve.errors import (
     OverloadedError,
     UnavailableError,
 )
-from alignedserve.gateway.calls import Answer, AnswerState, Call
+from alignedserve.gateway.calls import Answer, AnswerState, Call, CallName, caller
 from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.news import EarlyEvent, News, read_event
@@ -65,7 +65,7 @@ class Ledger:
         """When the last token came that was not the first of its answer (time.monotonic)."""
         self._submitter = Submitter()
         self._open: dict[str, Answer] = {}
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[CallName, Call] = {}
         self._draining = False
         self._asked_s = 0.0
         self._empty = asyncio.Event()
@@ -93,7 +93,7 @@ class Ledger:
         for a request id in use or more answers than it can ever hold, ShuttingDownError when it is about to end.
         A call that goes on with another one takes its place.
         """
-        if plan.resume and (broken := self._calls.pop(plan.id, None)) is not None:
+        if plan.resume and (broken := self._calls.pop((caller.get(), plan.id), None)) is not None:
             self._fail(broken, CancelledError("the call goes on over another connection"))
         self._check_room(plan)
         call = Call(plan)
@@ -104,7 +104,7 @@ class Ledger:
                 answer.state = AnswerState.ENDED
                 call.add(answer, finish=FinishReason.LENGTH)
             return call
-        self._calls[plan.id] = call
+        self._calls[call.name] = call
         self._open |= {answer.request_id: answer for answer in call.answers if not answer.ended}
         self._empty.clear()
         self._count(call).prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
@@ -117,8 +117,8 @@ class Ledger:
         """The reader is done with it (or gone): what is not finished is cancelled, everywhere. May be called again."""
         if call.timer is not None:
             call.timer.cancel()
-        if self._calls.get(call.plan.id) is call:
-            del self._calls[call.plan.id]
+        if self._calls.get(call.name) is call:
+            del self._calls[call.name]
         if call.open and call.error is None:
             self._count(call).on_call_failed(CancelledError("its client went away"))
         self._cancel([answer for answer in call.answers if not answer.ended])
@@ -131,13 +131,16 @@ class Ledger:
             self._count(answer.call).on_answer_end(answer, FinishReason.STOP)
             self._cancel([answer])
 
-    def cancel_call(self, call_id: str) -> bool:
-        """A client's cancel by id: the call ends with CancelledError. False where there is no such call."""
-        call = self._calls.get(call_id)
-        if call is None or call.open == 0:
-            return False
-        self._fail(call, CancelledError("the request was cancelled"))
-        return True
+    def cancel_call(self, call_id: str, owner: bytes | None = b"") -> bool:
+        """A cancel by id: the call ends with CancelledError. False where there is no such call of that owner.
+
+        `owner` None: whoever's they are.
+        """
+        names = [(owner, call_id)] if owner is not None else [name for name in self._calls if name[1] == call_id]
+        calls = [call for name in names if (call := self._calls.get(name)) is not None and call.open]
+        for call in calls:
+            self._fail(call, CancelledError("the request was cancelled"))
+        return bool(calls)
 
     def drain(self) -> None:
         """Take no more calls."""
@@ -227,12 +230,12 @@ class Ledger:
     def check_integrity(self) -> None:
         """Raises AccountingError where calls and requests do not match."""
         for request_id, answer in self._open.items():
-            if answer.request_id != request_id or answer.ended or answer.call.plan.id not in self._calls:
+            if answer.request_id != request_id or answer.ended or answer.call.name not in self._calls:
                 raise AccountingError(f"{request_id} is open in the books only", request_id=request_id)
-        for call_id, call in self._calls.items():
+        for name, call in self._calls.items():
             unfinished = sum(answer.finish is None for answer in call.answers)
-            if call.plan.id != call_id or (call.error is None and call.open != unfinished):
-                raise AccountingError(f"call {call_id} counts {call.open} open answers, a recount {unfinished}")
+            if call.name != name or (call.error is None and call.open != unfinished):
+                raise AccountingError(f"call {name[1]} counts {call.open} open answers, a recount {unfinished}")
         if self._empty.is_set() == bool(self._open):
             raise AccountingError("the gateway does not know whether it holds requests")
 
@@ -249,7 +252,7 @@ class Ledger:
             error = OverloadedError(message, retry_after_s=1.0)
             (self._aside if plan.probe else self._metrics).on_call_failed(error)
             raise error
-        if plan.id in self._calls:
+        if (caller.get(), plan.id) in self._calls:
             raise InvalidRequestError(f"request_id {plan.id!r} is in use", param="request_id")
 
     def _on_event(self, answer: Answer, event: gw.TokenEvent, role: str, sender_id: str, now_s: float) -> None:

@@ -248,7 +248,8 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
                 "summary": "Cancel a running request by the x-alignedserve-request-id of its answer",
                 "responses": {
                     "200": _json("Cancelled", "It has ended; its own client gets an error."),
-                    "404": _json("Error", "No such request is running."),
+                    "403": _json("Error", "An admin key was sent, and it is not this cluster's."),
+                    "404": _json("Error", "No such request is running, or it came with another API key."),
                     "415": _json("Error", _NOT_JSON),
                 },
             },

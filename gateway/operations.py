@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from alignedserve.errors import NotFoundError
+from alignedserve.gateway.admin import NotAdminError, check_key, shows_key
 from alignedserve.gateway.asgi import Receive, Scope, Send, report, send_bytes, send_error, send_json
+from alignedserve.gateway.calls import caller
 from alignedserve.gateway.failures import ModelNotFoundError
 from alignedserve.gateway.health import Health
 from alignedserve.gateway.planning import ServedModel
@@ -18,9 +20,12 @@ class Operator(Protocol):
 
     model: ServedModel
 
+    @property
+    def admin_key(self) -> str: ...
+
     async def health(self) -> Health: ...
 
-    async def cancel_call(self, call_id: str) -> bool: ...
+    async def cancel_call(self, call_id: str, owner: bytes | None) -> bool: ...
 
     async def metrics_text(self) -> str: ...
 
@@ -57,8 +62,15 @@ class Operations:
         await send_json(send, model_card(self._operator.model))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One of the API key's own; with the cluster's admin key, whoever's it is."""
         request_id = scope["path_params"]["request_id"]
-        if await self._operator.cancel_call(request_id):
+        if shows_key(scope):
+            try:
+                check_key(scope, self._operator.admin_key)
+            except NotAdminError as error:
+                await send_error(send, error)
+                return
+        if await self._operator.cancel_call(request_id, None if shows_key(scope) else caller.get()):
             await send_json(send, {"id": request_id, "object": "request.cancelled"})
         else:
             await send_error(send, NotFoundError(f"no request {request_id[:200]!r} is running", param="request_id"))

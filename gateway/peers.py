@@ -38,20 +38,19 @@ class GatewayPeers:
         for address in addresses - self._channels.keys():
             self._channels[address] = open_channel(address, self._token)
 
-    async def cancel(self, call_id: str) -> bool:
-        """Whether one of them had the call; it has ended then."""
-        found = await asyncio.gather(*(self._cancel_at(channel, call_id) for channel in self._channels.values()))
+    async def cancel(self, call_id: str, owner: bytes | None) -> bool:
+        """Whether one of them had the call; it has ended then. `owner`: as in `Ledger.cancel_call`."""
+        asked = gw.CallId(call_id=call_id, owner=owner or b"", whosever=owner is None)
+        found = await asyncio.gather(*(self._cancel_at(channel, asked) for channel in self._channels.values()))
         return any(found)
 
     async def close(self) -> None:
         while self._channels:
             await self._channels.popitem()[1].close()
 
-    async def _cancel_at(self, channel: TokenChannel, call_id: str) -> bool:
+    async def _cancel_at(self, channel: TokenChannel, asked: gw.CallId) -> bool:
         try:
-            answer = await gw_grpc.GatewayPeerStub(channel).CancelCall(
-                gw.CallId(call_id=call_id), timeout=ANSWER_WITHIN_S
-            )
+            answer = await gw_grpc.GatewayPeerStub(channel).CancelCall(asked, timeout=ANSWER_WITHIN_S)
         except grpc.aio.AioRpcError as error:
             logger.debug("another gateway cannot be asked: %s", error.code().name)
             return False
@@ -65,4 +64,5 @@ class PeerService(gw_grpc.GatewayPeerServicer):
         self._ledger = ledger
 
     async def CancelCall(self, request: gw.CallId, context: grpc.aio.ServicerContext[Any, Any]) -> gw.CallFound:
-        return gw.CallFound(found=self._ledger.cancel_call(request.call_id))
+        owner = None if request.whosever else request.owner
+        return gw.CallFound(found=self._ledger.cancel_call(request.call_id, owner))

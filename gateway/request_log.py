@@ -6,6 +6,7 @@ several replicas append to one file, each write whole lines.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -71,15 +72,25 @@ class RequestLog:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         data = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in entries)
+        written = 0
         try:
-            while data:
-                data = data[os.write(self._file, data) :]
+            while written < len(data):
+                written += os.write(self._file, data[written:])
             self._failing = False
         except OSError as error:
-            self._metrics.unlogged.inc(len(entries))
+            self._metrics.unlogged.inc(data.count(b"\n", written))
+            self._take_back(written - (data.rfind(b"\n", 0, written) + 1))
             if not self._failing:
                 logger.warning("the request log %s cannot be written: %s", self._path, error.strerror)
             self._failing = True
+
+    def _take_back(self, size: int) -> None:
+        """Remove the half of a line that a full disk has taken, which no reader could use; unless another replica has
+        written after it."""
+        with contextlib.suppress(OSError):  # what cannot be truncated, as a pipe, is read as it comes
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            if size and os.fstat(self._file).st_size == end:
+                os.ftruncate(self._file, end - size)
 
 
 def open_log(path: Path) -> int:

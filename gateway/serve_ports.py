@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from alignedserve.gateway.serve_clock import steady
+
 GRPC_HOST = "ALIGNEDSERVE_SERVE_GRPC_HOST"
 """In the environment of Ray's workers: the address that Serve's gRPC ports listen on instead of every one."""
 ANY = "[::]:"
@@ -23,6 +25,12 @@ def close_internal_port() -> None:
 
     if not constants.RAY_SERVE_USE_GRPC_BY_DEFAULT and hasattr(replica, "add_port_to_grpc_server"):
         replica.add_port_to_grpc_server = lambda server, address: 0
+
+
+def set_up_worker() -> None:
+    """At the start of a worker of Ray."""
+    narrow()
+    steady()
 
 
 def narrow() -> None:

