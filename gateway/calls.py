@@ -155,7 +155,8 @@ class Call:
         self.plan = plan
         self.arrival_ns = time.time_ns()
         self.arrival_s = time.monotonic()
-        self.deadline_ns = self.arrival_ns + int(plan.timeout_s * 1e9) if plan.timeout_s is not None else 0
+        left_s = None if plan.timeout_s is None else plan.timeout_s - plan.spent_s
+        self.deadline_ns = 0 if left_s is None else self.arrival_ns + int(left_s * 1e9)
         self.answers = [
             self._answer(number, prompt, p * plan.n + number)
             for p, prompt in enumerate(plan.prompts)

@@ -115,11 +115,11 @@ class Divider:
         """The end of a piece of about the usual size that may be cut off."""
         if len(text) - begin <= PIECE + PIECE // 4:
             return len(text)
-        at: int | None = begin + PIECE
-        while (at := self._division.last_cut(text, begin, at)) is not None:
+        end = begin + PIECE
+        while (at := self._division.last_cut(text, begin, end)) is not None:
             if not self._others.spans(text, at):
                 return at
-            at -= 1
+            end = at - 1
         return None
 
     def _may_overlap(self, text: str, begin: int) -> bool:
@@ -149,6 +149,6 @@ def _end_of(encoding: Encoding, index: int) -> int | None:
 
 def _indivisible(at: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the text has a part, from about its character {at} on, that cannot be tokenised in pieces: no word ends within "
-        f"{MOST_UNBROKEN} characters"
+        f"the text has a part, from about its character {at} on, that cannot be tokenised in pieces: no word ends "
+        f"within {MOST_UNBROKEN} characters"
     )

@@ -1,9 +1,9 @@
 """Where a text may be cut so that the tokens of its pieces are the tokens of the whole; what is proven of a tokenizer.
 
-Two arguments are used (ADR 49). Where words are tokenised one by one, a cut between two words is exact, if it can be seen
-from the characters beside it that no word reaches over it, and that the words on both sides do not depend on what is
-beyond. Where a whole text is one word of BPE, two pieces that overlap can be joined after a token that both have at the
-same place: a sequence of tokens is BPE's if every two neighbours in it are.
+Two arguments are used (ADR 49). Where words are tokenised one by one, a cut between two of them is exact, if the
+characters beside it show that no word reaches over it, and no word on either side depends on what is beyond. Where a
+whole text is one word of BPE, two pieces that overlap can be joined after a token that both have at the same place: a
+sequence of tokens is BPE's if every two neighbours in it are.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _State = Mapping[str, Any]
 # Before a space, after a letter, digit or ASCII punctuation.
 _SPACE = r"(?<=[\w!-/:-@\[-`{-~])(?= )"
 # Letters that are letters in every version of Unicode, and compose with nothing that follows here.
-_LETTERS = "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u0400-\u0481\u048a-\u04ff\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+_LETTERS = "A-Za-zÀ-ÖØ-ö\u0400-\u0481\u048a-\u04ff\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 # Neither letters nor digits. The apostrophe is missing: contractions ('s) belong to what is before them.
-_MARKS = "\\n\\t !\"#$%&()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~、。，．！？；：（）「」"
+_MARKS = '\\n\\t !"#$%&()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~、。，．！？；：（）「」'
 _WORD_END = rf"(?<=[{_LETTERS}])(?=[0-9{_MARKS}])|(?<=[0-9])(?=[{_MARKS}])"
 _RUN = r"[a-z]+|[A-Z]+|([ !\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~])\1*"
 
@@ -49,8 +49,8 @@ _BLANKS = (r"\s+",)
 _MORE = (r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]", *_CONTRACTIONS[4:-1].split("|"), _CONTRACTIONS)
 _MORE += ("'(?i:[sdmt]|ll|ve|re)",)
 
-_UNIFORM = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Precompiled", "BertNormalizer"})
 _BLIND_TO_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+_UNIFORM = _BLIND_TO_ASCII | {"Lowercase", "StripAccents", "Nmt", "Precompiled", "BertNormalizer"}
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 _BREAKING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
@@ -106,7 +106,8 @@ def division_of(
     if is_bpe and not any(token.lstrip or token.rstrip for token in (*added, *markers)):
         contents = [token.content for token in (*added, *markers)]
         longest, in_bytes = _longest(normalizers, splitters, vocab, contents, backend.model)
-    division = Division(overlap=max(LEAST_OVERLAP, 4 * max(map(len, vocab), default=0)), longest=longest, in_bytes=in_bytes)
+    overlap = max(LEAST_OVERLAP, 4 * max(map(len, vocab), default=0))
+    division = Division(overlap=overlap, longest=longest, in_bytes=in_bytes)
     if not _keep_to_themselves(added, normalizers):
         return division
     if is_bpe and _one_word(normalizers, splitters):
@@ -197,10 +198,16 @@ def _words_by_expression(splitters: list[_State]) -> bool:
         kept = (step["behavior"], step["invert"]) in (("Isolated", False), ("Removed", True))
         return kept and all(found & set(group) for group in groups) and found <= {*_MORE, *(sum(groups, ()))}
 
-    by_expression = [step["type"] == "ByteLevel" and step.get("use_regex", True) for step in splitters]
-    by_expression = [one or (s["type"] == "Split" and known(s)) for one, s in zip(by_expression, splitters, strict=True)]
-    others = [step["type"] for step, one in zip(splitters, by_expression, strict=True) if not one]
-    return any(by_expression) and set(others) <= {"ByteLevel", "Digits", "Punctuation"}
+    kinds = [step["type"] for step in splitters]
+    finders = [step for step in splitters if _is_gpt2(step) or (step["type"] == "Split" and known(step))]
+    others = {step["type"] for step in splitters if step not in finders}
+    in_text = "Split" not in kinds[kinds.index("ByteLevel") :] if "ByteLevel" in kinds else True
+    return bool(finders) and in_text and others <= {"ByteLevel", "Digits", "Punctuation"}
+
+
+def _is_gpt2(step: _State) -> bool:
+    """A ByteLevel that splits by an expression of its own: all its alternatives are among the known ones."""
+    return step["type"] == "ByteLevel" and bool(step.get("use_regex", True))
 
 
 def _longest(

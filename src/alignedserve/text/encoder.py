@@ -111,19 +111,19 @@ class PromptEncoder:
         return self._division.possible
 
     def pieces(self, prompt: Prompt, *, around: bool = True) -> Iterator[list[int]]:
-        """The same tokens, a piece of the text at a time; each takes about as long, however long the text is.
+        """The same tokens, a piece of the text at a time; each takes about as long, however long the text is. None is
+        empty.
 
         Raises InvalidRequestError where the text has a part that is too long to be tokenised at once.
         """
         text = self._spelled(prompt)
-        if around:
-            yield list(self._before)
-        if self._division.possible:
-            yield from map(self._translated, self._divider.pieces(text))
-        else:
-            yield self._translated(self._tokens(text))
-        if around:
-            yield list(self._after)
+        pieces = self._divider.pieces(text) if self._division.possible else iter([self._tokens(text)])
+        before, after = (self._before, self._after) if around else ((), ())
+        if before:
+            yield list(before)
+        yield from filter(None, map(self._translated, pieces))
+        if after:
+            yield list(after)
 
     def _spelled(self, prompt: Prompt) -> str:
         """The text with aliases where special tokens stand."""
@@ -154,9 +154,10 @@ class PromptEncoder:
         pieces, at = [], 0
         for index, token in enumerate(encoding.ids):
             if token in self._forbidden:
-                begin, end = encoding.token_to_chars(index)
+                begin, end = encoding.token_to_chars(index) or (0, 0)
                 if end - begin < 2:
-                    raise InvalidRequestError(f"{text[begin:end]!r} is a special token of this model, and cannot be text")
+                    message = f"{text[begin:end]!r} is a special token of this model, and cannot be text"
+                    raise InvalidRequestError(message)
                 pieces.append(text[at : (begin + end) // 2])
                 at = (begin + end) // 2
         return self._gap.join([*pieces, text[at:]])

@@ -1,4 +1,4 @@
-"""Where any of many strings stands in a text, as `tokenizers` finds its added tokens: the leftmost, of those the longest."""
+"""Where any of many strings stands in a text, found as `tokenizers` finds its added tokens: leftmost, then longest."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids; `special_tokens` adds what the model's own post-processor adds (a BOS, most often).
 
-        Lets other threads run while it works.
+        What is spelled like a special token is one: for what users say there is `PromptEncoder`. Lets other threads run
+        while it works.
         """
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
         return encoded.ids

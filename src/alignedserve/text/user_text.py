@@ -160,12 +160,12 @@ class UserText(str):
         return list(map(self._like, super().splitlines(keepends)))
 
     def partition(self, sep: str, /) -> tuple[Any, Any, Any]:
-        pieces: Any = tuple(self._cut(_plain(self).partition(_plain(sep)), 0))
-        return pieces
+        head, middle, tail = self._cut(_plain(self).partition(_plain(sep)), 0)
+        return head, middle, tail
 
     def rpartition(self, sep: str, /) -> tuple[Any, Any, Any]:
-        pieces: Any = tuple(self._cut(_plain(self).rpartition(_plain(sep)), 0))
-        return pieces
+        head, middle, tail = self._cut(_plain(self).rpartition(_plain(sep)), 0)
+        return head, middle, tail
 
     def replace(self, old: str, new: str, count: Any = -1, /) -> UserText:
         """What the template puts in its place is the template's own text, unless it comes from a user, too."""
