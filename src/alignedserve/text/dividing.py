@@ -13,7 +13,7 @@ from alignedserve.text.spellings import Spellings
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-PIECE = 1 << 15  # characters
+PIECE = 1 << 14  # characters
 MOST_UNBROKEN = 1 << 18  # characters in a row that are tokenised at once where they cannot be divided
 _TRIES = 16  # an overlap may begin elsewhere: in what repeats itself, tokens may be out of step
 
