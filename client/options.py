@@ -63,6 +63,8 @@ class Options(TypedDict, total=False):
     """Answers to the same prompt; 1 to 16."""
     include_timings: bool | None
     """Ask for `timings`: seconds in each stage."""
+    allow_special_tokens: bool | None
+    """What a text prompt spells like a special token is that token; otherwise it is text. Not for conversations."""
 
 
 class Request(Options, total=False):

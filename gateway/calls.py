@@ -117,7 +117,7 @@ class Answer:
     def spec(self, gateway_id: str, address: str, group_size: int, *, with_prompt: bool) -> RequestSpec:
         """What the cluster is told of it: in a later epoch it goes on after the tokens that were delivered."""
         sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
-        now_ns, timeout_s = time.time_ns(), self.call.plan.timeout_s
+        plan, now_ns = self.call.plan, time.time_ns()
         arrival_ns = now_ns - int((time.monotonic() - self.call.arrival_s) * 1e9)  # the clock may have been set since
         group = self.group_id if self.epoch == 0 else f"{self.group_id}/{self.epoch}"
         return RequestSpec(
@@ -130,8 +130,8 @@ class Answer:
             group_id=group if group_size > 1 else f"{group}#{self.index}",
             group_size=group_size,
             arrival_ns=arrival_ns,
-            deadline_ns=arrival_ns + int(timeout_s * 1e9) if timeout_s is not None else 0,
-            wait_objective_s=self.call.plan.wait_objective_s or 0.0,
+            deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
+            wait_objective_s=plan.wait_objective_s or 0.0,
             stopwatch=Stopwatch(since_ns=now_ns),
         )
 

@@ -43,6 +43,7 @@ _OPTIONAL = (
     "timeout_s",
     "wait_objective_s",
 )
+_OFF_WHEN_EMPTY = ("model", "n", "ignore_eos", "include_timings", "allow_special_tokens")
 
 
 class InferenceService:
@@ -150,14 +151,7 @@ class InferenceService:
 def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
     """The request as the JSON body that it corresponds to, so that both are checked by the same rules."""
     body: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
-    if request.model:
-        body["model"] = request.model
-    if request.n:
-        body["n"] = request.n
-    if request.ignore_eos:
-        body["ignore_eos"] = True
-    if request.include_timings:
-        body["include_timings"] = True
+    body |= {name: value for name in _OFF_WHEN_EMPTY if (value := getattr(request, name))}
     if request.stop:
         body["stop"] = list(request.stop)
     if request.stop_token_ids:

@@ -109,7 +109,7 @@ class Ledger:
         self._empty.clear()
         self._count(call).prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
         if plan.timeout_s is not None:
-            call.timer = asyncio.get_running_loop().call_later(plan.timeout_s, self._deadline, call)
+            call.timer = asyncio.get_running_loop().call_later(plan.timeout_s - plan.spent_s, self._deadline, call)
         self._submitter.submit(call.answers)
         return call
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from alignedserve.errors import InvalidRequestError, UnavailableError
+from alignedserve.errors import DeadlineError, InvalidRequestError, UnavailableError
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
 from alignedserve.gateway.requests import ChatRequest, CompletionRequest, ReplyOptions, SamplingOptions
+from alignedserve.gateway.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
 from alignedserve.model import ModelInfo
 from alignedserve.request import SamplingParams
-from alignedserve.text import ChatTemplate, Tokenizer
+from alignedserve.text import ChatTemplate, Prompt, PromptEncoder, Tokenizer
 
 if TYPE_CHECKING:
     from alignedserve.gateway.resume import Delivered
 
 DEFAULT_MAX_TOKENS = 16
 PROBE = "probe-"  # how the ids of probes begin
-_LONG_TEXT = 8192  # characters; a longer text is tokenised in a thread, so that nobody waits for it
+_MESSAGE = 64  # characters; a message costs a template about as much as so many
 _INTEGERS = ("top_k",)
 
 
@@ -39,7 +41,8 @@ class PromptPlan:
 class CallPlan:
     """A client's whole call: `n` answers to each prompt. Answer `p * n + k` is the k-th of prompt p.
 
-    `scored_only`: the client wants no tokens (max_tokens 0); what is generated for it is not delivered.
+    `scored_only`: the client wants no tokens (max_tokens 0); what is generated for it is not delivered. `spent_s` of
+    `timeout_s` are over already.
     """
 
     id: str
@@ -49,6 +52,7 @@ class CallPlan:
     timeout_s: float | None = None
     wait_objective_s: float | None = None
     scored_only: bool = False
+    spent_s: float = 0.0
     probe: bool = False  # this gateway's own (`pulse.py`): no client's, and not counted
     internal_id: str = ""
     resume: tuple[Delivered, ...] = ()  # one an answer, where the call goes on with one whose connection broke
@@ -70,9 +74,12 @@ class ServedModel:
     info: ModelInfo | None = None
     capacity_tokens: int | None = None
     created: int = 0
+    encoder: PromptEncoder | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.created = self.created or int(time.time())
+        if self.tokenizer is not None:
+            self.encoder = PromptEncoder(self.tokenizer, self.template)
 
     def require(self, name: str | None) -> ModelInfo:
         """The model's shape. Raises ModelNotFoundError for another name, UnavailableError before it is known."""
@@ -82,49 +89,105 @@ class ServedModel:
             raise UnavailableError(f"model {self.name!r} is still loading")
         return self.info
 
-    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        assert self.tokenizer is not None
-        if len(text) <= _LONG_TEXT:
-            return self.tokenizer.encode(text, special_tokens=special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, special_tokens=special_tokens)
+    @property
+    def limit(self) -> tuple[int, str]:
+        """The most tokens of prompt and answer together, and whose limit that is."""
+        assert self.info is not None
+        if self.capacity_tokens is not None and self.capacity_tokens < self.info.max_positions:
+            return self.capacity_tokens, f"the {self.capacity_tokens} tokens that this cluster can hold"
+        return self.info.max_positions, f"the model's {self.info.max_positions} positions"
 
 
 async def plan_completion(model: ServedModel, request: CompletionRequest, call_id: str = "") -> CallPlan:
-    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError."""
+    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError, DeadlineError."""
     info = model.require(request.model)
+    began_s = time.monotonic()
     _check_stops(model, request.sampling)
-    scored_only = request.sampling.max_tokens == 0
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    async with _within_limits(model, request, "prompt"):
+        tokenised = iter(await _tokenised(model, texts, allow_special=request.allow_special_tokens))
+        for prompt in request.prompts:
+            if len(prompt) > model.limit[0] and not isinstance(prompt, str):
+                raise TooManyTokens(len(prompt))
     prompts = []
     for prompt in request.prompts:
-        if isinstance(prompt, str):
-            if model.tokenizer is None:
-                raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
-            tokens: Sequence[int] = await model.encode(prompt, special_tokens=True)
-        else:
-            tokens = prompt
+        tokens: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
         _check_tokens(tokens, info, "prompt")
-        limit = _max_tokens(model, info, len(tokens), request.sampling.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+        limit = _max_tokens(model, len(tokens), request.sampling.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
         sampling = resolve_sampling(request.sampling, info, max(limit, 1))
         if request.reply.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
         prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
-    return _call_plan("cmpl", call_id, tuple(prompts), request, scored_only)
+    return _call_plan("cmpl", call_id, tuple(prompts), request, began_s)
 
 
 async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "") -> CallPlan:
-    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError."""
+    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError, DeadlineError."""
     info = model.require(request.model)
-    if model.tokenizer is None:
+    began_s = time.monotonic()
+    if model.encoder is None:
         raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
     _check_stops(model, request.sampling)
-    text = model.template.render(request.messages)
-    tokens = await model.encode(text, special_tokens=False)
+    async with _within_limits(model, request, "messages"):
+        written = await _written(model.encoder, model.template, request.messages, model.limit[0])
+        (tokens,) = await tokenise(model.encoder, [written], model.limit[0], around=False)
     _check_tokens(tokens, info, "messages")
-    limit = _max_tokens(model, info, len(tokens), request.sampling.max_tokens, None, "messages")
-    prompt = PromptPlan(tuple(tokens), resolve_sampling(request.sampling, info, limit), text)
-    return _call_plan("chatcmpl", call_id, (prompt,), request, False)
+    limit = _max_tokens(model, len(tokens), request.sampling.max_tokens, None, "messages")
+    prompt = PromptPlan(tuple(tokens), resolve_sampling(request.sampling, info, limit), written.text)
+    return _call_plan("chatcmpl", call_id, (prompt,), request, began_s)
+
+
+async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+    encoder = model.encoder
+    if not texts:
+        return []
+    if encoder is None:
+        raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
+    most = model.limit[0]
+    prompts = [Prompt(text) for text in texts]
+    if allow_special:
+        for text in texts:
+            check_size(encoder, text, most)
+        prompts = [encoder.special_in(text) for text in texts]
+    return await tokenise(encoder, prompts, most, around=True)
+
+
+async def _written(
+    encoder: PromptEncoder, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], most: int
+) -> Prompt:
+    """The conversation as the template writes it. One that is too long is refused before it is looked at closely."""
+
+    def write_long() -> Prompt:
+        check_size(encoder, template.render(messages), most)
+        return encoder.of_chat(template, messages)
+
+    size = sum(_MESSAGE + len(message["content"]) for message in messages)
+    return await in_turn(write_long) if size > LONG_TEXT else encoder.of_chat(template, messages)
+
+
+@contextlib.asynccontextmanager
+async def _within_limits(
+    model: ServedModel, request: CompletionRequest | ChatRequest, param: str
+) -> AsyncIterator[None]:
+    """Around the tokenising: what it stops for, as the client is told."""
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            yield
+    except TooManyTokens as too_many:
+        holder = model.limit[1]
+        if too_many.characters:
+            has = f"{too_many.characters} characters, more than are looked at for so few tokens"
+        else:
+            has = f"at least {too_many.least} tokens"
+        message = f"the request is longer than {holder}: the prompt has {has}"
+        raise ContextLengthError(message, param=param) from None
+    except InvalidRequestError as error:
+        error.param = error.param or param
+        raise
+    except TimeoutError:
+        raise DeadlineError(f"the request did not end within its {request.timeout_s:g} s") from None
 
 
 def resolve_sampling(options: SamplingOptions, info: ModelInfo, max_tokens: int) -> SamplingParams:
@@ -135,9 +198,9 @@ def resolve_sampling(options: SamplingOptions, info: ModelInfo, max_tokens: int)
             message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
             raise InvalidRequestError(message, param=param)
     values: dict[str, Any] = _generation_defaults(info.generation_defaults)
-    for field in fields(options):
-        if (value := getattr(options, field.name)) is not None:
-            values[field.name] = value
+    for option in fields(options):
+        if (value := getattr(options, option.name)) is not None:
+            values[option.name] = value
     values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for no limit
     values["max_tokens"] = max_tokens
     values["eos_token_ids"] = info.eos_token_ids
@@ -175,13 +238,9 @@ def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
         raise InvalidRequestError(message, param=param)
 
 
-def _max_tokens(
-    model: ServedModel, info: ModelInfo, prompt: int, wanted: int | None, default: int | None, param: str
-) -> int:
+def _max_tokens(model: ServedModel, prompt: int, wanted: int | None, default: int | None, param: str) -> int:
     """Tokens to generate: `wanted` if they fit, else the default (None: all that is left), cut to what is left."""
-    limit, holder = info.max_positions, f"the model's {info.max_positions} positions"
-    if model.capacity_tokens is not None and model.capacity_tokens < limit:
-        limit, holder = model.capacity_tokens, f"the {model.capacity_tokens} tokens that this cluster can hold"
+    limit, holder = model.limit
     left = limit - prompt
     if left < (1 if wanted is None else wanted):
         asked = f" and max_tokens is {wanted}" if wanted is not None else ", which leaves no room for an answer"
@@ -197,7 +256,7 @@ def _call_plan(
     call_id: str,
     prompts: tuple[PromptPlan, ...],
     request: CompletionRequest | ChatRequest,
-    scored_only: bool,
+    began_s: float,
 ) -> CallPlan:
     unique = uuid.uuid4().hex
     return CallPlan(
@@ -206,8 +265,9 @@ def _call_plan(
         reply=request.reply,
         n=request.n,
         timeout_s=request.timeout_s,
+        spent_s=time.monotonic() - began_s,
         wait_objective_s=request.wait_objective_s,
-        scored_only=scored_only,
+        scored_only=request.sampling.max_tokens == 0,
         # A client may choose its id, and two clients the same one: what the cluster sees is unique all the same.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
     )

@@ -104,6 +104,7 @@ CHAT = (
     Refusal("add_generation_prompt", "the answer is always a new turn", (True,)),
     Refusal("continue_final_message", "the answer is always a new turn", (False,)),
     Refusal("add_special_tokens", "the chat template writes all special tokens", (False,)),
+    Refusal("allow_special_tokens", "what a message says is text; /v1/completions takes special tokens", (False,)),
 )
 
 

@@ -58,6 +58,10 @@ COMPLETION_FIELDS = (
     *_COMMON,
     f.integer("max_tokens", "Most tokens to generate; 0 only with echo.", 0, f.TOKEN_LIMIT, default=16),
     f.boolean("echo", "Begin each answer with its prompt."),
+    f.boolean(
+        "allow_special_tokens",
+        "What a text prompt spells like a special token is that token; without it, it is text like any other.",
+    ),
     f.integer("logprobs", "Log-probabilities of each token and of so many most likely ones.", 0, MAX_LOGPROBS),
     f.integer("best_of", "Must equal n.", 1, MAX_SAMPLES),
 )
@@ -116,6 +120,7 @@ class CompletionRequest:
     n: int = 1
     timeout_s: float | None = None
     wait_objective_s: float | None = None
+    allow_special_tokens: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -153,6 +158,7 @@ def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:
         n=values.pop("n", 1),
         timeout_s=values.pop("timeout_s", None),
         wait_objective_s=values.pop("wait_objective_s", None),
+        allow_special_tokens=values.pop("allow_special_tokens", False),
         sampling=SamplingOptions(**values),
         ignored=(*(name for name in body if name not in _COMPLETION_NAMES), *ignored),
     )

@@ -403,7 +403,7 @@ async def test_a_time_limit_ends_a_request(http: httpx.AsyncClient, cluster: Fak
     assert (answer.status_code, answer.json()["error"]["code"]) == (408, "deadline_exceeded")
     assert answer.headers["x-should-retry"] == "false"  # to the openai package
     await cluster.wait_for(lambda: cluster.cancelled)
-    assert cluster.submitted[0].deadline_ns - cluster.submitted[0].arrival_ns == 100_000_000
+    assert 50_000_000 < cluster.submitted[0].deadline_ns - cluster.submitted[0].arrival_ns <= 100_000_000
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -69,7 +69,7 @@ def word_pieces(folder: Path) -> Tokenizer:
 
 
 def ids_of(tokenizer: Tokenizer, *words: str) -> list[int]:
-    found = [tokenizer._backend.token_to_id(word) for word in words]
+    found = [tokenizer.backend.token_to_id(word) for word in words]
     return [token for token in found if token is not None]
 
 

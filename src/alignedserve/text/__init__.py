@@ -6,7 +6,17 @@ transformers; `tokenizers` and `jinja2` are imported when first needed.
 
 from alignedserve.text.chat_template import ChatTemplate
 from alignedserve.text.detokenizer import IncrementalDetokenizer
+from alignedserve.text.encoder import Prompt, PromptEncoder
 from alignedserve.text.stops import StopChecker, StopMatcher, StoppableText
 from alignedserve.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "IncrementalDetokenizer", "StopChecker", "StopMatcher", "StoppableText", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDetokenizer",
+    "Prompt",
+    "PromptEncoder",
+    "StopChecker",
+    "StopMatcher",
+    "StoppableText",
+    "Tokenizer",
+]

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError, InvalidRequestError, ModelError
+from alignedserve.text.user_text import Marks, join_texts, on_plain_text, unmarked
 
 _DEFAULT_NAME = "default"
+_CODECS = ("escape", "e", "forceescape", "urlencode", "striptags")  # filters that encode or decode their text
+_OWN_WORDS = ("role",)  # fields of a message that are not the user's text
 
 
 class ChatTemplate:
@@ -21,6 +24,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "the chat template") -> None:
         self._variables = dict(special_tokens)
+        self._source = source
         self._knows_developer = "developer" in source
         self._template = _compile(source, origin)
 
@@ -39,7 +43,17 @@ class ChatTemplate:
             source, origin = _own_source(Path(folder))
         return None if source is None else cls(source, special_tokens, origin)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_marked(self, messages: Sequence[Mapping[str, Any]], marks: Marks) -> tuple[str, Marks]:
+        """The prompt as `render` gives it, with marks on what the messages say, and the marks that were used."""
+        texts = [text for message in messages for name, text in message.items() if name not in _OWN_WORDS]
+        marks = marks.for_texts((self._source, *texts))
+        turns = [
+            {name: text if name in _OWN_WORDS else marks.mark(text) for name, text in message.items()}
+            for message in messages
+        ]
+        return self.render(turns), marks
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt, up to where the assistant's turn begins.
 
         Each message has "role" and "content" (a string). Raises InvalidRequestError where the template refuses them
@@ -52,13 +66,27 @@ class ChatTemplate:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
-            return str(self._template.render(messages=turns, add_generation_prompt=True, **self._variables))
+            return self._rendered(messages=turns, add_generation_prompt=add_generation_prompt)
         except TemplateError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             # Raised by the template's own expressions: with these messages it cannot go on.
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InvalidRequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
+
+    def written_around_turns(self) -> list[str]:
+        """What it makes of a few plain conversations without the answer's beginning: its markers are in there."""
+        turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user", "tool")]
+        written = []
+        for begin, end in ((0, 4), (1, 4), (1, 5)):
+            try:
+                written.append(self.render(turns[begin:end], add_generation_prompt=False))
+            except InvalidRequestError:  # it knows no system, or no tools
+                continue
+        return written
+
+    def _rendered(self, **variables: Any) -> str:
+        return str.__str__(self._template.render(**variables, **self._variables))
 
 
 def _own_source(folder: Path) -> tuple[str | None, str]:
@@ -82,10 +110,25 @@ def _own_source(folder: Path) -> tuple[str | None, str]:
 
 def _compile(source: str, origin: str) -> Any:
     from jinja2 import TemplateError
+    from jinja2.compiler import CodeGenerator, Frame
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Node
+    from jinja2.nodes import Concat, Node
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """Joins pieces of text so that a user's stays recognisable."""
+
+        concat = staticmethod(join_texts)
+
+    class Code(CodeGenerator):
+        def visit_Concat(self, node: Concat, frame: Frame) -> None:
+            """`a ~ b`, joined by the environment, too."""
+            self.write("environment.concat(map(str, (")
+            for operand in node.nodes:
+                self.visit(operand, frame)
+                self.write(", ")
+            self.write(")))")
 
     class Generation(Extension):
         """`{% generation %}` marks the assistant's tokens for training; here its body is simply rendered."""
@@ -97,7 +140,7 @@ def _compile(source: str, origin: str) -> Any:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def raise_exception(message: str) -> None:
-        raise TemplateError(message)
+        raise TemplateError(unmarked(message))
 
     def strftime_now(pattern: str) -> str:
         return datetime.now().strftime(pattern)
@@ -105,10 +148,11 @@ def _compile(source: str, origin: str) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.code_generator_class = Code
+    environment.filters["tojson"] = on_plain_text(tojson)
+    for name in _CODECS:
+        environment.filters[name] = on_plain_text(environment.filters[name])
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     try:

@@ -25,6 +25,13 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_SPELLED = {byte: character for character, byte in _ALPHABET.items()}
+BYTE_CHARACTERS = _ALPHABET.keys()
+
+
+def spelled_in_bytes(text: str) -> str:
+    """How a byte-level vocabulary spells a text."""
+    return "".join(_SPELLED[byte] for byte in text.encode())
 
 
 @dataclass(frozen=True, slots=True)

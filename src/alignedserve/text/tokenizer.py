@@ -27,7 +27,7 @@ class Tokenizer:
     def __init__(self, backend: Backend, config: dict[str, Any]) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self.special_tokens = _special_tokens(config)
         _add_tokens(backend, config, self.special_tokens)
         _set_post_processor(backend, config, self.special_tokens)
@@ -62,25 +62,26 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids; `special_tokens` adds what the model's own post-processor adds (a BOS, most often).
 
-        Lets other threads run while it works.
+        What is spelled like a special token is one: for what users say there is `PromptEncoder`. Lets other threads run
+        while it works.
         """
-        (encoded,) = self._backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
+        (encoded,) = self.backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
         return encoded.ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of all tokens together, special ones left out."""
-        return self._backend.decode(
+        return self.backend.decode(
             [token for token in tokens if token not in self.special_ids], skip_special_tokens=False
         )
 
     def _piece(self, token: int) -> bytes:
         """The bytes of one token by itself; b"" for an id without a token."""
-        spelling = self._backend.id_to_token(token)
+        spelling = self.backend.id_to_token(token)
         if spelling is None:
             return b""
         if token in self.special_ids or self.piece_rules is None:

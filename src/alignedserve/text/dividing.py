@@ -1,0 +1,173 @@
+"""A long text in pieces, whose tokens are those of the whole: cut where that is exact, else overlapping and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.text.division import Division
+from alignedserve.text.spellings import Spellings
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+PIECE = 1 << 14  # characters
+MOST_UNBROKEN = 1 << 18  # characters in a row that are tokenised at once where they cannot be divided
+_TRIES = 16  # an overlap may begin elsewhere: in what repeats itself, tokens may be out of step
+
+
+@dataclass(frozen=True, slots=True)
+class Divider:
+    """`others` are added tokens, over which no cut may go; `encode` gives a text's encoding, `tokens` its ids."""
+
+    division: Division
+    others: Spellings
+    encode: Callable[[str], Encoding]
+    tokens: Callable[[str], list[int]]
+
+    def pieces(self, text: str) -> Iterator[list[int]]:
+        """Raises InvalidRequestError where a part of the text cannot be divided and is too long as it is."""
+        return _Pieces(self, text).read()
+
+    def cut_before(self, text: str, begin: int) -> int | None:
+        """The end of a piece of about the usual size that may be cut off."""
+        if len(text) - begin <= PIECE + PIECE // 4:
+            return len(text)
+        end = begin + PIECE
+        while (at := self.division.last_cut(text, begin, end)) is not None:
+            if not self.others.spans(text, at):
+                return at
+            end = at - 1
+        return None
+
+    def cut_after(self, text: str, begin: int) -> int:
+        """The first cut after a piece of the usual size."""
+        cut = self.division.cut
+        low, high = begin + PIECE, begin + MOST_UNBROKEN
+        for match in cut.finditer(text, low, high + 1) if cut is not None else ():
+            if not self.others.spans(text, match.start()):
+                return match.start()
+        if high < len(text):
+            raise _indivisible(begin)
+        return len(text)
+
+    def may_overlap(self, text: str, stop: int) -> bool:
+        """Whether a piece that ends here may be joined with one that begins a little before."""
+        if not self.division.joins:
+            return False
+        run = self.division.run
+        return run is None or run.fullmatch(text, stop - 2 * self.division.overlap - _TRIES - 1, stop + 2) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seam:
+    """A token that two overlapping pieces have in common: the next piece begins at `begin`, and goes on after it."""
+
+    kept: int  # tokens of the piece before
+    begin: int
+    token: int
+    end: int  # of the token in the text
+
+
+class _Pieces:
+    """Reads one text, from its beginning to its end."""
+
+    def __init__(self, divider: Divider, text: str) -> None:
+        self._divider = divider
+        self._text = text
+        self._last: tuple[int, int, Encoding] | None = None
+
+    def read(self) -> Iterator[list[int]]:
+        text, begin = self._text, 0
+        seam: _Seam | None = None
+        while begin < len(text):
+            stop, exact = self._stop(begin)
+            if exact and seam is None:
+                yield self._divider.tokens(text[begin:stop])
+                begin = stop
+                continue
+            encoding = self._encoding(begin, stop)
+            first = _after(seam, encoding, begin)
+            if not exact:
+                if (following := self._seam(encoding, begin, stop, first)) is not None:
+                    yield encoding.ids[first : following.kept]
+                    begin, seam = following.begin, following
+                    continue
+                stop = self._divider.cut_after(text, begin)
+                encoding = self._encoding(begin, stop)
+                first = _after(seam, encoding, begin)
+            yield encoding.ids[first:]
+            begin, seam = stop, None
+
+    def _stop(self, begin: int) -> tuple[int, bool]:
+        """Where a piece ends, and whether its tokens end there, too."""
+        text = self._text
+        if (stop := self._divider.cut_before(text, begin)) is not None:
+            return stop, True
+        if self._divider.may_overlap(text, begin + PIECE):
+            return begin + PIECE, False
+        return self._divider.cut_after(text, begin), True
+
+    def _encoding(self, begin: int, stop: int) -> Encoding:
+        if self._last is None or self._last[:2] != (begin, stop):
+            self._last = (begin, stop, self._divider.encode(self._text[begin:stop]))
+        return self._last[2]
+
+    def _seam(self, encoding: Encoding, begin: int, stop: int, first: int) -> _Seam | None:
+        """A seam to the next piece: that begins after one of the tokens, so that both are in step from the start."""
+        overlap = self._divider.division.overlap
+        ends = _ends(encoding, begin, max(first, 1), stop - 2 * overlap)
+        starts = [end for end in ends if end <= stop - overlap]
+        for shift in range(_TRIES if starts else 0):
+            at = max(starts) - shift
+            following = self._encoding(at, self._stop(at)[0])
+            for index, token in enumerate(following.ids):
+                end = _end_of(following, index)
+                if end is None:
+                    continue
+                if at + end > stop:
+                    break
+                mine = ends.get(at + end)
+                if mine is not None and encoding.ids[mine] == token:
+                    return _Seam(mine + 1, at, token, at + end)
+        return None
+
+
+def _after(seam: _Seam | None, encoding: Encoding, begin: int) -> int:
+    """The first token after the seam."""
+    if seam is None:
+        return 0
+    for index, token in enumerate(encoding.ids):
+        end = _end_of(encoding, index)
+        if end is not None and (token, begin + end) == (seam.token, seam.end):
+            return index + 1
+        if end is not None and begin + end > seam.end:
+            break
+    raise _indivisible(begin)
+
+
+def _ends(encoding: Encoding, begin: int, first: int, low: int) -> dict[int, int]:
+    """Where the last tokens end in the text, and which they are."""
+    ends: dict[int, int] = {}
+    for index in range(len(encoding.ids) - 1, first - 1, -1):
+        if (end := _end_of(encoding, index)) is not None:
+            if begin + end < low:
+                break
+            ends[begin + end] = index
+    return ends
+
+
+def _end_of(encoding: Encoding, index: int) -> int | None:
+    """Where in its text a token ends; None where the next one has a part of the same character."""
+    span = encoding.token_to_chars(index)
+    after = encoding.token_to_chars(index + 1) if index + 1 < len(encoding) else None
+    return None if span is None or (after is not None and after[0] < span[1]) else int(span[1])
+
+
+def _indivisible(at: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the text has a part, from about its character {at} on, that cannot be tokenised in pieces: no word ends "
+        f"within {MOST_UNBROKEN} characters"
+    )

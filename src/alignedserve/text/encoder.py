@@ -1,0 +1,241 @@
+"""Prompts to tokens: special tokens only where the caller wants them, and long texts in pieces."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.text.dividing import Divider
+from alignedserve.text.division import division_of
+from alignedserve.text.pieces import spelled_in_bytes
+from alignedserve.text.spellings import Spellings
+from alignedserve.text.user_text import Marks
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Encoding
+    from tokenizers import Tokenizer as Backend
+
+    from alignedserve.text.chat_template import ChatTemplate
+    from alignedserve.text.tokenizer import Tokenizer
+
+_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
+_BRACKETS = {"<": ">", "[": "]", "{": "}", "(": ")", "«": "»", "◁": "▷", "⟨": "⟩"}
+_NO_CHARACTER = "\U0010ffff"
+_TRIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text, and where in it special tokens stand (begin and end of each). What else is spelled like one is text."""
+
+    text: str
+    specials: tuple[tuple[int, int], ...] = ()
+
+
+class PromptEncoder:
+    """Tokenises the prompts of one model.
+
+    Its backend shares the model with the tokenizer's, and knows each special token by an unguessable name only, its
+    alias. So what a text spells is never one: an alias has to be written in its place.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
+
+        source = tokenizer.backend
+        added = source.get_added_tokens_decoder()
+        special = _special_texts(tokenizer, added, template)
+        plain = [token for token in added.values() if token.content not in special]
+        markers = [token for token in added.values() if token.content in special]
+        self._specials = Spellings(special)
+        self.marks = Marks(special)
+
+        self._backend = Backend(source.model)
+        if source.normalizer is not None:
+            self._backend.normalizer = source.normalizer
+        if source.pre_tokenizer is not None:
+            self._backend.pre_tokenizer = source.pre_tokenizer
+        vocab = source.get_vocab(with_added_tokens=False)
+        self._first_added_id = max(vocab.values(), default=-1) + 1
+        holes = [AddedToken(_alias(), normalized=False) for _ in range(self._first_added_id - len(vocab))]
+        self._aliases = {text: _alias() for text in special}
+        self._gap = _alias()  # stands for nothing, and keeps apart what is beside it
+        flags = {token.content: {"lstrip": token.lstrip, "rstrip": token.rstrip} for token in markers}
+        known = [AddedToken(alias, normalized=False, **flags[text]) for text, alias in self._aliases.items()]
+        self._backend.add_tokens([*holes, *plain, *known, AddedToken(self._gap, normalized=False)])
+        names = {**{token.content: token.content for token in plain}, **self._aliases}
+        self._ids = {_id_in(self._backend, alias): _id_in(source, text) for text, alias in names.items()}
+        self._gap_id = _id_in(self._backend, self._gap)
+
+        self._forbidden = _producible(source, vocab, special)
+        self._before, self._after = _around(source)
+        division = division_of(source, vocab, plain, markers)
+        if self._forbidden:  # then tokens are not the model's alone
+            division = replace(division, joins=False)
+        self._division = division
+        others = Spellings(token.content for token in plain)
+        self._divider = Divider(division, others, self._encoding, self._tokens)
+
+    # ---- what is special
+
+    def special_in(self, text: str) -> Prompt:
+        """A text in which everything that is spelled like a special token is one."""
+        return Prompt(text, tuple(self._specials.find(text)))
+
+    def of_chat(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """A conversation, in which special tokens are the template's and nobody else's. Raises InvalidRequestError."""
+        marked, marks = template.render_marked(messages, self.marks)
+        return Prompt(marks.unmark(marked), tuple(self._specials.find(marked)))
+
+    # ---- tokens
+
+    def encode(self, prompt: Prompt, *, around: bool = True) -> list[int]:
+        """Token ids; `around` adds what the tokenizer's post-processor adds (a BOS, most often).
+
+        Lets other threads run while it works.
+        """
+        ids = self._translated(self._tokens(self._spelled(prompt)))
+        return [*self._before, *ids, *self._after] if around else ids
+
+    def least_tokens(self, text: str) -> int:
+        """No fewer than so many tokens come of it; 0 where nothing is proven of this tokenizer."""
+        return self._division.least_tokens(text)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether `pieces` gives more than one."""
+        return self._division.possible
+
+    def pieces(self, prompt: Prompt, *, around: bool = True) -> Iterator[list[int]]:
+        """The same tokens, a piece of the text at a time; each takes about as long, however long the text is. None is
+        empty.
+
+        Raises InvalidRequestError where the text has a part that is too long to be tokenised at once.
+        """
+        text = self._spelled(prompt)
+        pieces = self._divider.pieces(text) if self._division.possible else iter([self._tokens(text)])
+        before, after = (self._before, self._after) if around else ((), ())
+        if before:
+            yield list(before)
+        yield from filter(None, map(self._translated, pieces))
+        if after:
+            yield list(after)
+
+    def _spelled(self, prompt: Prompt) -> str:
+        """The text with aliases where special tokens stand."""
+        pieces, at = [], 0
+        for begin, end in prompt.specials:
+            pieces += [prompt.text[at:begin], self._aliases[prompt.text[begin:end]]]
+            at = end
+        return "".join([*pieces, prompt.text[at:]])
+
+    def _encoding(self, text: str) -> Encoding:
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)  # `encode` keeps the GIL
+        return encoding
+
+    def _tokens(self, text: str) -> list[int]:
+        """Of the backend's ids; where the model itself makes a special token of a text, that is taken apart."""
+        encoding = self._encoding(text)
+        ids: list[int] = encoding.ids
+        if not self._forbidden or self._forbidden.isdisjoint(ids):
+            return ids
+        for _ in range(_TRIES):
+            text = self._taken_apart(text, encoding)
+            encoding = self._encoding(text)
+            if self._forbidden.isdisjoint(encoding.ids):
+                return [token for token in encoding.ids if token != self._gap_id]
+        raise InvalidRequestError("the text cannot be tokenised without a special token")
+
+    def _taken_apart(self, text: str, encoding: Encoding) -> str:
+        pieces, at = [], 0
+        for index, token in enumerate(encoding.ids):
+            if token in self._forbidden:
+                begin, end = encoding.token_to_chars(index) or (0, 0)
+                if end - begin < 2:
+                    message = f"{text[begin:end]!r} is a special token of this model, and cannot be text"
+                    raise InvalidRequestError(message)
+                pieces.append(text[at : (begin + end) // 2])
+                at = (begin + end) // 2
+        return self._gap.join([*pieces, text[at:]])
+
+    def _translated(self, ids: list[int]) -> list[int]:
+        """The tokenizer's own ids."""
+        if not ids or max(ids) < self._first_added_id:
+            return ids
+        return [self._ids.get(token, token) for token in ids]
+
+
+def _special_texts(
+    tokenizer: Tokenizer, added: Mapping[int, AddedToken], template: ChatTemplate | None
+) -> frozenset[str]:
+    """What the tokenizer calls special, and what the template writes around the turns of a plain conversation.
+
+    Other added tokens (`<think>`) are found in any text: their tokenizer calls them text. So is a single character that
+    is called special ("!" as a padding token), since there is no other way to say it.
+    """
+    texts = {token.content for number, token in added.items() if number in tokenizer.special_ids}
+    if template is not None:
+        written = template.written_around_turns()
+        for token in added.values():
+            text = token.content
+            if len(text) > 2 and _BRACKETS.get(text[0]) == text[-1] and any(text in part for part in written):
+                texts.add(text)
+    return frozenset(text for text in texts if len(text) > 1)
+
+
+def _alias() -> str:
+    """A name that nobody can guess, and in which no word ends."""
+    return f"\x02{secrets.token_hex(16).translate(_LETTERS)}\x03"
+
+
+def _id_in(backend: Backend, text: str) -> int:
+    token: int | None = backend.token_to_id(text)
+    assert token is not None
+    return token
+
+
+def _producible(backend: Backend, vocab: Mapping[str, int], special: frozenset[str]) -> frozenset[int]:
+    """Special tokens that the model may make of a text by itself. BPE makes only what its merges lead to, whatever is
+    around it.
+    """
+    model = backend.model
+    unknown = _unknown(model)
+    found = set()
+    for text in special:
+        token = vocab.get(text)
+        if token is None or token == unknown or text == unknown:
+            continue
+        spelled = [model.tokenize(form) for form in (text, spelled_in_bytes(text))] if _is_bpe(model) else None
+        if spelled is None or any(len(made) == 1 and made[0].id == token for made in spelled):
+            found.add(token)
+    return frozenset(found)
+
+
+def _unknown(model: Any) -> str | int | None:
+    """What stands for text that the model has no token for: no text spells it."""
+    if hasattr(model, "unk_token"):
+        name: str | None = model.unk_token
+        return name
+    try:
+        return next((int(token.id) for token in model.tokenize(_NO_CHARACTER)), None)
+    except Exception:  # tokenizers raises bare Exception: it has no such token
+        return None
+
+
+def _is_bpe(model: Any) -> bool:
+    return type(model).__name__ == "BPE"
+
+
+def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the post-processor puts before and after a text's tokens."""
+    for text in ("a", "0", "."):
+        inner = backend.encode(text, add_special_tokens=False).ids
+        whole = backend.encode(text).ids
+        for begin in range(len(whole) - len(inner) + 1) if inner else ():
+            if whole[begin : begin + len(inner)] == inner:
+                return tuple(whole[:begin]), tuple(whole[begin + len(inner) :])
+    return tuple(backend.encode("").ids), ()
