@@ -1,6 +1,7 @@
-"""Pairs of processes are struck together, or one soon after the other: streams go on exactly, and it serves again.
+"""Pairs of processes are struck together, or one soon after the other, and clients misbehave: streams go on exactly, and
+it serves again.
 
-`make chaos` runs every pair; `ALIGNEDSERVE_CHAOS_SEED` has it draw other signals, orders and delays.
+`make chaos` runs every pair, and between them clients that leave or are slow, in 60 rounds; `ALIGNEDSERVE_CHAOS_SEED` has it draw other signals, orders and delays.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import sys
 import pytest
 
 from alignedserve.cluster.serve_process import ServeProcess
-from alignedserve.testing.blows import Blow, Ring, Seen, pair, pairs
+from alignedserve.testing.blows import Blow, Ring, Seen, leaving, pair, pairs, slow
 from alignedserve.testing.reference import random_prompts
 
 SEED = int(os.environ.get("ALIGNEDSERVE_CHAOS_SEED", "1"))
+ROUNDS = 60
 LENGTHS = [20, 90, 8, 200, 40, 1]
 FOUND = [  # each of these did not recover, or not in time
     pair("supervisor", "node_agent", ("stop", "stop"), 0.5),
@@ -37,8 +39,13 @@ async def take_all(server: ServeProcess, blows: list[Blow]) -> list[Seen]:
         return seen
 
 
-def run(blows: list[Blow]) -> list[Seen]:
+def run(blows: list[Blow], clients: int = 0) -> list[Seen]:
+    """`clients`: so many blows by clients more, among the others."""
+    draw = random.Random(SEED)
     with ServeProcess("--model", "tiny", "--dtype", "float32") as server:
+        for number in range(clients):
+            blow = (leaving, slow)[number % 2](server.port, draw)
+            blows.insert(draw.randrange(len(blows) + 1), blow)
         seen = asyncio.run(take_all(server, blows))
         server.check_integrity()
     return seen
@@ -55,7 +62,9 @@ def test_pairs_that_once_did_not_recover() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_every_pair_is_struck() -> None:
+def test_every_pair_is_struck_and_clients_misbehave() -> None:
     print(f"seed {SEED}", file=sys.stderr)
-    seen = run(pairs(random.Random(SEED)))
+    blows = pairs(random.Random(SEED))
+    seen = run(blows, clients=ROUNDS - len(blows))
+    assert len(seen) == ROUNDS
     assert {one.blow.name: one.bad() for one in seen if one.bad()} == {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
+from alignedserve.testing.callers import LEAVE, head_of
 from alignedserve.testing.chaos import Chaos, Stream
 
 ROLES = ("gateway", "supervisor", "node_agent", "kv_pool", "scheduler", "prefill", "decode")
@@ -75,6 +77,47 @@ def pairs(draw: random.Random, among: Iterable[str] = (*ROLES, *RAYS)) -> list[B
         blows.append(pair(first, second, how, draw.choice([0.0, draw.uniform(0.0, 5.0)])))
     draw.shuffle(blows)
     return blows
+
+
+def leaving(port: int, draw: random.Random, clients: int = 40) -> Blow:
+    """Clients with long prompts that leave after half a second, before they are told anything, each in its own way."""
+    ways = [draw.choice(list(LEAVE.values())) for _ in range(clients)]
+    prompt = [draw.randrange(10, 400) for _ in range(4000)]
+
+    async def leave(way: Callable[[asyncio.StreamWriter], object], stream: bool) -> None:
+        body = json.dumps({"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "stream": stream}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head_of(len(body)))
+        await writer.drain()
+        await asyncio.sleep(0.01)  # two pieces, as most libraries send them
+        writer.write(body)
+        await asyncio.sleep(0.5)
+        way(writer)
+        await asyncio.sleep(0.5)
+        writer.close()
+
+    async def strike(pids: Pids) -> None:
+        await asyncio.gather(*(leave(way, bool(n % 2)) for n, way in enumerate(ways)), return_exceptions=True)
+
+    return Blow(f"{clients} clients with long prompts leave after 0.5 s", (), strike)
+
+
+def slow(port: int, draw: random.Random, clients: int = 400) -> Blow:
+    """Clients that send half of their headers, or one byte of their body, and then nothing."""
+    beginnings = [draw.choice((b"POST /v1/completions HTTP/1.1\r\n", head_of(5000) + b"{")) for _ in range(clients)]
+
+    async def dawdle(beginning: bytes) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(beginning)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(30.0):
+                await reader.read(65536)
+        writer.close()
+
+    async def strike(pids: Pids) -> None:
+        await asyncio.gather(*map(dawdle, beginnings), return_exceptions=True)
+
+    return Blow(f"{clients} clients stop within headers or body", (), strike)
 
 
 @dataclass(slots=True)
