@@ -1,7 +1,7 @@
-"""Pairs of processes are struck together, or one soon after the other, and clients misbehave: streams go on exactly, and
-it serves again.
+"""Pairs of processes are struck together, or one soon after the other, and clients misbehave: streams go on exactly.
 
-`make chaos` runs every pair, and between them clients that leave or are slow, in 60 rounds; `ALIGNEDSERVE_CHAOS_SEED` has it draw other signals, orders and delays.
+`make chaos` runs every pair, and between them clients that leave or are slow, in 60 rounds. `ALIGNEDSERVE_CHAOS_SEED`
+has it draw other signals, orders and delays.
 """
 
 from __future__ import annotations
