@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -62,8 +62,16 @@ def calm(server: ServeProcess) -> list[Answers]:
     return asyncio.run(run())
 
 
-async def streams_through(server: ServeProcess, calm: list[Answers], blow: Callable[[], Awaitable[None]]) -> None:
-    """Streams whose tokens are those of undisturbed ones, although `blow` falls in their middle; then all is free."""
+async def streams_through(
+    server: ServeProcess,
+    calm: list[Answers],
+    blow: Callable[[], Awaitable[None]],
+    others: Sequence[asyncio.Future[httpx.Response]] = (),
+) -> list[httpx.Response | BaseException]:
+    """Streams whose tokens are those of undisturbed ones, although `blow` falls in their middle; then all is free.
+
+    How `others`, requests that are open meanwhile, ended.
+    """
     async with AsyncClient(server.grpc_address, timeout_s=90.0) as client:
         begun = [asyncio.Event() for _ in STREAMS]
         reading = [
@@ -73,8 +81,10 @@ async def streams_through(server: ServeProcess, calm: list[Answers], blow: Calla
         await blow()
         assert not all(task.done() for task in reading), "all had ended before"
         answers = await asyncio.gather(*reading)
+    ends = await asyncio.gather(*others, return_exceptions=True)
     assert answers == calm
     await wait_free(server)
+    return ends
 
 
 async def wait_free(server: ServeProcess, timeout_s: float = 10.0) -> None:
@@ -145,16 +155,16 @@ async def test_a_gateway_replica_dies(server: ServeProcess, calm: list[Answers])
     old = gateway_pids(server)
     assert len(old) == 2
 
-    async def blow() -> None:
-        killed_s = time.monotonic()
-        kill(old[:1])
-        await wait_back(server, killed_s)
-
     async with httpx.AsyncClient(base_url=server.url, timeout=90.0) as http:
         body = {"prompt": "a", "max_tokens": 600, "ignore_eos": True}
         whole = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for _ in range(8)]
-        await streams_through(server, calm, blow)
-        ends = await asyncio.gather(*whole, return_exceptions=True)
+
+        async def blow() -> None:
+            killed_s = time.monotonic()
+            kill(old[:1])
+            await wait_back(server, killed_s)
+
+        ends = await streams_through(server, calm, blow, whole)
     # HAProxy closes without a word where it has used its connection to the gateway before: clients are to ask again.
     answered = [end for end in ends if not isinstance(end, httpx.RemoteProtocolError)]
     assert [end for end in answered if isinstance(end, BaseException)] == []
