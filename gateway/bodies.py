@@ -7,11 +7,12 @@ import time
 
 from alignedserve.errors import OverloadedError, RequestError, TooLargeError
 from alignedserve.gateway.asgi import ClientGoneError, Message, Receive, Scope
+from alignedserve.gateway.pacing import LARGE_BYTES, Pace
 
 NO_PROGRESS_S = 5.0
 AVERAGE_AFTER_S = 10.0
 LEAST_BYTES_S = 1024.0  # on average, once AVERAGE_AFTER_S have passed
-SMALL_BYTES = 64 << 10  # a body of that size finds room however much others hold
+SMALL_BYTES = LARGE_BYTES  # a body of that size finds room however much others hold, and is read at once
 MOST_PARTIAL_BYTES = 256 << 20
 
 
@@ -28,6 +29,7 @@ class BodyReader:
     def __init__(self, limit_bytes: int, most_partial_bytes: int = MOST_PARTIAL_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._most_partial_bytes = most_partial_bytes
+        self._pace = Pace()
         self.partial_bytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
@@ -53,6 +55,8 @@ class BodyReader:
                     return b"".join(chunks)
                 if size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
                     raise OverloadedError("this gateway holds too much of unfinished request bodies; try again later")
+                if size > SMALL_BYTES:  # the client waits: what is not read yet fills the buffers between it and us
+                    await self._pace.take(len(chunk))
         finally:
             self.partial_bytes -= size
 

@@ -17,6 +17,7 @@ from alignedserve.gateway.calls import Answer, Call, caller
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.intake import Intake
 from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.pacing import LARGE_BYTES, Pace
 from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
 from alignedserve.gateway.replies import LEAST_LOGPROB, Parts, timings
 from alignedserve.gateway.requests import parse_chat, parse_completion
@@ -62,6 +63,7 @@ class InferenceService:
         self._intake = intake
         self._max_body_bytes = max_body_bytes
         self._model = model
+        self._pace = Pace()
 
     async def generate(self, request: inf.GenerateRequest) -> inf.GenerateResponse:
         call = await self._open(request)
@@ -126,6 +128,8 @@ class InferenceService:
     async def _plan(self, request: inf.GenerateRequest) -> CallPlan:
         if request.ByteSize() > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
+        if request.ByteSize() > LARGE_BYTES:
+            await self._pace.take(request.ByteSize())
         if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
             message = "request_id must be 1 to 128 letters, digits, or one of . _ : / -"
             raise InvalidRequestError(message, param="request_id")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from alignedserve.errors import AlignedServeError, OverloadedError
-from alignedserve.gateway import bodies
+from alignedserve.gateway import bodies, pacing
 from alignedserve.gateway.asgi import ClientGoneError
 from alignedserve.gateway.bodies import BodyReader, SlowBodyError, TooLargeError
 
@@ -92,3 +92,19 @@ async def test_what_is_given_up_for_another_reason_holds_nothing(
 
 async def _gone() -> dict[str, Any]:
     return {"type": "http.disconnect"}
+
+
+async def test_large_bodies_share_a_pace_and_small_ones_wait_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing.Pace.__init__, "__defaults__", (4 << 20, 1 << 20))
+    loop = asyncio.get_running_loop()
+    reader = BodyReader(4 << 20)
+    begun_s = loop.time()
+    assert len(await reader.read(SCOPE, Sender(*[(0.0, b"x" * 65536)] * 16))) == 1 << 20
+    assert loop.time() - begun_s < 0.2, "one after a while in which there were none"
+    large = [asyncio.ensure_future(reader.read(SCOPE, Sender(*[(0.0, b"x" * 65536)] * 16))) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    asked_s = loop.time()
+    assert await reader.read(SCOPE, Sender((0.0, b"y" * 1000))) == b"y" * 1000
+    assert loop.time() - asked_s < 0.1
+    assert [len(body) for body in await asyncio.gather(*large)] == [1 << 20] * 3
+    assert 0.5 <= loop.time() - begun_s < 3.0

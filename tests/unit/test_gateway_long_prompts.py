@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import DeadlineError, InvalidRequestError
-from alignedserve.gateway import tokenising
+from alignedserve.gateway import pacing, tokenising
 from alignedserve.gateway.failures import ContextLengthError, UnsupportedFeatureError
-from alignedserve.gateway.grpc_service import body_of
+from alignedserve.gateway.grpc_service import InferenceService, body_of
 from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
 from alignedserve.gateway.requests import parse_chat, parse_completion
 from alignedserve.model import resolve_model
@@ -236,3 +236,20 @@ def test_the_same_over_grpc() -> None:
     request.allow_special_tokens = True
     with pytest.raises(UnsupportedFeatureError):
         parse_chat(body_of(request))
+
+
+async def test_large_requests_over_grpc_share_a_pace_too(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nobody(call_id: str, caller: Any) -> bool:
+        return False
+
+    monkeypatch.setattr(pacing.Pace.__init__, "__defaults__", (1 << 20, 1 << 16))
+    service = InferenceService(front.ledger, front.intake, front.model, 4 << 20, nobody)
+    began_s = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(ContextLengthError):
+            await service.generate(inf.GenerateRequest(prompt="x" * (200 << 10)))
+    assert 0.4 < time.monotonic() - began_s < 5
+    began_s = time.monotonic()
+    with pytest.raises(ContextLengthError):
+        await service.generate(inf.GenerateRequest(prompt="x" * 50_000))
+    assert time.monotonic() - began_s < 0.2
