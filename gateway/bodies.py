@@ -56,7 +56,7 @@ class BodyReader:
                 if size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
                     raise OverloadedError("this gateway holds too much of unfinished request bodies; try again later")
                 if size > SMALL_BYTES:  # the client waits: what is not read yet fills the buffers between it and us
-                    await self._pace.take(len(chunk))
+                    begun_s += await self._pace.take(len(chunk))
         finally:
             self.partial_bytes -= size
 

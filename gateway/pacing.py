@@ -1,4 +1,4 @@
-"""Large requests share what they may cost: whoever sends many waits, everybody else is served as if there were none."""
+"""Large requests share what they may cost: clients that send many wait, and others are served as if there were none."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Pace:
         self._burst_s = burst_bytes / bytes_s
         self._paid_until_s = 0.0
 
-    async def take(self, size: int) -> None:
-        """Returns when so many bytes more may be taken: at once, after a while in which few were."""
+    async def take(self, size: int) -> float:
+        """Returns when so many bytes more may be taken: at once, after a while in which few were. The seconds waited."""
         now_s = time.monotonic()
         self._paid_until_s = max(self._paid_until_s, now_s - self._burst_s) + size / self._bytes_s
         if self._paid_until_s > now_s + _GRAIN_S:
             await asyncio.sleep(self._paid_until_s - now_s)
+        return time.monotonic() - now_s
