@@ -22,7 +22,7 @@ class Pace:
         self._paid_until_s = 0.0
 
     async def take(self, size: int) -> float:
-        """Returns when so many bytes more may be taken: at once, after a while in which few were. The seconds waited."""
+        """Seconds waited until so many bytes more may be taken: none, after a while in which few were."""
         now_s = time.monotonic()
         self._paid_until_s = max(self._paid_until_s, now_s - self._burst_s) + size / self._bytes_s
         if self._paid_until_s > now_s + _GRAIN_S:
