@@ -86,7 +86,12 @@ def _main() -> None:
 
 def _run(deployment: Deployment, folder: Path) -> Observed:
     files = {name: str(folder / file) for name, file in HAPROXY_FILES.items()}
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "ALIGNEDSERVE_RUNTIME_DIR": str(folder / "run")}
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "ALIGNEDSERVE_RUNTIME_DIR": str(folder / "run"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("alignedserve-haproxy")),  # not the image's
+    }
     os.environ.update(deployment.environment | files | own)
     resources = {name: amount for name, amount in deployment.resources.items() if name != "CPU"}
     # As KubeRay starts it: `ray start` in the foreground is the container's process, and its parameters are flags.
