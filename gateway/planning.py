@@ -105,10 +105,10 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     _check_stops(model, request.sampling)
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     async with _within_limits(model, request, "prompt"):
-        tokenised = iter(await _tokenised(model, texts, allow_special=request.allow_special_tokens))
         for prompt in request.prompts:
             if len(prompt) > model.limit[0] and not isinstance(prompt, str):
                 raise TooManyTokens(len(prompt))
+        tokenised = iter(await _tokenised(model, texts, allow_special=request.allow_special_tokens))
     prompts = []
     for prompt in request.prompts:
         tokens: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
@@ -163,7 +163,7 @@ async def _written(
         check_size(encoder, template.render(messages), most)
         return encoder.of_chat(template, messages)
 
-    size = sum(_MESSAGE + len(message["content"]) for message in messages)
+    size = sum(_MESSAGE + sum(map(len, message.values())) for message in messages)
     return await in_turn(write_long) if size > LONG_TEXT else encoder.of_chat(template, messages)
 
 
@@ -178,7 +178,7 @@ async def _within_limits(
     except TooManyTokens as too_many:
         holder = model.limit[1]
         if too_many.characters:
-            has = f"{too_many.characters} characters, more than are looked at for so few tokens"
+            has = f"{too_many.characters} characters, more than are tokenised for such a limit"
         else:
             has = f"at least {too_many.least} tokens"
         message = f"the request is longer than {holder}: the prompt has {has}"

@@ -96,7 +96,7 @@ async def test_one_of_several_prompts_refuses_all_before_any_is_tokenised(monkey
     with pytest.raises(ContextLengthError):
         await complete(model, ["short", [1, 2, 3], "x" * 100_000])
     with pytest.raises(ContextLengthError, match="at least 600 tokens"):
-        await complete(model, [[1] * 600])
+        await complete(model, ["some words " * 40, [1] * 600])
     assert not counted.sizes
 
 
@@ -188,7 +188,7 @@ async def test_what_cannot_be_divided_is_refused_by_its_characters(monkeypatch: 
     assert model.encoder is not None
     monkeypatch.setattr(type(model.encoder), "divisible", property(lambda self: False))
     counted = Counted(monkeypatch, model)
-    with pytest.raises(ContextLengthError, match="has 44000 characters, more than are looked at"):
+    with pytest.raises(ContextLengthError, match="has 44000 characters, more than are tokenised"):
         await complete(model, WORDS)
     assert not counted.sizes
 

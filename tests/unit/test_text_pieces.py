@@ -9,7 +9,7 @@ from itertools import chain, islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import InvalidRequestError
@@ -195,3 +195,13 @@ def test_spellings_are_found_across_windows(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(Spellings(["<x>", "<x>ab"]).find(text)) == [
         (n * 5 + 2, n * 5 + (7 if n < 19 else 5)) for n in range(20)
     ]
+
+
+def test_a_vocabulary_with_holes_keeps_its_ids() -> None:
+    """New tokens get the ids after the number of those that there are, which may be taken."""
+    words = {"<unk>": 0, "a": 1, "b": 2, "c": 9, " ": 10}
+    backend = Backend(models.BPE(words, [], unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    made = PromptEncoder(Tokenizer(backend, {}))
+    assert made.encode(made.special_in("abc</s> c")) == [1, 2, 9, backend.token_to_id("</s>"), 10, 9]
+    assert made.encode(Prompt("c</s>")) == [9, *[0] * 4]
