@@ -145,10 +145,11 @@ def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_le
 
 
 def processes(name: str) -> list[int]:
+    """By the program's name as `ps` shows it; the kernel's is that of a memory file where HAProxy runs from one."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and (entry / "comm").read_text().strip() == name:
+            if entry.name.isdigit() and Path((entry / "cmdline").read_text().split("\0")[0]).name == name:
                 found.append(int(entry.name))
     return found
 
