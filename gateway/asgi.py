@@ -23,6 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
+_TOO_SLOW = 408
 _MAX_NAME = 64
 _MAX_NAMES = 2048  # characters of the header; proxies refuse answers whose headers are long
 
@@ -82,8 +83,9 @@ def report(error: BaseException) -> AlignedServeError:
 
 
 def closing_where_unread(app: App) -> App:
-    """`app`, whose connection is closed where it answers before the body has come: the rest would be read for nothing,
-    for as long as the client likes."""
+    """`app`, whose connection is closed where it has given up a body that came too slowly: the rest would be read for
+    nothing, for as long as the client likes. After other refusals it is read, so that the client reads the answer.
+    """
 
     async def closing(scope: Scope, receive: Receive, send: Send) -> None:
         names = {name for name, _ in scope.get("headers", ())}
@@ -99,7 +101,7 @@ def closing_where_unread(app: App) -> App:
             return message
 
         async def sending(message: Message) -> None:
-            if unread and message["type"] == "http.response.start":
+            if unread and message["type"] == "http.response.start" and message["status"] == _TOO_SLOW:
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 

@@ -85,7 +85,7 @@ async def watched() -> AsyncIterator[Watched]:
             GatewayProcess(cluster, "gateway-0") as first,
             GatewayProcess(cluster, "gateway-1") as second,
             HaProxyFront([first.url], [first.grpc_address]) as front,
-            Callers(front.url, front.grpc_address, second.url, second.grpc_address) as callers,
+            Callers(front.url, front.grpc_address, second.url, second.grpc_address, h2c=True) as callers,
         ):
             channels = [open_channel(cluster.address(role), cluster.token) for role in ("scheduler-0", "decode-0")]
             yield Watched(cluster, callers, *channels)

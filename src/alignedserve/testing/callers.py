@@ -43,10 +43,12 @@ class Callers:
     """`ways` are coroutine functions `(prompt_token_ids, max_tokens, leave)`: each sends a request, gives it up once
     `leave` is set, and returns how it ended: "left", "ended" or an error's code. All generate past end tokens.
 
-    Requests go to the first gateway, cancels by id to the second.
+    Requests go to the first gateway, cancels by id to the second. `h2c`: HAProxy is in front, which speaks HTTP/2.
     """
 
-    def __init__(self, url: str, grpc_address: str, other_url: str, other_grpc_address: str) -> None:
+    def __init__(
+        self, url: str, grpc_address: str, other_url: str, other_grpc_address: str, *, h2c: bool = False
+    ) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._address = url.removeprefix("http://")
         self._http = httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits)
@@ -56,7 +58,7 @@ class Callers:
         self.ways: tuple[Callable[[list[int], int, asyncio.Event], Awaitable[str]], ...] = (
             self.drop_http,
             self.drop_http_stream,
-            self.drop_h2c,
+            *((self.drop_h2c,) if h2c else ()),
             *(partial(self.leave_socket, how) for how in LEAVE),
             self.drop_grpc,
             self.cancel_grpc,
