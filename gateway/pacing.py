@@ -6,14 +6,14 @@ import asyncio
 import time
 
 LARGE_BYTES = 64 << 10  # of a request, what is beyond
-BYTES_S = 16 << 20
+BYTES_S = 8 << 20
 BURST_BYTES = 8 << 20
 _GRAIN_S = 0.05  # less is not waited for: waking up has its price, too
 
 
 class Pace:
-    """So many bytes of large requests are taken in a second. Reading 4 MiB of JSON takes about 10 ms of the event
-    loop, so this is a twentieth of its time; nobody's prompts come at such a rate.
+    """So many bytes of large requests are taken in a second. Reading 4 MiB of JSON takes 10 to 30 ms of the event loop,
+    so this is a twentieth of its time; two million tokens of text a second are more than anybody's prompts.
     """
 
     def __init__(self, bytes_s: float = BYTES_S, burst_bytes: float = BURST_BYTES) -> None:
