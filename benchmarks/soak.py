@@ -2,8 +2,11 @@
 
 python benchmarks/soak.py --minutes 20 --load 0.7 --json soak.json      (`make soak`)
 
-Beside the load, one client a second goes away in the middle of its answer, and one sends nonsense. Exit status 1 where
-a process grew by more than 2 % or ended, or a request failed.
+Beside the load, one client a second goes away in the middle of its answer, and one sends nonsense. With `--cycles`
+the load is so many crowds of `--streams` requests that all come at once, and the time is counted in cycles. Exit status
+1 where a process grew by more than 2 % or ended, or a request failed.
+
+    python benchmarks/soak.py --cycles 20 --streams 500
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -74,6 +78,33 @@ def growth(samples: list[tuple[float, float]], seconds: float) -> dict[str, floa
     return {"settled_mib": before, "end_mib": after, "growth": after / before - 1.0}
 
 
+async def crowds(server: ServeProcess, cycles: int, streams: int) -> dict[str, Any]:
+    """The memory of each process after each crowd has been served."""
+    names = {pid: name_of(pid) for pid in children(server.process.pid)}
+    samples: dict[int, list[tuple[float, float]]] = {pid: [] for pid in names}
+    served, errors = 0, dict[str, int]()
+    for cycle in range(1, cycles + 1):
+        draw = random.Random(cycle)
+        lengths = [(draw.randint(1, 256), draw.randint(1, 64)) for _ in range(streams)]
+        outcome = await drive_apart(Load(server.port, 0, 0, lengths=lengths, at_once=True, seed=cycle))
+        served += len(outcome.served)
+        for name, count in (*outcome.errors.items(), ("refused", outcome.refused), ("unended", outcome.unended)):
+            if count:
+                errors[name] = errors.get(name, 0) + count
+        await asyncio.sleep(1.0)
+        for pid in set(names) & set(children(server.process.pid)):
+            samples[pid].append((cycle, memory_mib(pid)[0]))
+        print(f"cycle {cycle}: {max((taken[-1][1], names[pid]) for pid, taken in samples.items() if taken)}", flush=True)
+    return {
+        "offered": cycles * streams,
+        "served": served,
+        "errors": errors,
+        "unended": 0,
+        "ended": [name for pid, name in names.items() if pid not in children(server.process.pid)],
+        "processes": {f"{pid} {names[pid]}": growth(taken, cycles) for pid, taken in samples.items()},
+    }
+
+
 async def run(server: ServeProcess, seconds: float, share: float) -> dict[str, Any]:
     most = await capacity(server.port)
     names = {pid: name_of(pid) for pid in children(server.process.pid)}
@@ -105,10 +136,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--load", type=float, default=0.7, help="share of the measured capacity")
+    parser.add_argument("--cycles", type=int, default=0, help="crowds instead of a steady load")
+    parser.add_argument("--streams", type=int, default=500, help="of a crowd")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with ServeProcess("--model", "tiny") as server:
-        result = asyncio.run(run(server, 60.0 * arguments.minutes, arguments.load))
+        if arguments.cycles:
+            result = asyncio.run(crowds(server, arguments.cycles, arguments.streams))
+        else:
+            result = asyncio.run(run(server, 60.0 * arguments.minutes, arguments.load))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
     for name, value in result.items():

@@ -36,7 +36,7 @@ from alignedserve.cluster.preflight import (
 from alignedserve.cluster.ray_session import RaySession
 from alignedserve.cluster.records import fetch_json, read_records
 from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
-from alignedserve.cluster.stopped_watch import STOPPED_S, StoppedWatch
+from alignedserve.cluster.stopped_watch import StoppedWatch
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, UnavailableError
 from alignedserve.model import resolve_model
@@ -116,6 +116,7 @@ class _ServeCommand:
         self._drained = threading.Event()
         self._failure: AlignedServeError | None = None
         self._broken = False  # Ray cannot end anything any more
+        self._looked_s = 0.0
         self._deployed = threading.Event()
         self._handle_signals_again = threading.Event()
         self._shown: dict[str, str] = {}
@@ -177,6 +178,8 @@ class _ServeCommand:
             progress = self._session.progress()
             if progress is not None and self._show(progress) and self._deployed.is_set() and self._answers():
                 return True
+            if self._has_ended(progress):
+                return False
             self._stopping.wait(POLL_S)
         return False
 
@@ -214,32 +217,43 @@ class _ServeCommand:
 
     def _wait_for_end(self) -> None:
         """Returns on a signal, on `alignedserve stop`, when the application is gone, or when Ray is broken."""
-        attended_s = looked_s = 0.0
+        attended_s = 0.0
         while not self._stopping.wait(LOOK_S):
-            if part := self._session.dead_part():
-                self._broken = True
-                self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")
-                return
+            progress = None
             if time.monotonic() - attended_s >= ATTEND_S:
                 attended_s = time.monotonic()
                 progress = self._session.progress()
-                if progress is not None and progress["stop"]:
-                    self._console.line("ending: `alignedserve stop` was given")
-                    return
-            if time.monotonic() - looked_s < WATCH_S:
-                continue
-            looked_s = time.monotonic()
-            self._descendants.note()  # orphans of a raylet are not to be found any more
-            if not self._session.is_alive() and not self._stopping.is_set():
-                self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
+            if self._has_ended(progress):
                 return
+
+    def _has_ended(self, progress: dict[str, Any] | None) -> bool:
+        """Whether somebody asked for the end, or there is nothing left to serve with."""
+        if part := self._session.dead_part():
+            self._broken = True
+            self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")
+            return True
+        if progress is not None and progress["stop"]:
+            self._console.line("ending: `alignedserve stop` was given")
+            return True
+        if not self._deployed.is_set() or time.monotonic() - self._looked_s < WATCH_S:
+            return False
+        self._looked_s = time.monotonic()
+        self._descendants.note()  # orphans of a raylet are not to be found any more
+        if not self._session.is_alive() and not self._stopping.is_set():
+            self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
+            return True
+        return False
 
     def _end_stopped(self) -> None:
         """In a thread of its own: while Serve's controller is stopped, whoever asks it anything waits."""
         watch = StoppedWatch(Descendants())
         while True:
-            for name in watch.look():
-                self._console.line(f"{name} had been stopped for {STOPPED_S:g} s, and was ended: Ray starts another")
+            try:
+                for line in watch.look():
+                    self._console.line(line)
+            except OSError as error:  # no descriptor is free, say: it looks again
+                self._console.line(f"what is stopped cannot be looked for: {error.strerror}")
+                time.sleep(WATCH_S)
             time.sleep(LOOK_S)
 
     # ---- end

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from alignedserve.cluster.descendants import Descendants
+from alignedserve.cluster.stopped_watch import UNREPLACED_STOPPED_S
 from alignedserve.testing.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -28,15 +31,22 @@ def haproxy_folders(pid: int) -> list[Path]:
     return list(Path("/tmp").glob(f"as-{pid}-*"))
 
 
-def end_by_killing(server: FakeServeProcess, word: str) -> None:
+def wait_loading(server: FakeServeProcess) -> None:
+    deadline = time.monotonic() + 60.0
+    while "prefill-0      loading" not in server.output:
+        assert time.monotonic() < deadline, server.output
+        time.sleep(0.05)
+
+
+def end_by_striking(server: FakeServeProcess, word: str, how: int = signal.SIGKILL) -> None:
     """The command says which part has ended, and ends everything."""
     descendants, shared = Descendants(), set(os.listdir("/dev/shm"))
     descendants.note()
     (victim,) = server.pids(word)
-    killed_s = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+    struck_s = time.monotonic()
+    os.kill(victim, how)
     assert server.process.wait(60.0) == 1
-    assert time.monotonic() - killed_s < GONE_WITHIN_S
+    assert time.monotonic() - struck_s < GONE_WITHIN_S + (UNREPLACED_STOPPED_S if how == signal.SIGSTOP else 0.0)
     assert "a part of Ray's own, has ended" in server.output
     assert descendants.end(5.0) == 0
     assert set(os.listdir("/dev/shm")) <= shared
@@ -45,13 +55,49 @@ def end_by_killing(server: FakeServeProcess, word: str) -> None:
 
 def test_the_raylet_dies() -> None:
     with FakeServeProcess("--device", "cpu") as server:
-        end_by_killing(server, "raylet/raylet")
+        end_by_striking(server, "raylet/raylet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["raylet/raylet", "gcs/gcs_server"])
+def test_one_of_them_is_stopped(word: str) -> None:
+    with FakeServeProcess("--device", "cpu") as server:
+        end_by_striking(server, word, signal.SIGSTOP)
+
+
+def test_the_raylet_dies_while_roles_load() -> None:
+    server = FakeServeProcess("--device", "cpu", environment={"FAKE_PREFILL": "never_ready=1"})
+    server.start()
+    try:
+        wait_loading(server)
+        end_by_striking(server, "raylet/raylet")
+    finally:
+        server.stop()
+
+
+def test_stop_is_given_while_roles_load() -> None:
+    server = FakeServeProcess("--device", "cpu", environment={"FAKE_PREFILL": "never_ready=1"})
+    server.start()
+    try:
+        wait_loading(server)
+        done = subprocess.run(
+            [sys.executable, "-m", "alignedserve.cluster.cli", "stop"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert server.process.wait(30.0) == 0
+        assert "`alignedserve stop` was given" in server.output
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow
 def test_the_gcs_dies_and_the_next_start_finds_nothing_in_its_way() -> None:
     with FakeServeProcess("--device", "cpu") as server:
-        end_by_killing(server, "gcs/gcs_server")
+        end_by_striking(server, "gcs/gcs_server")
     again = FakeServeProcess("--device", "cpu")
     again.port, again.grpc_port = server.port, server.grpc_port
     with again:

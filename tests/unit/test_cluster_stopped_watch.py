@@ -1,4 +1,4 @@
-"""What was started for the command and stays stopped is ended, where somebody starts it again."""
+"""What was started for the command and stays stopped is ended, and where nobody starts it again the command ends."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ from alignedserve.cluster.descendants import Descendants
 from alignedserve.cluster.stopped_watch import StoppedWatch
 
 
-@pytest.mark.parametrize(("name", "ended"), [("ray::ServeController", True), ("/bin/haproxy", True), ("raylet", False)])
-def test_one_that_stays_stopped_is_ended_where_somebody_replaces_it(name: str, ended: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "after_s", "said"),
+    [
+        ("ray::ServeController", 0.3, "had been stopped for 0.3 s, and was ended: Ray starts another"),
+        ("/bin/haproxy", 0.3, "had been stopped for 0.3 s, and was ended: Ray starts another"),
+        ("/bin/raylet", 0.6, "had been stopped for 0.6 s, and was ended"),
+        ("gcs_server", 0.6, "had been stopped for 0.6 s, and was ended"),
+        ("vim", None, ""),
+    ],
+)
+def test_one_that_stays_stopped_is_ended(name: str, after_s: float | None, said: str) -> None:
     with subprocess.Popen([name, "60"], executable="/bin/sleep") as process:
         try:
-            watch = StoppedWatch(Descendants(), after_s=0.3)
+            watch = StoppedWatch(Descendants(), after_s=0.3, unreplaced_s=0.6)
             assert watch.look() == []
             process.send_signal(signal.SIGSTOP)
-            said, begun_s = [], time.monotonic()
-            while not said and time.monotonic() - begun_s < (10.0 if ended else 1.0):
-                said = watch.look()
+            lines, begun_s = [], time.monotonic()
+            while not lines and time.monotonic() - begun_s < (10.0 if after_s else 1.0):
+                lines = watch.look()
                 time.sleep(0.02)
-            shown = name.rpartition("/")[2]
-            assert said == ([f"{shown} (pid {process.pid})"] if ended else [])
-            if ended:
-                assert time.monotonic() - begun_s >= 0.3
+            assert lines == ([f"{name.rpartition('/')[2]} (pid {process.pid}) {said}"] if said else [])
+            if after_s:
+                assert time.monotonic() - begun_s >= after_s
                 assert process.wait(10.0) == -signal.SIGKILL
         finally:
             process.kill()

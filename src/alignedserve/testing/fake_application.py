@@ -1,4 +1,4 @@
-"""The Serve application with roles that only join (`fake_roles`) and a gateway that answers nothing but its status."""
+"""The Serve application with roles that only join (`fake_roles`) and a gateway that tells its status and passes `stop` on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from starlette.responses import JSONResponse
 from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.app import LOGGING, supervisor_deployment
 from alignedserve.config_sources import Tree, from_tree, to_tree
+from alignedserve.control.rpc import open_channel
 from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 from alignedserve.testing import fake_roles
 
 
@@ -40,9 +43,20 @@ class FakeGateway:
         self._supervisor = supervisor
 
     async def __call__(self, request: Request) -> JSONResponse:
+        if request.url.path.endswith("/alignedserve/stop"):
+            return JSONResponse(await self._stop())
         progress = await self._supervisor.progress.remote()
         status = 200 if progress["state"] == "ready" or request.url.path.endswith("/status") else 503
         return JSONResponse(progress, status_code=status)
+
+    async def _stop(self) -> dict[str, Any]:
+        leader = await self._supervisor.join_info.remote()
+        channel = open_channel(leader["supervisor_address"], leader["token"])
+        try:
+            reply = await sv_grpc.SupervisorStub(channel).Stop(pb.Empty())
+        finally:
+            await channel.close()
+        return {"grace_s": reply.grace_s, "command": {"pid": reply.command_pid, "host": reply.command_host}}
 
 
 def build(args: dict[str, Any]) -> Application:
