@@ -94,7 +94,9 @@ async def crowds(server: ServeProcess, cycles: int, streams: int) -> dict[str, A
         await asyncio.sleep(1.0)
         for pid in set(names) & set(children(server.process.pid)):
             samples[pid].append((cycle, memory_mib(pid)[0]))
-        print(f"cycle {cycle}: {max((taken[-1][1], names[pid]) for pid, taken in samples.items() if taken)}", flush=True)
+        print(
+            f"cycle {cycle}: {max((taken[-1][1], names[pid]) for pid, taken in samples.items() if taken)}", flush=True
+        )
     return {
         "offered": cycles * streams,
         "served": served,

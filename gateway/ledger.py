@@ -37,11 +37,11 @@ from alignedserve.gateway.calls import Answer, AnswerState, Call, CallName, call
 from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.news import EarlyEvent, News, read_event
-from alignedserve.gateway.planning import PROBE, CallPlan
+from alignedserve.gateway.planning import CallPlan
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.submitter import SchedulerPort, Submitter
 from alignedserve.proto import gateway_pb2 as gw
-from alignedserve.request import FinishReason, RequestKey
+from alignedserve.request import PROBE, FinishReason, RequestKey
 
 logger = logging.getLogger(__name__)
 

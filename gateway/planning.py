@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from alignedserve.gateway.resume import Delivered
 
 DEFAULT_MAX_TOKENS = 16
-PROBE = "probe-"  # how the ids of probes begin
 _MESSAGE = 64  # characters; a message costs a template about as much as so many
 _INTEGERS = ("top_k",)
 

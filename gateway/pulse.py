@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.calls import Call
 from alignedserve.gateway.ledger import Ledger
-from alignedserve.gateway.planning import PROBE, CallPlan, PromptPlan, ServedModel
+from alignedserve.gateway.planning import CallPlan, PromptPlan, ServedModel
 from alignedserve.gateway.requests import ReplyOptions
-from alignedserve.request import SamplingParams
+from alignedserve.request import PROBE, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class Pulse:
         self._model = model
         self._ask_workers = ask_workers
         self._begun_s = self._probed_s = time.monotonic()
-        self._proved_s = float("-inf")
+        self._proved_s = self._token_s = float("-inf")
+        self._seen: dict[tuple[str, int], tuple[int, float]] = {}  # how far each worker was, and since when
         self._probing: asyncio.Task[None] | None = None
 
     async def missing(self) -> str:
@@ -83,6 +84,9 @@ class Pulse:
         return time.monotonic() - self._last_s()
 
     async def _probe(self) -> None:
+        token_s = max(self._token_s, self._ledger.decoded_s)
+        if any(token_s > since_s for _, since_s in self._seen.values()):
+            self._seen.clear()  # they came further since
         watching = asyncio.get_running_loop().create_task(self._watch_workers())
         call: Call | None = None
         try:
@@ -90,7 +94,7 @@ class Pulse:
             needed = min(ENOUGH_TOKENS, call.plan.prompts[0].sampling.max_tokens)
             while needed > 0 and (deltas := await call.next()):
                 needed -= sum(len(delta.token_ids) for delta in deltas)
-            self._proved_s = time.monotonic()
+            self._token_s = self._proved_s = time.monotonic()
         except AlignedServeError as error:  # refused for load, say: then workers have work
             logger.debug("a probe has failed: %s", error)
             await asyncio.sleep(max(0.0, self._probed_s + ANSWER_S - time.monotonic()))
@@ -108,15 +112,17 @@ class Pulse:
         return CallPlan(name, prompts, ReplyOptions(), timeout_s=PROBE_S, internal_id=name, probe=True)
 
     async def _watch_workers(self) -> None:
+        """One that has work is proof once it has come further, or while it may still be at the same long step: what is
+        seen of it lasts from one probe to the next, else one that hangs would be new to each."""
         await asyncio.sleep(WORKERS_AFTER_S)
-        seen: dict[tuple[str, int], tuple[int, float]] = {}  # how far each was, and since when
         while True:
             works = await self._ask_workers()
             now_s = time.monotonic()
             for name, work in works.items():
-                progress, since_s = seen.setdefault(name, (work.progress, now_s))
-                if work.progress != progress:
-                    seen[name] = (work.progress, now_s)
-                if work.busy and (work.progress != progress or now_s - since_s < 2 * work.step_s):
+                progress, since_s = self._seen.get(name, (None, now_s))
+                if progress != work.progress or not work.busy:
+                    self._seen[name] = (work.progress, now_s)
+                moved = progress not in (None, work.progress)
+                if work.busy and (moved or 0.0 < now_s - since_s < 2 * work.step_s):
                     self._proved_s = now_s
             await asyncio.sleep(WORKERS_EVERY_S)

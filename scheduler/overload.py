@@ -80,11 +80,13 @@ class Overload:
         why = self._objection(outlook)
         if why is None:
             return None
-        self.refused += len(group)
+        self.refused += 0 if first.key.is_probe else len(group)
         return OverloadedError(why, retry_after_s=outlook.retry_s)
 
     def accepted(self, record: Record, group: int, now_s: float) -> None:
         """A group's first request was queued: what is expected of it, to be compared with what comes."""
+        if record.key.is_probe:
+            return
         tokens = record.meta.prefix_tokens
         self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
         if record.meta.key.epoch == 0 and self._predictable:

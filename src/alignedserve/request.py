@@ -33,6 +33,10 @@ class Stage(enum.StrEnum):
     DECODE = "decode"
 
 
+PROBE = "~probe-"
+"""How the ids of probes begin (`gateway/pulse.py`). No client's id has a tilde."""
+
+
 class RequestKey(NamedTuple):
     """A request and its epoch: the epoch grows each time the gateway submits it again.
 
@@ -41,6 +45,11 @@ class RequestKey(NamedTuple):
 
     request_id: str
     epoch: int = 0
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether a gateway asks for its own health, and no client: nothing is to be learnt from it."""
+        return self.request_id.startswith(PROBE)
 
 
 @dataclass(frozen=True, slots=True)

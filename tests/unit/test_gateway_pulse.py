@@ -97,18 +97,25 @@ async def test_overload_is_not_ill_health(
     cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that come further with their work are proof; those that stand still, or have none, are not."""
-    works: list[Works] = []
+    progress = 0
 
     async def ask() -> Works:
-        works.append({("decode-0", 1): Work(busy, len(works) if moving else 7, 0.0)})
-        return works[-1]
+        nonlocal progress
+        progress += moving
+        return {("decode-0", 1): Work(busy, progress, step_s)}
 
     monkeypatch.setattr(gateway.server._pulse, "_ask_workers", ask)
     cluster.script = refusing
-    for busy, moving, status in ((True, True, 200), (True, False, 503), (False, True, 503)):
+    for busy, moving, step_s, status in (
+        (True, True, 0.0, 200),
+        (True, False, 0.0, 503),
+        (False, True, 0.0, 503),
+        (True, False, 0.01, 503),  # it has made steps before, and hangs
+        (True, False, 0.01, 503),  # to the next probe, too
+        (True, False, 60.0, 200),  # one long step
+    ):
         await asyncio.sleep(pulse.ANSWER_S + pulse.FRESH_S)
-        works.clear()
-        assert (await http.get("/health")).status_code == status, (busy, moving)
+        assert (await http.get("/health")).status_code == status, (busy, moving, step_s)
 
 
 async def test_an_end_that_was_announced_is_taken_back_by_a_supervisor_that_goes_on(

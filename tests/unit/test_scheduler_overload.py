@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from alignedserve.errors import OverloadedError
-from alignedserve.request import RequestKey
+from alignedserve.request import PROBE, RequestKey
 from alignedserve.scheduler import events as ev
 from alignedserve.scheduler.actions import Reject
 from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit, Passes, RunningQuantile
@@ -93,6 +93,24 @@ def test_an_empty_cluster_takes_a_request_that_it_could_not_serve_in_time():
     assert not accepted(cell.submit("second", 64))
     cell.drain()
     assert accepted(cell.submit("third", 64))
+
+
+def test_nothing_is_learnt_from_probes():
+    cell = PacedCell(PACE, ttft_objective_s=TTFT_S, tpot_objective_s=TPOT_S)
+    cell.offer(5, 3)
+    cell.drain()
+    before = cell.core._overload.outlook(cell.now_s)
+    for number in range(100):
+        assert accepted(cell.submit(f"{PROBE}{number}", 1))
+        cell.drain()
+    after = cell.core._overload.outlook(cell.now_s)
+    assert after.first_s == pytest.approx(before.first_s, rel=0.1)
+    assert after.first_s > cell.core._overload.predict(1, 1, cell.now_s).first_s
+    cell.offer(600, 1)
+    refused = cell.core._overload.refused
+    assert refused > 0
+    assert not accepted(cell.submit(f"{PROBE}refused", 1))
+    assert cell.core._overload.refused == refused
 
 
 def test_time_that_the_gateway_has_had_it_counts():
