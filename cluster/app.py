@@ -113,9 +113,9 @@ class SupervisorDeployment:
             if inheritance.before is None:  # else the next one finds what runs
                 await launcher.release()
             raise
-        self._record.write()
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._delete_when_asked(context.app_name)), loop.create_task(self._leave())]
+        working = (self._record.keep_writing(), self._delete_when_asked(context.app_name), self._leave())
+        self._tasks = [asyncio.get_running_loop().create_task(work) for work in working]
+        await asyncio.sleep(0)  # the record is there when the supervisor is
 
     async def join_info(self, tree: Tree | None = None) -> dict[str, Any]:
         """What a gateway replica needs in order to join. `state` is "" where this supervisor leads a cluster of another

@@ -62,7 +62,7 @@ class SupervisorCore:
         self.has_served = False  # ready once, under this supervisor or an earlier one
         self.paused = False
         """A successor is about to take over: nothing is started or ended any more."""
-        self.ending = False
+        self.ending = self.stop_asked = False
         self.grace_s = 0.0
         self.failure: pb.Failure | None = None
         self.supervisor: sv.Peer | None = None

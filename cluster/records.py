@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import logging
 import os
 import urllib.error
 import urllib.request
@@ -17,7 +19,10 @@ from alignedserve.cluster.runtime_dir import record_dirs, remove_stale, runtime_
 from alignedserve.errors import AuthenticationError, ConfigError, UnavailableError
 from alignedserve.gateway.api_keys import first_key
 
+logger = logging.getLogger(__name__)
+
 PROBE_TIMEOUT_S = 2.0
+WRITE_AGAIN_S = 5.0
 METRICS_PATH = "/metrics"
 STATUS_PATH = "/alignedserve/status"
 API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
@@ -39,9 +44,25 @@ class Record:
         """Written beside and moved, so that nobody reads half of it."""
         path = _path(self.cluster_id)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(asdict(self)))
-        draft.chmod(0o600)
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(asdict(self)))
+            draft.chmod(0o600)
+            draft.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+
+    async def keep_writing(self, every_s: float = WRITE_AGAIN_S) -> None:
+        """Until it is written: a full disk is no reason for a supervisor not to come up."""
+        while True:
+            try:
+                self.write()
+            except OSError as error:
+                logger.warning("the cluster's record cannot be written, so no command finds it: %s", error)
+                await asyncio.sleep(every_s)
+            else:
+                return
 
     def remove(self) -> None:
         _path(self.cluster_id).unlink(missing_ok=True)

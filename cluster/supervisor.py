@@ -163,6 +163,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._carry_out(self.core.begin(time.monotonic(), [running.settings.id for running in found]))
         if not change.is_none:
             self._spawn(follow(change, self))
+        if told.stop_asked and self.predecessor is None:
+            self._spawn(self._go_on_to_the_end())
         self._spawn(self._tick())
         self._following = self._spawn(self._placing.follow())
 
@@ -323,10 +325,21 @@ class Supervisor(sv_grpc.SupervisorServicer):
         return sv.HandOverReply(config=config, code=self.code, view=view, resizing=resizing)
 
     async def Stop(self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.StopReply]) -> sv.StopReply:
-        grace_s = self.config.gateway.drain_s
-        self.announce_end(grace_s)
+        self._stop()
+        grace_s, (pid, host) = self.config.gateway.drain_s, self.command
+        return sv.StopReply(grace_s=grace_s, command_pid=pid, command_host=host)
+
+    def _stop(self) -> None:
+        self.core.stop_asked = True
+        self.announce_end(self.config.gateway.drain_s)
         self.stop_asked.set()
-        return sv.StopReply(grace_s=grace_s, command_pid=self.command[0], command_host=self.command[1])
+
+    async def _go_on_to_the_end(self) -> None:
+        """The one before was asked for it, and died meanwhile. What is open needs every role once more."""
+        until_s = time.monotonic() + self.config.gateway.drain_s
+        while not self.core.was_ready and time.monotonic() < until_s:
+            await self.wait_changed(0.2)
+        self._stop()
 
     async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
         """Everyone who lives and, with `fresh`, the metrics of this moment."""

@@ -74,4 +74,8 @@ async def guard_supervisor(role: RoleServer) -> None:
         await asyncio.sleep(LOOK_S)
         if role.host is not None:
             guard.on_view(role.host.view)
-            await guard.look(None)
+            try:
+                await guard.look(None)
+            except OSError:  # no descriptor is free, say: the guard goes on
+                logger.warning("whether the supervisor is stopped cannot be seen", exc_info=True)
+                await asyncio.sleep(END_TIMEOUT_S)

@@ -38,6 +38,7 @@ def view_of(core: SupervisorCore) -> sv.ClusterView:
         followed_prefill=core.scaling.followed.prefill,
         followed_decode=core.scaling.followed.decode,
         was_ready=core.has_served,
+        stop_asked=core.stop_asked,
     )
 
 

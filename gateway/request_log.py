@@ -41,7 +41,7 @@ class RequestLog:
         self._metrics = metrics
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._file = open_log(self._path)
-        self._failing = False
+        self._failing = self._half = False  # `_half`: of a line, which the file ends with
         self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
         self._thread.start()
 
@@ -72,25 +72,30 @@ class RequestLog:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         data = b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in entries)
+        if self._half:
+            data = b"\n" + data
         written = 0
         try:
             while written < len(data):
                 written += os.write(self._file, data[written:])
-            self._failing = False
+            self._failing = self._half = False
         except OSError as error:
-            self._metrics.unlogged.inc(data.count(b"\n", written))
-            self._take_back(written - (data.rfind(b"\n", 0, written) + 1))
+            self._metrics.unlogged.inc(data.count(b"\n", written) - (self._half and not written))
+            size = written - (data.rfind(b"\n", 0, written) + 1)
+            self._half = (self._half and not written) or bool(size and not self._take_back(size))
             if not self._failing:
                 logger.warning("the request log %s cannot be written: %s", self._path, error.strerror)
             self._failing = True
 
-    def _take_back(self, size: int) -> None:
-        """Remove the half of a line that a full disk has taken, which no reader could use; unless another replica has
-        written after it."""
-        with contextlib.suppress(OSError):  # what cannot be truncated, as a pipe, is read as it comes
+    def _take_back(self, size: int) -> bool:
+        """Remove the half of a line that a full disk has taken, which no reader could use; whether it has gone. It
+        stays where another replica has written after it, or the file is a pipe: what follows begins a new line."""
+        with contextlib.suppress(OSError):
             end = os.lseek(self._file, 0, os.SEEK_CUR)
-            if size and os.fstat(self._file).st_size == end:
+            if os.fstat(self._file).st_size == end:
                 os.ftruncate(self._file, end - size)
+                return True
+        return False
 
 
 def open_log(path: Path) -> int:

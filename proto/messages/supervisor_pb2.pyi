@@ -149,7 +149,7 @@ class Pair(_message.Message):
     def __init__(self, decode_id: _Optional[str] = ..., prefill_id: _Optional[str] = ..., link_rank: _Optional[int] = ...) -> None: ...
 
 class ClusterView(_message.Message):
-    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "told_by", "supervisor", "restart", "pools", "next_node", "gone_nodes", "incarnations", "followed_prefill", "followed_decode", "was_ready")
+    __slots__ = ("version", "peers", "model_info", "pairs", "store_plan", "ending", "grace_s", "prefill", "decode", "draining", "told_by", "supervisor", "restart", "pools", "next_node", "gone_nodes", "incarnations", "followed_prefill", "followed_decode", "was_ready", "stop_asked")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class ClusterView(_message.Message):
     FOLLOWED_PREFILL_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_DECODE_FIELD_NUMBER: _ClassVar[int]
     WAS_READY_FIELD_NUMBER: _ClassVar[int]
+    STOP_ASKED_FIELD_NUMBER: _ClassVar[int]
     version: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     model_info: str
@@ -197,7 +198,8 @@ class ClusterView(_message.Message):
     followed_prefill: int
     followed_decode: int
     was_ready: bool
-    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., told_by: _Optional[int] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolShard, _Mapping]]] = ..., next_node: _Optional[int] = ..., gone_nodes: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., followed_prefill: _Optional[int] = ..., followed_decode: _Optional[int] = ..., was_ready: bool = ...) -> None: ...
+    stop_asked: bool
+    def __init__(self, version: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., model_info: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ..., store_plan: _Optional[str] = ..., ending: bool = ..., grace_s: _Optional[float] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ..., told_by: _Optional[int] = ..., supervisor: _Optional[_Union[Peer, _Mapping]] = ..., restart: _Optional[_Union[Restart, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolShard, _Mapping]]] = ..., next_node: _Optional[int] = ..., gone_nodes: _Optional[_Iterable[str]] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., followed_prefill: _Optional[int] = ..., followed_decode: _Optional[int] = ..., was_ready: bool = ..., stop_asked: bool = ...) -> None: ...
 
 class PoolShard(_message.Message):
     __slots__ = ("pool_id", "node_id", "agent_socket")

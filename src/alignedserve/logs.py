@@ -58,6 +58,7 @@ class _Handler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self.lost = 0
         self.trouble = ""  # why the last line could not be written; "" where it was
+        self.no_file = ""  # why there is no file, for as long as this process lives
 
     def emit(self, record: logging.LogRecord) -> None:
         lost = self.lost
@@ -85,18 +86,17 @@ def setup(config: LogConfig, role: str, instance: str) -> None:
     logger.setLevel(config.level.upper())
     logger.propagate = False
     if failure:
-        handler.trouble = failure
+        handler.no_file = failure
         logger.error("log.dir: %s in %s cannot be written, so stderr has this log: %s", instance, config.dir, failure)
-        handler.trouble = failure
 
 
 def alarm() -> str:
     """What is wrong with this process's log; "" where nothing is."""
     handlers = logging.getLogger("alignedserve").handlers
     found = next((handler for handler in handlers if isinstance(handler, _Handler)), None)
-    if found is None or not found.trouble:
+    if found is None or not (found.no_file or found.trouble):
         return ""
-    return f"its log cannot be written ({found.trouble}; {found.lost} lines lost)"
+    return f"its log cannot be written ({found.no_file or found.trouble}; {found.lost} lines lost or late)"
 
 
 def _open(folder: Path, name: str) -> tuple[TextIO | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -227,6 +228,19 @@ def test_what_changes_a_cluster_asks_which_where_there_are_several(gateway_url: 
         said = error_line(run(*command), 2)
         assert "say which with --url" in said
         assert gateway_url in said
+
+
+async def test_a_record_that_the_disk_does_not_take_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALIGNEDSERVE_RUNTIME_DIR", str(tmp_path / "not there yet" / "run"))
+    writing = asyncio.create_task(Record("00000001", "http://127.0.0.1:1", os.getpid(), 1.0).keep_writing(0.02))
+    await asyncio.sleep(0.1)
+    assert not writing.done()
+    (tmp_path / "not there yet").mkdir()
+    async with asyncio.timeout(10.0):
+        await writing
+    assert [record.cluster_id for record in read_records()] == ["00000001"]
 
 
 def test_records_of_clusters_that_have_ended_are_removed_with_their_folders(own_runtime_dir: Path) -> None:

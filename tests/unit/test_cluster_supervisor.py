@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -259,6 +260,20 @@ async def test_a_supervisors_successor_goes_on_with_the_processes_it_finds() -> 
         assert cluster.pids == pids
         assert cluster.view().version > version
         assert cluster.view().store_plan == plan
+
+
+async def test_a_supervisors_successor_goes_on_to_an_end_that_was_asked_for() -> None:
+    async with make_cluster() as cluster:
+        await cluster.wait_ready(30)
+        pids = cluster.pids
+        await cluster.supervisor.Stop(pb.Empty(), cast(Any, None))
+        await asyncio.sleep(0.5)  # until every role has heard of it
+        await cluster.restart_supervisor()
+        async with asyncio.timeout(20.0):
+            await cluster.supervisor.stop_asked.wait()
+        assert cluster.supervisor.core.was_ready
+        assert cluster.view().ending
+        assert cluster.pids == pids
 
 
 async def test_a_supervisor_that_is_closed_starts_nothing_when_a_process_ends() -> None:

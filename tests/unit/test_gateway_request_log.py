@@ -191,5 +191,34 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_is_written_to_again_when_it
     assert len(found) + unlogged(metrics) == 21
 
 
+def test_half_a_line_that_another_replica_has_written_after_stays_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, metrics = tmp_path / "log", GatewayMetrics("g")
+    log = RequestLog(file, "gateway-0", metrics)
+    write = os.write
+
+    def write_half(descriptor: int, data: bytes) -> int:
+        if file.stat().st_size:
+            with file.open("ab") as other:
+                other.write(b"of another replica\n")
+            monkeypatch.setattr(os, "write", write)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:20])
+
+    monkeypatch.setattr(os, "write", write_half)
+    for number in (1, 2):
+        log.note(answer(number))
+        while not file.stat().st_size or (number == 1 and not unlogged(metrics)):
+            time.sleep(0.01)
+    log.close()
+
+    half, blank, whole = file.read_bytes().splitlines()
+    assert half.endswith(b"of another replica")
+    assert blank == b""
+    assert json.loads(whole)["request_id"] == "r2"
+    assert unlogged(metrics) == 1
+
+
 def unlogged(metrics: GatewayMetrics) -> float:
     return value(metrics.text(), "alignedserve_gateway_unlogged_requests_total")

@@ -140,6 +140,7 @@ class Seen:
         late = f"served again after {self.serves_again_s:.1f} s"
         found = [late] if self.serves_again_s > self.blow.limit_s else []
         found += [f"{self.wrong} wrong answers"] if self.wrong else []
+        found += [f"{len(self.errors)} streams lost, one with {self.errors[0]}"] if self.errors else []
         found += [f"{self.blocks_left} blocks left"] if self.blocks_left else []
         return [*found, *self.untyped, *self.lies]
 
@@ -151,10 +152,11 @@ class Seen:
 
 
 class Ring(Chaos):
-    """`find_pids`: of Ray's own processes, by a word of their command lines. Call `undisturbed` first."""
+    """`find_pids`: of Ray's own processes, by a word of their command lines. Call `undisturbed` first. Its client is so
+    patient that no stream ends because the machine is slow."""
 
     def __init__(self, *arguments: Any, find_pids: Callable[[str], list[int]], **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, resume_s=GIVEN_UP_S, **options)
         self._find_pids = find_pids
 
     async def take(self, blow: Blow) -> Seen:
@@ -171,6 +173,7 @@ class Ring(Chaos):
         watching = asyncio.get_running_loop().create_task(watcher.run())
         try:
             streams = await self._run(watch)
+            assert striking, f"{blow.name}: streams ended before it fell"
             await asyncio.gather(*striking)
             await self._wait_whole(seen, watcher, before)
         finally:

@@ -89,13 +89,20 @@ class Chaos:
     """
 
     def __init__(
-        self, url: str, grpc_address: str, prompts: Sequence[Sequence[int]], *, max_tokens: int = 96, seed: int = 0
+        self,
+        url: str,
+        grpc_address: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 96,
+        seed: int = 0,
+        resume_s: float = 15.0,
     ) -> None:
         self._prompts = prompts
         self._max_tokens = max_tokens
         self._draw = random.Random(seed)
         self._http = httpx.AsyncClient(base_url=url, timeout=5.0)
-        self._client = AsyncClient(grpc_address)
+        self._client = AsyncClient(grpc_address, resume_s=resume_s)
         self._expected: list[list[int]] = []
         self._segments = 0
 

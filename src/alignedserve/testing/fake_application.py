@@ -1,4 +1,4 @@
-"""The Serve application with roles that only join (`fake_roles`) and a gateway that tells its status and passes `stop` on."""
+"""The Serve application with roles that only join, and a gateway that tells their status and passes `stop` on."""
 
 from __future__ import annotations
 
