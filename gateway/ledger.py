@@ -62,7 +62,7 @@ class Ledger:
         self._aside = GatewayMetrics("probe")  # what probes count in, which nobody reads
         self._log = log
         self.decoded_s = float("-inf")
-        """When the last token came that was not the first of its answer (time.monotonic)."""
+        """When the last token of a decode instance came (time.monotonic)."""
         self._submitter = Submitter()
         self._open: dict[str, Answer] = {}
         self._calls: dict[CallName, Call] = {}
@@ -262,17 +262,18 @@ class Ledger:
                 asyncio.get_running_loop().call_later(GAP_S, self._check_gap, answer, answer.epoch)
             answer.early.append(EarlyEvent(event, role, sender_id))
             return
-        self._take(answer, event, read_event(answer, event, role, sender_id), now_s)
+        self._take(answer, event, read_event(answer, event, role, sender_id), role, now_s)
         while (early := answer.next_early()) is not None:
-            self._take(answer, early.event, read_event(answer, early.event, early.role, early.sender_id), now_s)
+            news = read_event(answer, early.event, early.role, early.sender_id)
+            self._take(answer, early.event, news, early.role, now_s)
 
-    def _take(self, answer: Answer, event: gw.TokenEvent, news: News, now_s: float) -> None:
+    def _take(self, answer: Answer, event: gw.TokenEvent, news: News, role: str, now_s: float) -> None:
         if news.token_ids:
             answer.state = AnswerState.RUNNING
             answer.setbacks = 0
             self._count(answer.call).on_tokens(answer, len(news.token_ids), now_s)
             answer.note_tokens(now_s)
-            if len(answer.tokens) > 1:
+            if role != "prefill":
                 self.decoded_s = now_s
         if news.finish is FinishReason.ERROR:
             self._drop(answer)  # it holds nothing any more: there is nothing to cancel
