@@ -26,12 +26,13 @@ class SlowBodyError(RequestError):
 
 
 class _Coming:
-    """A body piece by piece, as long as it comes fast enough."""
+    """A body piece by piece, as long as it comes fast enough; `size` bytes so far, and it is `whole` or not."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._clock = asyncio.get_running_loop().time
         self._due_s = self._clock() + AVERAGE_S
+        self.size = 0
         self.whole = False
 
     async def next(self) -> bytes:
@@ -52,6 +53,7 @@ class _Coming:
         piece: bytes = message.get("body", b"")
         # A fast beginning buys no slow end.
         self._due_s = min(self._due_s + len(piece) / LEAST_BYTES_S, self._clock() + AVERAGE_S)
+        self.size += len(piece)
         self.whole = not message.get("more_body", False)
         return piece
 
@@ -75,30 +77,26 @@ class BodyReader:
                 raise too_large(self._limit_bytes)
         coming = _Coming(receive)
         pieces: list[bytes] = []
-        size = 0
         try:
             while not coming.whole:
                 pieces.append(await coming.next())
-                size += len(pieces[-1])
                 self.partial_bytes += len(pieces[-1])
-                if size > self._limit_bytes:
+                if coming.size > self._limit_bytes:
                     raise too_large(self._limit_bytes)
-                if size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
+                if coming.size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
                     raise OverloadedError("this gateway holds too much of unfinished request bodies; try again later")
-            if size > LARGE_BYTES:
+            if coming.size > LARGE_BYTES:
                 with DisconnectWatch(receive) as watch:
-                    await watch.unless_gone(self._pace.take(size))
+                    await watch.unless_gone(self._pace.take(coming.size))
             return b"".join(pieces)
         finally:
-            self.partial_bytes -= size
+            self.partial_bytes -= coming.size
 
-    async def discard(self, receive: Receive) -> None:
-        """Read what is left of a body and hold nothing of it, until it comes too slowly or is over the limit."""
-        coming = _Coming(receive)
-        size = 0
+    async def _discard(self, rest: _Coming) -> None:
+        """Hold nothing of it. Returns when it has come whole or too slowly, or is over the limit."""
         with contextlib.suppress(SlowBodyError, ClientGoneError):
-            while not coming.whole and size <= self._limit_bytes:
-                size += len(await coming.next())
+            while not rest.whole and rest.size <= self._limit_bytes:
+                await rest.next()
 
     def closing_where_unread(self, app: App) -> App:
         """`app`, whose answers before a body has come whole end the connection. The rest is discarded first, so that
@@ -118,19 +116,21 @@ class BodyReader:
                 unread = unread and bool(message.get("more_body", False))
                 return message
 
+            rest = _Coming(reading)
+
             async def sending(message: Message) -> None:
-                nonlocal status
+                nonlocal rest, status
                 if unread and message["type"] == "http.response.start":
-                    status = message["status"]
+                    status, rest = message["status"], _Coming(reading)  # its time begins now
                     if status != _TOO_SLOW and b"expect" not in headers:  # who asks first is answered at once
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(REST_S):
-                                await self.discard(reading)
+                                await self._discard(rest)
                     if unread:
                         message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
                 elif unread and status != _TOO_SLOW and not message.get("more_body", False):
                     await send({**message, "more_body": True})
-                    await self.discard(reading)
+                    await self._discard(rest)
                     message = {"type": "http.response.body"}
                 await send(message)
 
