@@ -41,6 +41,7 @@ OURS = (
 WILDCARDS = ("0.0.0.0", "::", "")
 LEAST_CONNECTIONS = 128
 MANY_CONNECTIONS = 16384  # idle clients, slow ones among them, keep none of the others out
+SPARE_STREAMS = 64
 REPLICA_PORTS = 500
 PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # of these `free_ports` takes some
 FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's own and those that systems give to outgoing connections
@@ -78,6 +79,13 @@ def most_connections(config: Config) -> int:
     enough = max(MANY_CONNECTIONS, held)
     # Two descriptors a connection, and some for HAProxy itself.
     return enough if hard == resource.RLIM_INFINITY else min(enough, (hard - 200) // 2)
+
+
+def streams(config: Config) -> int:
+    """How many calls one HTTP/2 connection may carry: those that the gateways take, and room for cancels. Each has a
+    connection of its own behind HAProxy, so a few could take all that there are; those beyond wait with the client."""
+    held = config.gateway.max_queue * max(config.gateway.replicas, config.gateway.max_replicas)
+    return min(most_connections(config), held + SPARE_STREAMS)
 
 
 def _executable() -> str | None:
@@ -119,7 +127,6 @@ class HaProxyFolder:
         gateway = config.gateway
         taken = (gateway.port, gateway.grpc_port, gateway.live_port)
         metrics, statistics, http, grpc, live = free_ports(5, but=taken)
-        connections = str(most_connections(config))
         replica_http, replica_grpc = free_range(REPLICA_PORTS), free_range(REPLICA_PORTS, 1)
         host = gateway.host
         return {
@@ -148,12 +155,12 @@ class HaProxyFolder:
             "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replica_grpc + REPLICA_PORTS - 1),
             "RAY_SERVE_PORT_QUARANTINE_S": "60",  # by default an hour and more, with the time below
             "RAY_SERVE_HAPROXY_LOG_TARGET": DISCARD,
-            "RAY_SERVE_HAPROXY_MAXCONN": connections,
+            "RAY_SERVE_HAPROXY_MAXCONN": str(most_connections(config)),
             # A client that is to send or to read, and does neither. One that waits for tokens is not meant.
             "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
             # Calls over one gRPC connection: 100 otherwise, and those beyond wait without a word.
-            "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": connections,
-            "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": connections,
+            "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(streams(config)),
+            "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": str(streams(config)),
             "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",  # headers fit in it, as they do in Serve's Python proxy
             # A reload leaves a process that serves the streams it has: two minutes are too few for some.
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",

@@ -22,8 +22,9 @@ from alignedserve.errors import by_code
 from alignedserve.gateway import api_keys, calls  # modules: the deployment is pickled, and a ContextVar cannot be
 from alignedserve.gateway.asgi import report
 from alignedserve.gateway.failures import grpc_status
+from alignedserve.gateway.guard import ApiKeyCheck
 from alignedserve.gateway.proxy_watch import ProxyWatch
-from alignedserve.gateway.serve_ports import close_internal_port
+from alignedserve.gateway.serve_ports import close_internal_port, guard_grpc
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
@@ -77,6 +78,7 @@ class Gateway:
             host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
             locate=self._locate,
         )
+        guard_grpc(ApiKeyCheck(self._server.api_keys), config.gateway.max_body_bytes)
         self._cluster_id = str(info["cluster_id"])
         if info["state"] in _STARTED:  # without a link to the scheduler it would refuse what Serve sends at once
             await self._server.wait_linked(_LINKED_WITHIN_S)

@@ -23,7 +23,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
-_TOO_SLOW = 408
 _MAX_NAME = 64
 _MAX_NAMES = 2048  # characters of the header; proxies refuse answers whose headers are long
 
@@ -80,34 +79,6 @@ def report(error: BaseException) -> AlignedServeError:
     if not isinstance(error, AlignedServeError):
         logger.error("a request failed", exc_info=error)
     return as_error(error)
-
-
-def closing_where_unread(app: App) -> App:
-    """`app`, whose connection is closed where it has given up a body that came too slowly: the rest would be read for
-    nothing, for as long as the client likes. After other refusals it is read, so that the client reads the answer.
-    """
-
-    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if not names & {b"content-length", b"transfer-encoding"}:
-            await app(scope, receive, send)
-            return
-        unread = True
-
-        async def reading() -> Message:
-            nonlocal unread
-            message = await receive()
-            unread = unread and bool(message.get("more_body", False))
-            return message
-
-        async def sending(message: Message) -> None:
-            if unread and message["type"] == "http.response.start" and message["status"] == _TOO_SLOW:
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        await app(scope, reading, sending)
-
-    return closing
 
 
 class DisconnectWatch:

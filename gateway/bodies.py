@@ -3,28 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 
 from alignedserve.errors import OverloadedError, RequestError, TooLargeError
-from alignedserve.gateway.asgi import ClientGoneError, Message, Receive, Scope
+from alignedserve.gateway.asgi import App, ClientGoneError, DisconnectWatch, Message, Receive, Scope, Send
 from alignedserve.gateway.pacing import LARGE_BYTES, Pace
 
 NO_PROGRESS_S = 5.0
-AVERAGE_AFTER_S = 10.0
-LEAST_BYTES_S = 1024.0  # on average, once AVERAGE_AFTER_S have passed
-SMALL_BYTES = LARGE_BYTES  # a body of that size finds room however much others hold, and is read at once
+AVERAGE_S = 10.0
+LEAST_BYTES_S = 1024.0  # on average over any AVERAGE_S
+SMALL_BYTES = LARGE_BYTES  # a body of that size finds room however much others hold
 MOST_PARTIAL_BYTES = 256 << 20
+REST_S = 0.05  # so long a refusal waits for the rest of a body, which mostly comes right behind the head
+_TOO_SLOW = 408
 
 
 class SlowBodyError(RequestError):
     """The rest of the body did not come in time."""
 
     code = "request_timeout"
-    http_status = 408
+    http_status = _TOO_SLOW
+
+
+class _Coming:
+    """A body piece by piece, as long as it comes fast enough; `size` bytes so far, and it is `whole` or not."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._clock = asyncio.get_running_loop().time
+        self._due_s = self._clock() + AVERAGE_S
+        self.size = 0
+        self.whole = False
+
+    async def next(self) -> bytes:
+        """Raises SlowBodyError, ClientGoneError."""
+        wait_s = min(NO_PROGRESS_S, self._due_s - self._clock())
+        try:
+            async with asyncio.timeout(wait_s):
+                message = await self._receive()
+        except TimeoutError:
+            why = (
+                f"nothing of it came for {NO_PROGRESS_S:g} s"
+                if wait_s == NO_PROGRESS_S
+                else f"fewer than {LEAST_BYTES_S:g} bytes a second came for {AVERAGE_S:g} s"
+            )
+            raise SlowBodyError(f"the request body came too slowly: {why}") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        piece: bytes = message.get("body", b"")
+        # A fast beginning buys no slow end.
+        self._due_s = min(self._due_s + len(piece) / LEAST_BYTES_S, self._clock() + AVERAGE_S)
+        self.size += len(piece)
+        self.whole = not message.get("more_body", False)
+        return piece
 
 
 class BodyReader:
-    """Reads the bodies of one gateway. `partial_bytes` are held of bodies that have not come whole."""
+    """Reads the bodies of one gateway. `partial_bytes` are held of bodies that have not come whole, or wait for the
+    pace: what is not read at once, Serve reads for us and holds without a bound.
+    """
 
     def __init__(self, limit_bytes: int, most_partial_bytes: int = MOST_PARTIAL_BYTES) -> None:
         self._limit_bytes = limit_bytes
@@ -33,49 +70,73 @@ class BodyReader:
         self.partial_bytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body. Raises TooLargeError as soon as it is known to be over the limit, SlowBodyError,
-        OverloadedError where too much is held of others, ClientGoneError."""
+        """The whole body, once its turn has come where it is large. Raises TooLargeError as soon as it is known to be
+        over the limit, SlowBodyError, OverloadedError where too much is held of others, ClientGoneError."""
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._limit_bytes:
                 raise too_large(self._limit_bytes)
-        chunks: list[bytes] = []
-        size, begun_s = 0, time.monotonic()
+        coming = _Coming(receive)
+        pieces: list[bytes] = []
         try:
-            while True:
-                message = await _receive(receive, size, begun_s)
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                chunk = message.get("body", b"")
-                size += len(chunk)
-                self.partial_bytes += len(chunk)
-                chunks.append(chunk)
-                if size > self._limit_bytes:
+            while not coming.whole:
+                pieces.append(await coming.next())
+                self.partial_bytes += len(pieces[-1])
+                if coming.size > self._limit_bytes:
                     raise too_large(self._limit_bytes)
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
-                if size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
+                if coming.size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
                     raise OverloadedError("this gateway holds too much of unfinished request bodies; try again later")
-                if size > SMALL_BYTES:  # the client waits: what is not read yet fills the buffers between it and us
-                    begun_s += await self._pace.take(len(chunk))
+            if coming.size > LARGE_BYTES:
+                with DisconnectWatch(receive) as watch:
+                    await watch.unless_gone(self._pace.take(coming.size))
+            return b"".join(pieces)
         finally:
-            self.partial_bytes -= size
+            self.partial_bytes -= coming.size
 
+    async def _discard(self, rest: _Coming) -> None:
+        """Hold nothing of it. Returns when it has come whole or too slowly, or is over the limit."""
+        with contextlib.suppress(SlowBodyError, ClientGoneError):
+            while not rest.whole and rest.size <= self._limit_bytes:
+                await rest.next()
 
-async def _receive(receive: Receive, size: int, begun_s: float) -> Message:
-    """The next piece of a body of which `size` bytes have come since `begun_s`."""
-    now_s = time.monotonic()
-    average_until_s = begun_s + max(AVERAGE_AFTER_S, size / LEAST_BYTES_S)
-    wait_s = min(NO_PROGRESS_S, average_until_s - now_s)
-    try:
-        async with asyncio.timeout(wait_s):
-            return await receive()
-    except TimeoutError:
-        why = (
-            f"nothing of it came for {NO_PROGRESS_S:g} s"
-            if wait_s == NO_PROGRESS_S
-            else f"{size} bytes came in {time.monotonic() - begun_s:.0f} s, fewer than {LEAST_BYTES_S:g} a second"
-        )
-        raise SlowBodyError(f"the request body came too slowly: {why}") from None
+    def closing_where_unread(self, app: App) -> App:
+        """`app`, whose answers before a body has come whole end the connection. The rest is discarded first, so that
+        the client reads the answer; but not for as long as it likes."""
+
+        async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = dict(scope.get("headers", ()))
+            if not headers.keys() & {b"content-length", b"transfer-encoding"}:
+                await app(scope, receive, send)
+                return
+            unread = True
+            status = 0
+
+            async def reading() -> Message:
+                nonlocal unread
+                message = await receive()
+                unread = unread and bool(message.get("more_body", False))
+                return message
+
+            rest = _Coming(reading)
+
+            async def sending(message: Message) -> None:
+                nonlocal rest, status
+                if unread and message["type"] == "http.response.start":
+                    status, rest = message["status"], _Coming(reading)  # its time begins now
+                    if status != _TOO_SLOW and b"expect" not in headers:  # who asks first is answered at once
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(REST_S):
+                                await self._discard(rest)
+                    if unread:
+                        message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+                elif unread and status != _TOO_SLOW and not message.get("more_body", False):
+                    await send({**message, "more_body": True})
+                    await self._discard(rest)
+                    message = {"type": "http.response.body"}
+                await send(message)
+
+            await app(scope, reading, sending)
+
+        return closing
 
 
 def too_large(limit_bytes: int) -> TooLargeError:

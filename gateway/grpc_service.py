@@ -122,14 +122,17 @@ class InferenceService:
 
     async def _open(self, request: inf.GenerateRequest) -> Call:
         again = any(entry.token_ids for entry in request.resume)
+        if not again:
+            self._intake.check(len(self._ledger))
+        size = request.ByteSize()
+        if size > self._max_body_bytes:
+            raise too_large(self._max_body_bytes)
+        if size > LARGE_BYTES:
+            await self._pace.take(size)
         with self._intake.admit(len(self._ledger), again=again):
             return self._ledger.open(await self._plan(request))
 
     async def _plan(self, request: inf.GenerateRequest) -> CallPlan:
-        if request.ByteSize() > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
-        if request.ByteSize() > LARGE_BYTES:
-            await self._pace.take(request.ByteSize())
         if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
             message = "request_id must be 1 to 128 letters, digits, or one of . _ : / -"
             raise InvalidRequestError(message, param="request_id")

@@ -73,8 +73,11 @@ def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
         raise UnsupportedMediaTypeError(message)
 
 
+SERVES_OWN = "/ray.serve.RayServeAPIService/"  # which load balancers call without a key
+
+
 class ApiKeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Ends every call that carries no key, before its message is read."""
+    """Ends every call that carries no key, but those of SERVES_OWN, before its message is read."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -85,7 +88,8 @@ class ApiKeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         try:
-            caller.set(self._keys.check(of_headers(handler_call_details.invocation_metadata or ())))
+            if not handler_call_details.method.startswith(SERVES_OWN):
+                caller.set(self._keys.check(of_headers(handler_call_details.invocation_metadata or ())))
         except AuthenticationError as error:
             return refusal(*grpc_status(error))
         return await continuation(handler_call_details)

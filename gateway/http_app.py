@@ -17,7 +17,7 @@ from alignedserve.config import GatewayConfig
 from alignedserve.errors import AlignedServeError, NotFoundError
 from alignedserve.gateway.admin import Administration, Administrator
 from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
-from alignedserve.gateway.asgi import App, Receive, Scope, Send, closing_where_unread, report, send_bytes
+from alignedserve.gateway.asgi import App, Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.bodies import BodyReader
 from alignedserve.gateway.endpoints import GenerateEndpoint
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
@@ -91,7 +91,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
             *(route(path, posted(handle), "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
         ],
-        middleware=[Middleware(closing_where_unread)],
+        middleware=[Middleware(bodies.closing_where_unread)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
 

@@ -65,6 +65,7 @@ class Ledger:
         """When the last token of a decode instance came (time.monotonic)."""
         self._submitter = Submitter()
         self._open: dict[str, Answer] = {}
+        self._open_of_probes = 0
         self._calls: dict[CallName, Call] = {}
         self._draining = False
         self._asked_s = 0.0
@@ -76,7 +77,7 @@ class Ledger:
 
     def __len__(self) -> int:
         """Requests of clients that are open."""
-        return sum(not answer.call.plan.probe for answer in self._open.values())
+        return len(self._open) - self._open_of_probes
 
     def _count(self, call: Call) -> GatewayMetrics:
         return self._aside if call.plan.probe else self._metrics
@@ -105,7 +106,9 @@ class Ledger:
                 call.add(answer, finish=FinishReason.LENGTH)
             return call
         self._calls[call.name] = call
-        self._open |= {answer.request_id: answer for answer in call.answers if not answer.ended}
+        opened = {answer.request_id: answer for answer in call.answers if not answer.ended}
+        self._open |= opened
+        self._open_of_probes += len(opened) if plan.probe else 0
         self._empty.clear()
         self._count(call).prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
         if plan.timeout_s is not None:
@@ -236,6 +239,9 @@ class Ledger:
             unfinished = sum(answer.finish is None for answer in call.answers)
             if call.name != name or (call.error is None and call.open != unfinished):
                 raise AccountingError(f"call {name[1]} counts {call.open} open answers, a recount {unfinished}")
+        of_probes = sum(answer.call.plan.probe for answer in self._open.values())
+        if of_probes != self._open_of_probes:
+            raise AccountingError(f"{self._open_of_probes} open requests of probes are counted, a recount {of_probes}")
         if self._empty.is_set() == bool(self._open):
             raise AccountingError("the gateway does not know whether it holds requests")
 
@@ -350,7 +356,8 @@ class Ledger:
         answer.state = AnswerState.ENDED
         if self._log is not None and not answer.call.plan.probe:
             self._log.note(answer)
-        self._open.pop(answer.request_id, None)
+        if self._open.pop(answer.request_id, None) is not None and answer.call.plan.probe:
+            self._open_of_probes -= 1
         if not self._open:
             self._empty.set()
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +24,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from alignedserve.client import AuthenticationError, CancelledError, Client
+from alignedserve.client import AuthenticationError, CancelledError, Client, TooLargeError
 from alignedserve.client.calls import open_stub
 from alignedserve.cluster.runtime_dir import runtime_dir, temp_dir
 from alignedserve.cluster.serve_process import ServeProcess
@@ -300,6 +301,56 @@ def test_two_thousand_connections_that_come_and_go_leave_nothing(server: ServePr
     assert open_files(server) <= before + 20
 
 
+def test_bodies_without_an_end_are_refused_and_held_nowhere(server: ServeProcess) -> None:
+    """HAProxy knows no length of them, and what a gateway does not take at once Serve holds for it."""
+    head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    piece = b"%x\r\n" % (1 << 20) + b" " * (1 << 20) + b"\r\n"
+    statuses: list[int] = []
+
+    def flood() -> None:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60.0) as connection:
+            answering = threading.Thread(target=lambda: statuses.append(read(connection).status))
+            answering.start()
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(head)
+                for _ in range(200):
+                    connection.sendall(piece)
+            answering.join()
+
+    (gateway,) = [psutil.Process(role["pid"]) for role in server.roles() if role["role"] == "gateway"]
+    before = gateway.memory_info().rss
+    floods = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in floods:
+        thread.start()
+    most = 0
+    while any(thread.is_alive() for thread in floods):
+        most = max(most, gateway.memory_info().rss - before)
+        time.sleep(0.05)
+    assert statuses == [413] * 4
+    assert most < 128 << 20
+
+
+def test_a_refused_body_that_trickles_ends_with_its_connection(server: ServeProcess) -> None:
+    head = POST + b"Content-Encoding: gzip\r\nContent-Length: 4000000\r\n\r\n"
+    begun_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30.0) as connection:
+        connection.sendall(head + b"x")
+        assert read(connection).status == 415
+        assert time.monotonic() - begun_s < 5
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begun_s < 40:
+                time.sleep(2.0)
+                connection.sendall(b"x")
+    assert 8 < time.monotonic() - begun_s < 40
+
+
+def test_a_grpc_message_over_the_limit_is_refused_as_such(server: ServeProcess) -> None:
+    with Client(server.grpc_address, timeout_s=30) as client:
+        for size in ((4 << 20) + 1, 6 << 20):
+            with pytest.raises(TooLargeError):
+                client.generate("x" * size, max_tokens=1)
+
+
 def open_files(server: ServeProcess) -> int:
     """Of HAProxy and the gateway together."""
     gateways = [role["pid"] for role in server.roles() if role["role"] == "gateway"]
@@ -386,6 +437,16 @@ def assert_strangers_are_refused(server: ServeProcess) -> None:
         for ask in (stranger.models, lambda: stranger.cancel("x"), lambda: list(stranger.stream(prompt_token_ids=[1]))):
             with pytest.raises(AuthenticationError):
                 ask()
+    (gateway,) = [psutil.Process(role["pid"]) for role in status(server)["roles"] if role["role"] == "gateway"]
+    ports = [c.laddr.port for c in gateway.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    told = [asyncio.run(told_before_its_message(port)) for port in ports]
+    assert any("an API key is needed" in words for words in told), told
+
+
+async def told_before_its_message(port: int) -> str:
+    """What a gRPC server says to a call of which nothing but its head comes."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        return str(await channel.stream_stream("/alignedserve.v1.Inference/Stream")(timeout=5).details())
 
 
 def assert_a_request_belongs_to_its_key(server: ServeProcess) -> None:

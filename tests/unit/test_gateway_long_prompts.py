@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from alignedserve.errors import DeadlineError, InvalidRequestError
-from alignedserve.gateway import pacing, tokenising
+from alignedserve.errors import DeadlineError, InvalidRequestError, OverloadedError
+from alignedserve.gateway import tokenising
 from alignedserve.gateway.failures import ContextLengthError, UnsupportedFeatureError
 from alignedserve.gateway.grpc_service import InferenceService, body_of
+from alignedserve.gateway.pacing import Pace
 from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
 from alignedserve.gateway.requests import parse_chat, parse_completion
 from alignedserve.model import resolve_model
@@ -238,18 +239,39 @@ def test_the_same_over_grpc() -> None:
         parse_chat(body_of(request))
 
 
-async def test_large_requests_over_grpc_share_a_pace_too(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_requests_over_grpc_wait_for_a_pace_and_hold_no_place_meanwhile(front: Front) -> None:
+    """1,024 of them made every completion a 429."""
+
     async def nobody(call_id: str, caller: Any) -> bool:
         return False
 
-    monkeypatch.setattr(pacing.Pace.__init__, "__defaults__", (1 << 20, 1 << 16))
+    class Gate(Pace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.taken: list[int] = []
+            self.opened = asyncio.Event()
+
+        async def take(self, size: int) -> None:
+            self.taken.append(size)
+            await self.opened.wait()
+
     service = InferenceService(front.ledger, front.intake, front.model, 4 << 20, nobody)
-    began_s = time.monotonic()
-    for _ in range(3):
-        with pytest.raises(ContextLengthError):
-            await service.generate(inf.GenerateRequest(prompt="x" * (200 << 10)))
-    assert 0.4 < time.monotonic() - began_s < 5
-    began_s = time.monotonic()
-    with pytest.raises(ContextLengthError):
+    service._pace = gate = Gate()
+    large = inf.GenerateRequest(prompt="x" * (200 << 10))
+    waiting = [asyncio.ensure_future(service.generate(large)) for _ in range(64)]
+    while len(gate.taken) < 64:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    with front.intake.admit(len(front.ledger)), pytest.raises(ContextLengthError):
         await service.generate(inf.GenerateRequest(prompt="x" * 50_000))
-    assert time.monotonic() - began_s < 0.2
+    assert gate.taken == [large.ByteSize()] * 64
+    gate.opened.set()
+    for call in waiting:
+        with pytest.raises(ContextLengthError):
+            await call
+
+    front.intake.tell(0, 60.0, limited=True)
+    with pytest.raises(OverloadedError):  # before it waits
+        await service.generate(large)
+    assert len(gate.taken) == 64
+    with pytest.raises(ContextLengthError):  # one that goes on with what was accepted is not refused for load
+        await service.generate(inf.GenerateRequest(prompt=large.prompt, seed=1, resume=[{"token_ids": [1]}]))

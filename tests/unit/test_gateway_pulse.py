@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import pytest
 
 from alignedserve.control.samples import value
-from alignedserve.errors import OverloadedError
+from alignedserve.errors import AccountingError, OverloadedError
 from alignedserve.gateway import pulse
+from alignedserve.gateway.calls import Answer
 from alignedserve.gateway.pulse import Work, Works
 from alignedserve.request import RequestSpec
 from alignedserve.testing.fake_cluster import FakeCluster, counting_script, silent_script
@@ -91,6 +93,36 @@ async def test_a_probe_is_cancelled_and_counted_nowhere(cluster: FakeCluster, tm
     for name in ("prompt_tokens_total", "output_tokens_total", "requests_total", "ttft_seconds_count"):
         assert value(metrics, f"alignedserve_gateway_{name}") == 0, name
     assert log.read_text() == ""
+
+
+async def test_how_many_requests_are_open_is_known_without_a_walk_over_them(
+    cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked twice for each request that comes."""
+
+    class Unwalked(dict[str, Answer]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError
+
+        values = items = __iter__  # type: ignore[assignment]
+
+    cluster.script = silent_script
+    ledger = gateway.server.ledger
+    asked = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": [1], "n": 3, "timeout_s": 2}))
+    await cluster.wait_for(lambda: len(ledger) == 3)
+    await http.get("/health")
+    ledger.check_integrity()
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "_open", Unwalked(ledger._open))
+        assert dict.__len__(ledger._open) == 4
+        assert len(ledger) == 3
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "_open_of_probes", 2)
+        with pytest.raises(AccountingError):
+            ledger.check_integrity()
+    assert (await asked).status_code == 408
+    assert len(ledger) == 0
+    ledger.check_integrity()
 
 
 async def test_overload_is_not_ill_health(

@@ -357,7 +357,7 @@ async def test_a_body_that_grows_over_the_limit_is_refused(front: Front) -> None
 
     answer = await front.client.post(COMPLETIONS, content=endless())
     assert answer.status_code == 413
-    assert sent <= 6
+    assert sent <= 12  # as much again is read and forgotten, so that a client that sends a little more is answered
 
 
 async def test_unknown_paths_and_methods_get_error_objects(front: Front) -> None:
