@@ -23,7 +23,7 @@ from alignedserve.testing.gateway import RunningGateway, running_gateway
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"FRESH_S": 0.2, "ANSWER_S": 0.6, "WORKERS_AFTER_S": 0.05, "WORKERS_EVERY_S": 0.05}.items():
+    for name, seconds in {"FRESH_S": 0.2, "ANSWER_S": 1.2, "WORKERS_AFTER_S": 0.05, "WORKERS_EVERY_S": 0.05}.items():
         monkeypatch.setattr(pulse, name, seconds)
 
 
