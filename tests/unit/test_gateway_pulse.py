@@ -23,7 +23,7 @@ from alignedserve.testing.gateway import RunningGateway, running_gateway
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"FRESH_S": 0.2, "ANSWER_S": 1.2, "WORKERS_AFTER_S": 0.05, "WORKERS_EVERY_S": 0.05}.items():
+    for name, seconds in {"FRESH_S": 0.2, "ANSWER_S": 0.9, "WORKERS_AFTER_S": 0.05, "WORKERS_EVERY_S": 0.05}.items():
         monkeypatch.setattr(pulse, name, seconds)
 
 
@@ -57,7 +57,10 @@ async def test_health_is_not_ok_while_no_token_is_decoded(
     for spec in list(cluster.submitted):  # a probe that still waits is answered, and the next is
         if spec.key in cluster.held:
             await counting_script(cluster, spec)
-    assert (await http.get("/health")).json() == {"status": "ok", "missing": [], "degraded": []}
+    async with asyncio.timeout(10.0):  # until its tokens have come
+        while (answer := await http.get("/health")).status_code != 200:
+            await asyncio.sleep(0.02)
+    assert answer.json() == {"status": "ok", "missing": [], "degraded": []}
 
 
 async def test_who_is_served_needs_no_probe_and_one_runs_at_a_time(
