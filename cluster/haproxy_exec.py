@@ -40,7 +40,7 @@ FRONTENDS = {
     "http_frontend": "status 429 content-type application/json hdr Retry-After 1 string '{}'".format(
         haproxy_errors.error_object(TOO_MANY, "rate_limit_error", "overloaded")
     ),
-    "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY}"',
+    "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY} [code=overloaded retry-after-s=1]"',
 }
 UNKNOWN = haproxy_errors.error_object(
     "only /live, /health and /metrics are answered on this port", "invalid_request_error", "not_found"
@@ -65,7 +65,11 @@ TRACKING_RULE = "    tcp-request connection track-sc0 src table alignedserve_add
 CONNECTIONS_RULE = "    tcp-request connection reject if {{ sc0_conn_cur gt {limit} }}\n"
 RATE_RULE = "    http-request return {answer} if {{ sc0_http_req_rate gt {limit} }}\n"
 # A message of up to `tune.bufsize` has come before its call reaches a gateway, which has no limit of its own for that.
-MESSAGE_RULE = f"    http-request wait-for-body time {HEADERS_S}s if METH_POST\n"
+# What HAProxy returns without a body (Serve's answers, too) it gives no type, and most clients of gRPC ask for one.
+GRPC_RULES = f"""\
+    http-request wait-for-body time {HEADERS_S}s if METH_POST
+    http-after-response set-header content-type application/grpc unless {{ res.hdr(content-type) -m found }}
+"""
 LIVE_FRONTEND = """
 frontend alignedserve_live
     bind {address}
@@ -122,7 +126,7 @@ def _bounded(config: str, environment: Mapping[str, str]) -> str:
     config = re.sub(r"(?m)^[ \t]*option splice-\w+[ \t]*\n", "", config)
     config = re.sub(r"(?m)^defaults\n", f"defaults\n    timeout http-request {HEADERS_S}s\n", config)
     config = config.replace(" mode 666 level admin", " mode 600 level admin")
-    config = _with_rules(config, "grpc_frontend", MESSAGE_RULE)
+    config = _with_rules(config, "grpc_frontend", GRPC_RULES)
     connections, rate = (int(environment.get(name, "0")) for name in (CONNECTIONS, RATE))
     if connections or rate:
         for frontend, answer in FRONTENDS.items():
