@@ -120,11 +120,15 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
 def _bounded(config: str, environment: Mapping[str, str]) -> str:
     """How long a client has for its headers, and how much one address may hold; HAProxy's own socket is this user's.
 
+    A connection on which nothing has been sent is closed without a word: its client (a browser, Go) connected ahead,
+    and would take a 408 for the answer to what it is about to send.
+
     Splicing goes: with it HAProxy 2.8 does not notice a client that leaves before the first byte of its answer, where
     headers and body came in two pieces.
     """
     config = re.sub(r"(?m)^[ \t]*option splice-\w+[ \t]*\n", "", config)
-    config = re.sub(r"(?m)^defaults\n", f"defaults\n    timeout http-request {HEADERS_S}s\n", config)
+    lines = f"    timeout http-request {HEADERS_S}s\n    option http-ignore-probes\n"
+    config = re.sub(r"(?m)^defaults\n", f"defaults\n{lines}", config)
     config = config.replace(" mode 666 level admin", " mode 600 level admin")
     config = _with_rules(config, "grpc_frontend", GRPC_RULES)
     connections, rate = (int(environment.get(name, "0")) for name in (CONNECTIONS, RATE))
