@@ -70,6 +70,14 @@ GRPC_RULES = f"""\
     http-request wait-for-body time {HEADERS_S}s if METH_POST
     http-after-response set-header content-type application/grpc unless {{ res.hdr(content-type) -m found }}
 """
+# A gateway has given up a body that came too slowly (an answer to a request's own time limit has that header). HAProxy
+# would hold the client until the rest has come; what it answers by itself is the end, and keeps the gateway's words.
+SLOW = "{ status 408 } !{ res.hdr(x-should-retry) -m found }"
+SLOW_RULES = f"""\
+    http-response wait-for-body time 1s if {SLOW}
+    http-response set-var(txn.alignedserve_said) res.body if {SLOW}
+    http-response return status 408 content-type application/json lf-string %[var(txn.alignedserve_said)] if {SLOW}
+"""
 LIVE_FRONTEND = """
 frontend alignedserve_live
     bind {address}
@@ -100,7 +108,7 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{_shown(host)}:\g<2>", config)
     # One application's refusal says nothing of another's room.
     several = len(set(re.findall(r"use_backend (http-\S+)", config))) > 1
-    rules = haproxy_errors.rules()
+    rules = haproxy_errors.rules() + SLOW_RULES
     rules += "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
     if limit := environment.get(BODY):
         message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
