@@ -40,7 +40,7 @@ FRONTENDS = {
     "http_frontend": "status 429 content-type application/json hdr Retry-After 1 string '{}'".format(
         haproxy_errors.error_object(TOO_MANY, "rate_limit_error", "overloaded")
     ),
-    "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY}"',
+    "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY} [code=overloaded retry-after-s=1]"',
 }
 UNKNOWN = haproxy_errors.error_object(
     "only /live, /health and /metrics are answered on this port", "invalid_request_error", "not_found"
@@ -65,7 +65,19 @@ TRACKING_RULE = "    tcp-request connection track-sc0 src table alignedserve_add
 CONNECTIONS_RULE = "    tcp-request connection reject if {{ sc0_conn_cur gt {limit} }}\n"
 RATE_RULE = "    http-request return {answer} if {{ sc0_http_req_rate gt {limit} }}\n"
 # A message of up to `tune.bufsize` has come before its call reaches a gateway, which has no limit of its own for that.
-MESSAGE_RULE = f"    http-request wait-for-body time {HEADERS_S}s if METH_POST\n"
+# What HAProxy returns without a body (Serve's answers, too) it gives no type, and most clients of gRPC ask for one.
+GRPC_RULES = f"""\
+    http-request wait-for-body time {HEADERS_S}s if METH_POST
+    http-after-response set-header content-type application/grpc unless {{ res.hdr(content-type) -m found }}
+"""
+# A gateway has given up a body that came too slowly (an answer to a request's own time limit has that header). HAProxy
+# would hold the client until the rest has come; what it answers by itself is the end, and keeps the gateway's words.
+SLOW = "{ status 408 } !{ res.hdr(x-should-retry) -m found }"
+SLOW_RULES = f"""\
+    http-response wait-for-body time 1s if {SLOW}
+    http-response set-var(txn.alignedserve_said) res.body if {SLOW}
+    http-response return status 408 content-type application/json lf-string %[var(txn.alignedserve_said)] if {SLOW}
+"""
 LIVE_FRONTEND = """
 frontend alignedserve_live
     bind {address}
@@ -96,7 +108,7 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{_shown(host)}:\g<2>", config)
     # One application's refusal says nothing of another's room.
     several = len(set(re.findall(r"use_backend (http-\S+)", config))) > 1
-    rules = haproxy_errors.rules()
+    rules = haproxy_errors.rules() + SLOW_RULES
     rules += "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
     if limit := environment.get(BODY):
         message = f"the body is over the limit of {int(limit) / (1 << 20):g} MiB (gateway.max_body_mib)"
@@ -116,13 +128,17 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
 def _bounded(config: str, environment: Mapping[str, str]) -> str:
     """How long a client has for its headers, and how much one address may hold; HAProxy's own socket is this user's.
 
+    A connection on which nothing has been sent is closed without a word: its client (a browser, Go) connected ahead,
+    and would take a 408 for the answer to what it is about to send.
+
     Splicing goes: with it HAProxy 2.8 does not notice a client that leaves before the first byte of its answer, where
     headers and body came in two pieces.
     """
     config = re.sub(r"(?m)^[ \t]*option splice-\w+[ \t]*\n", "", config)
-    config = re.sub(r"(?m)^defaults\n", f"defaults\n    timeout http-request {HEADERS_S}s\n", config)
+    lines = f"    timeout http-request {HEADERS_S}s\n    option http-ignore-probes\n"
+    config = re.sub(r"(?m)^defaults\n", f"defaults\n{lines}", config)
     config = config.replace(" mode 666 level admin", " mode 600 level admin")
-    config = _with_rules(config, "grpc_frontend", MESSAGE_RULE)
+    config = _with_rules(config, "grpc_frontend", GRPC_RULES)
     connections, rate = (int(environment.get(name, "0")) for name in (CONNECTIONS, RATE))
     if connections or rate:
         for frontend, answer in FRONTENDS.items():

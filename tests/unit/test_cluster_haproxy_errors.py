@@ -21,6 +21,7 @@ from alignedserve.client.calls import open_stub
 from alignedserve.client.failures import Failure, kind_of
 from alignedserve.cluster import haproxy, haproxy_errors, haproxy_exec
 from alignedserve.proto import inference_pb2 as inf
+from alignedserve.testing.raw_h2 import RawH2
 from alignedserve.testing.raw_http import ask
 
 GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
@@ -35,8 +36,8 @@ defaults
     mode http
     timeout connect 5s
     timeout client 5s
-    timeout server 300ms
-    timeout http-request 300ms
+    timeout server 3s
+    timeout http-request 3s
     retries 0
     errorfile 502 {folder}/500.http
     errorfile 503 {folder}/500.http
@@ -58,6 +59,7 @@ backend http-dead
 frontend grpc_frontend
     bind 127.0.0.1:{grpc} proto h2
     mode http
+    http-request return status 200 content-type application/grpc hdr grpc-status 0 if {{ path /Healthz }}
     default_backend grpc-default
 backend grpc-default
     mode http
@@ -103,7 +105,7 @@ class Front:
         file = self.folder / "haproxy.cfg"
         file.write_text(config, encoding="utf-8")
         script = [sys.executable, "-SE", haproxy_exec.__file__, "-db", "-f", str(file)]
-        environment = os.environ | {haproxy_exec.EXECUTABLE: get_haproxy_binary()}
+        environment = os.environ | {haproxy_exec.EXECUTABLE: get_haproxy_binary(), haproxy_exec.BODY: "1000"}
         with socket.create_server(("127.0.0.1", self.back)) as listener:
             listener.settimeout(0.05)
             server = threading.Thread(target=self._serve, args=(listener,))
@@ -198,6 +200,24 @@ def test_what_haproxy_refuses_it_refuses_as_an_error_object(
     assert ask(front.port, GET + b"\r\n")[0].status == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "fields", "status", "code"),
+    [
+        ("GET", "/plain/400", {}, 400, "bad_request"),
+        ("TRACE", "/a", {}, 405, "method_not_allowed"),
+        ("POST", "/a", {"content-length": "1001"}, 413, "request_too_large"),
+        ("GET", "/dead/a", {}, 503, "unavailable"),
+    ],
+)
+async def test_over_http_2_it_does_the_same(
+    front: Front, method: str, path: str, fields: dict[str, str], status: int, code: str
+) -> None:
+    async with RawH2(front.port) as connection:
+        answer = await connection.answer(connection.send(method, path, fields, end=method != "POST"))
+        assert (answer.status, answer.error["code"]) == (status, code)
+        assert (await connection.answer(connection.send("GET", "/a"))).status == 200
+
+
 @pytest.mark.parametrize("status", [400, 403, 404, 405, 408, 413, 500, 502, 503, 504])
 def test_a_plain_text_from_behind_becomes_an_error_object_of_its_status(front: Front, status: int) -> None:
     answer = ask(front.port, b"GET /plain/%d HTTP/1.1\r\nHost: a\r\n\r\n" % status)[0]
@@ -235,6 +255,12 @@ def test_a_grpc_call_that_reaches_nobody_ends_with_a_status_and_goes_on_elsewher
     error = failed.value
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, haproxy_errors.ANSWERS[503].message)
     assert kind_of(error, begun=True) is kind_of(error, begun=False) is Failure.BROKEN
+
+
+async def test_an_answer_of_serves_to_grpc_says_that_it_is_one(front: Front) -> None:
+    async with RawH2(front.grpc) as connection:
+        answer = await connection.answer(connection.send("POST", "/Healthz"))
+        assert (answer.headers["content-type"], answer.headers["grpc-status"]) == ("application/grpc", "0")
 
 
 def test_nothing_else_in_the_executable_changes(front: Front) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import csv
 import json
 import os
 import sys
@@ -20,10 +21,18 @@ SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_ser
 
 
 class HaProxyFront:
-    """`async with HaProxyFront([url, ...], [grpc_address, ...]) as front` forwards inside to what it was given."""
+    """`async with HaProxyFront([url, ...], [grpc_address, ...]) as front` forwards inside to what it was given.
+    `variables` are Ray Serve's, in place of those that `alignedserve serve` sets."""
 
-    def __init__(self, urls: Sequence[str], grpc_addresses: Sequence[str] = (), config: Config | None = None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        grpc_addresses: Sequence[str] = (),
+        config: Config | None = None,
+        variables: dict[str, str] | None = None,
+    ) -> None:
         self._config = config or Config()
+        self._variables = variables or {}
         self.port, self.grpc_port = haproxy.free_ports(2)
         self.url, self.grpc_address = f"http://127.0.0.1:{self.port}", f"127.0.0.1:{self.grpc_port}"
         self.live_url = ""
@@ -39,7 +48,7 @@ class HaProxyFront:
     async def __aenter__(self) -> Self:
         self._folder = haproxy.prepare(self._config)
         assert self._folder is not None, "HAProxy does not run on this machine"
-        environment = self._folder.environment(self._config)
+        environment = self._folder.environment(self._config) | self._variables
         self.live_url = f"http://127.0.0.1:{environment[haproxy_exec.LIVE]}"
         orders = self._orders | {"folder": str(self._folder.path)}
         pipe = asyncio.subprocess.PIPE
@@ -59,6 +68,19 @@ class HaProxyFront:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._end()
+
+    async def held(self) -> int:
+        """Requests that HAProxy has given to a gateway, and neither ended nor given up."""
+        assert self._folder is not None
+        reader, writer = await asyncio.open_unix_connection(self._folder.path / "admin.sock")
+        writer.write(b"show stat\n")
+        rows = csv.DictReader((await reader.read()).decode().removeprefix("# ").splitlines())
+        writer.close()
+        return sum(
+            int(row["scur"])
+            for row in rows
+            if row["svname"] == "BACKEND" and row["pxname"] in ("http-default", "grpc-default")
+        )
 
     async def _end(self) -> None:
         process, folder = self._process, self._folder
