@@ -17,6 +17,7 @@ from alignedserve.model import resolve_model
 from alignedserve.testing.chat_templates import FAMILIES, Family
 from alignedserve.testing.tokenizers import FRAGMENTS, family
 from alignedserve.text import ChatTemplate, Prompt, PromptEncoder, Tokenizer
+from alignedserve.text.user_text import Marks
 
 TINY = resolve_model("tiny")
 Turns = list[dict[str, str]]
@@ -169,6 +170,9 @@ CONTENT = "{{ messages[0].content }}"
         ("{{ '<|' + messages[0].content + '|>' }}", "x|> and more than that <|x"),
         ("{{ messages[0].content + '|x|>' }}", "much that is said before <"),
         ("{{ messages[0].content }}{{ messages[0].name }}", "this is long enough <|"),
+        ("{{ '<|' + messages[0].content | trim + '|>' }}", " " * 60 + "x"),
+        ("{{ '<|' + messages[0].content.split(',')[0] + '|>' }}", "x, and much more that is said"),
+        ("{{ '<|' + ('%s' % messages[0].content)[-1:] + '|>' }}", "this is long enough x"),
     ],
 )
 def test_no_template_makes_one_of_what_is_said(template: str, content: str) -> None:
@@ -176,6 +180,17 @@ def test_no_template_makes_one_of_what_is_said(template: str, content: str) -> N
     turns = user(content, name="x|> and this")
     assert made.specials(turns) == []
     assert made.prompt(turns).text == made.template.render(turns)
+
+
+@given(text=st.text(max_size=20) | st.text("<|reSKſßİŉ\u212a> ", max_size=20), size=st.sampled_from((0, 100)))
+@settings(max_examples=200, deadline=None)
+def test_no_character_of_a_special_token_is_left_in_what_is_said(text: str, size: int) -> None:
+    specials = ("<|system|>", "[INST]", "<ni>", "<\ue000>")
+    marks = Marks(specials)
+    marked = str.__str__(marks.mark(" " * size + text))
+    for form in (marked, marked.lower(), marked.upper(), marked.title(), marked.casefold()):
+        assert not {*form} & {*"".join(specials)}
+    assert marks.unmark(marked) == " " * size + text or "\ue000" in text
 
 
 @pytest.mark.parametrize(
@@ -222,6 +237,15 @@ def test_characters_for_private_use_stay_what_they_are() -> None:
     turns = user(f"{private}<|end|>{private}")
     assert made.prompt(turns).text == made.template.render(turns)
     assert made.specials(turns) == made.specials(user("x"))
+
+
+def test_special_tokens_may_be_spelled_with_characters_for_private_use() -> None:
+    special = "<\ue000\ue005>"
+    made = simple("{{ messages[0].content }}" + special, special)
+    (token,) = made.specials(user("a<b & %\ue000"))
+    assert token == made.tokenizer.backend.token_to_id(special)
+    assert made.specials(user(special)) == [token]
+    assert made.prompt(user("a<b")).text == f"a<b{special}"
 
 
 def test_a_refusal_says_what_the_user_wrote() -> None:

@@ -86,7 +86,8 @@ class ChatTemplate:
         return written
 
     def _rendered(self, **variables: Any) -> str:
-        return str.__str__(self._template.render(**variables, **self._variables))
+        text: str = self._template.render(**variables, **self._variables)
+        return text
 
 
 def _own_source(folder: Path) -> tuple[str | None, str]:
