@@ -18,6 +18,8 @@ from alignedserve.transformers_source import ConfigSource, config_source
 from alignedserve.weight_files import Tensor
 from alignedserve.weight_names import FAMILIES, Family, Shapes
 
+# What transformers 5 names otherwise than the checkpoints that it writes by default.
+_RENAMED = {".block_sparse_moe.": ".mlp.", "embed_out.weight": "lm_head.weight"}
 _OF_A_LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.(\d+)\..+)$")
 _TERM = re.compile(r"(\d*)([A-Z]?)")
 _NO_WEIGHTS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "C64"))
@@ -131,7 +133,9 @@ def _by_key(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     stored: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _OF_A_LAYER.search(name)
-        key = found[1].replace(".block_sparse_moe.", ".mlp.") if found else ".".join(name.split(".")[-2:])
+        key = found[1] if found else ".".join(name.split(".")[-2:])
+        for other, usual in _RENAMED.items():
+            key = key.replace(other, usual)
         stored[key].append(tensor)
     return stored
 
