@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,9 @@ class PromptEncoder:
             division = replace(division, joins=False)
         self._division = division
         others = Spellings(token.content for token in plain)
-        self._divider = Divider(division, others, self._encoding, self._tokens)
+        before = r"(?<=\S)" if any(token.lstrip for token in markers) else ""
+        at_aliases = replace(division, cut=_cut_at(self._aliases.values(), before, division.cut))
+        self._divider = Divider(at_aliases, others, self._encoding, self._tokens)
 
     # ---- what is special
 
@@ -107,21 +110,20 @@ class PromptEncoder:
 
     @property
     def divisible(self) -> bool:
-        """Whether `pieces` gives more than one."""
+        """Whether `pieces` gives more than one of any long text."""
         return self._division.possible
 
-    def pieces(self, prompt: Prompt, *, around: bool = True) -> Iterator[list[int]]:
-        """The same tokens, a piece of the text at a time; each takes about as long, however long the text is. None is
-        empty.
+    def pieces(self, prompt: Prompt, *, around: bool = True, unbroken: int = 0) -> Iterator[list[int]]:
+        """The same tokens, a piece of the text at a time. Each takes about as long, however long the text is; but
+        after an empty one comes one that takes longer.
 
-        Raises InvalidRequestError where the text has a part that is too long to be tokenised at once.
+        Raises InvalidRequestError where a part of the text cannot be divided, and is longer than the MOST_UNBROKEN of
+        `dividing` and `unbroken`.
         """
-        text = self._spelled(prompt)
-        pieces = self._divider.pieces(text) if self._division.possible else iter([self._tokens(text)])
         before, after = (self._before, self._after) if around else ((), ())
         if before:
             yield list(before)
-        yield from filter(None, map(self._translated, pieces))
+        yield from map(self._translated, self._divider.pieces(self._spelled(prompt), unbroken))
         if after:
             yield list(after)
 
@@ -190,6 +192,14 @@ def _special_texts(
 def _alias() -> str:
     """A name that nobody can guess, and in which no word ends."""
     return f"\x02{secrets.token_hex(16).translate(_LETTERS)}\x03"
+
+
+def _cut_at(aliases: Iterable[str], before: str, cut: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """Whatever the tokenizer, an alias ends what is before it, but for white space that it may swallow."""
+    if (found := Spellings(aliases).pattern) is None:
+        return cut
+    at_alias = f"{before}(?={found.pattern})"
+    return re.compile(at_alias if cut is None else f"{cut.pattern}|{at_alias}")
 
 
 def _id_in(backend: Backend, text: str) -> int:
