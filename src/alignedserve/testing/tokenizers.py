@@ -34,7 +34,7 @@ FRAGMENTS = (
     "\u0301", "。。。", "====", "-" * 33, "'s", "'", "''''''", "don't", "I'LL", "? !", "/path/to//file", "<b>", "_",
     "x_y", "</s>", "<s>", "<|im_end|>", "<|im", "<think>", "▁", "▁▁", "🙂", "👩\u200d👩\u200d👧", "\x00", "\x1f", "İ",
     "ß", "ŉ", "ǅ", "ﬁ", "．", "：", "「a」",
-    "<tool_call>", "＜tool_call＞", "<\u212a\u037ex>", "\u1fefa`", "x_y", "x_ý", "a≯", "a．b", "a b", " <mask>", "\t\t\t",
+    "<tool_call>", "＜tool_call＞", "<\u212a\u037ex>", "\u1fefa`", "x_ý", "a≯", "a．b", "a b", " <mask>", "\t\t\t",
 )  # fmt: skip
 _CORPUS = [" ".join(WORDS)] * 8 + ["".join(FRAGMENTS), "aaaa aaaa abab 12 123 1234 ==== ----  漢字漢字 don't I'll"] * 4
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
