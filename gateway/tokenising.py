@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from alignedserve.text import Prompt, PromptEncoder
+from alignedserve.text import Prompt, PromptEncoder, dividing
 
 LONG_TEXT = 8192  # characters; shorter ones are tokenised at once
 _COARSE_CHARACTERS = 16  # a token, where a text cannot be divided, and nothing is proven of how many tokens it has
@@ -46,7 +46,7 @@ def check_size(encoder: PromptEncoder, text: str, most: int) -> None:
         return
     if (least := encoder.least_tokens(text)) > most:
         raise TooManyTokens(least)
-    if not encoder.divisible and len(text) > most * _COARSE_CHARACTERS:
+    if not encoder.divisible and len(text) > max(dividing.MOST_UNBROKEN, most * _COARSE_CHARACTERS):
         raise TooManyTokens(0, len(text))
 
 

@@ -215,6 +215,7 @@ async def test_what_cannot_be_divided_is_refused_by_its_characters(monkeypatch: 
     model = served("unigram")
     assert model.encoder is not None
     monkeypatch.setattr(type(model.encoder), "divisible", property(lambda self: False))
+    monkeypatch.setattr(dividing, "MOST_UNBROKEN", 40_000)
     counted = Counted(monkeypatch, model)
     with pytest.raises(ContextLengthError, match="has 44000 characters, more than are tokenised"):
         await complete(model, WORDS)
