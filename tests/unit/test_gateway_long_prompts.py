@@ -189,6 +189,23 @@ async def test_a_word_that_never_ends_is_refused_if_it_is_too_long_for_the_limit
     assert len(prompt.token_ids) > 5000
 
 
+async def test_special_tokens_of_a_long_text_are_looked_for_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = served(positions=1 << 20)
+    assert model.encoder is not None
+    find, looked = model.encoder.special_in, []
+
+    def special_in(text: str) -> Prompt:
+        looked.append((len(text), threading.current_thread() is threading.main_thread()))
+        return find(text)
+
+    monkeypatch.setattr(model.encoder, "special_in", special_in)
+    for prompt in ("<s>" * 40, "<s>" * 4000, ["<s>" * 1000] * 4):
+        await complete(model, prompt, allow_special_tokens=True)
+    assert looked == [(120, True), (12_000, False), *[(3000, False)] * 4]
+
+
 async def test_special_tokens_beyond_the_limit_are_told_as_such() -> None:
     with pytest.raises(ContextLengthError, match="at least"):
         await complete(served(), "<s>" * 300_000, allow_special_tokens=True)
