@@ -173,6 +173,8 @@ CONTENT = "{{ messages[0].content }}"
         ("{{ '<|' + messages[0].content | trim + '|>' }}", " " * 60 + "x"),
         ("{{ '<|' + messages[0].content.split(',')[0] + '|>' }}", "x, and much more that is said"),
         ("{{ '<|' + ('%s' % messages[0].content)[-1:] + '|>' }}", "this is long enough x"),
+        ("{{ '<|' + (messages[0].content.split('-') | join | lower) + '|>' }}", "-X-"),
+        ("{{ '<|' + ('%s' | format(messages[0].content) | title | wordwrap(2))[1:] + '|>' }}", "'x"),
     ],
 )
 def test_no_template_makes_one_of_what_is_said(template: str, content: str) -> None:
@@ -229,6 +231,40 @@ def test_a_template_may_ask_what_a_text_is(question: str) -> None:
     """Its answers are about what the user wrote, not about marks."""
     made = simple("{% set c = messages[0].content %}{{ " + question + " }}", X)
     assert made.prompt(user("<|x|> a|b")) == Prompt("True")
+
+
+C = "messages[0].content"
+LINES = "<think>\nHm, a well-known <thing>\n</think>\nyes | 12 www.example.com & 'so'"
+
+
+@pytest.mark.parametrize("said", [LINES, "12", "", "x" * 90])
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"{{{{ {{'content': {C}}} }}}}{{{{ [{C}] }}}}{{{{ ({C}, 1) }}}}",
+        f"{{{{ {C}.split('\n') }}}}{{{{ {C} | slice(2) | list }}}}",
+        "{{ messages[0] }}{{ messages | pprint }}",
+        f"{{{{ {C} | pprint }}}}{{{{ ({C}, {C}) | pprint }}}}",
+        f"{{{{ '%r %s' % ({C}, {C}) }}}}{{{{ '%r' % {C} }}}}{{{{ '{{!r:>200}}'.format({C}) }}}}",
+        f"{{% set z = {C}.split('\n') | join(' ') %}}{{{{ '</think>' in z }}}}{{{{ z.split('</think>')[-1] }}}}",
+        f"{{{{ '</think>' in {C}.splitlines() | map('trim') | join }}}}{{{{ '<t' in ' '.join({C}.split()) }}}}",
+        f"{{{{ '<t' in '\n'.join({C}.split() | map('lower')) }}}}{{{{ '<' in {C} | list | join('-') }}}}",
+        f"{{{{ '<t' in ('%s' | format({C})) }}}}{{{{ '<t' in ('%s' % {C}) }}}}{{{{ '<t' in '{{}}'.format({C}) }}}}",
+        f"{{{{ '<t' in '{{x}}'.format(x={C}) }}}}{{{{ '<t' in '{{x}}'.format_map({{'x': {C}}}) }}}}",
+        f"{{{{ '<t' in ({C} | center(200)) }}}}{{{{ '<t' in {C}.center(200) }}}}{{{{ '<t' in {C}.ljust(200, '-') }}}}",
+        f"{{{{ {C} | wordwrap(10) }}}}{{{{ '<t' in ({C} | wordwrap(20)) }}}}{{{{ {C} | indent(2, true, true) }}}}",
+        f"{{{{ '<t' in ({C} | indent(2, blank=true)) }}}}{{{{ '<t' in {C}.expandtabs() }}}}{{{{ {C}.zfill(80) }}}}",
+        f"{{{{ {C} | title }}}}{{{{ {C} | wordcount }}}}{{{{ {C} | urlize }}}}{{{{ {{'a': {C}}} | xmlattr }}}}",
+        f"{{{{ {C} | int + 1 }}}}{{{{ {C} | float }}}}{{{{ {C} * 2 }}}}{{{{ 2 * {C} }}}}{{{{ '<t' in {C} * 2 }}}}",
+        f"{{{{ ({C} | e) + '<b>' }}}}{{{{ ({C} | forceescape) + '<b>' }}}}{{{{ {C} | truncate(20) }}}}",
+        f"{{{{ ({C}.split('-') | join | lower) == {C}.lower() }}}}{{{{ {C}.split('-') | join | upper }}}}",
+        "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ '<t' in f(" + C + ") }}{{ 7 % 4 }}{{ '%s' % 'a' }}{{ 'a'.upper() }}",
+    ],
+)
+def test_what_a_template_makes_of_a_text_is_the_same_with_marks(template: str, said: str) -> None:
+    made = simple(template, "<|x-y_z|>", "<|reserved_0123456789|>", "[INST]")
+    turns = user(said, name="Bob <b>")
+    assert made.prompt(turns).text == made.template.render(turns)
 
 
 def test_characters_for_private_use_stay_what_they_are() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from codecs import charmap_decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 from alignedserve.errors import InvalidRequestError
@@ -120,6 +120,9 @@ class UserText(str):
     def __str__(self) -> UserText:
         return self
 
+    def __repr__(self) -> UserText:
+        return self._marks.mark(repr(self._text))
+
     __eq__, __ne__, __hash__ = _asked("__eq__"), _asked("__ne__"), _asked("__hash__")
     __lt__, __le__, __gt__, __ge__ = _asked("__lt__"), _asked("__le__"), _asked("__gt__"), _asked("__ge__")
     __contains__ = _asked("__contains__")
@@ -142,6 +145,11 @@ class UserText(str):
         if not isinstance(other, str):
             return NotImplemented
         return UserText(str.__add__(other, self), self._marks, self._marks.unmark(other) + self._text)
+
+    def __mul__(self, times: Any) -> UserText:
+        return UserText(super().__mul__(times), self._marks, self._text * times)
+
+    __rmul__ = __mul__
 
     def __getitem__(self, key: Any) -> UserText:
         return UserText(super().__getitem__(key), self._marks, self._text[key])
@@ -220,16 +228,41 @@ def unmarked(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): unmarked(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [unmarked(entry) for entry in value]
+        return tuple(map(unmarked, value)) if isinstance(value, tuple) else list(map(unmarked, value))
     return _plain(value)
 
 
 def on_plain_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that encodes or decodes text: it works on the plain one, and all that it makes of it is the user's."""
+    """A filter that looks at characters: it works on the plain text, and all text that it makes of it is the user's."""
 
-    def apply(value: Any, *arguments: Any, **options: Any) -> Any:
-        marks = marks_in(value)
-        made = function(unmarked(value) if marks is not None else value, *arguments, **options)
-        return made if marks is None else marks.mark(str(made))
+    @wraps(function)
+    def apply(*arguments: Any, **options: Any) -> Any:
+        marks = marks_in([*arguments, options])
+        if marks is None:
+            return function(*arguments, **options)
+        made = function(*map(unmarked, arguments), **unmarked(options))
+        if not isinstance(made, str):
+            return made
+        marked = marks.mark(str.__str__(made))
+        return marked if type(made) is str else type(made)(marked)  # Markup stays what it is
+
+    return apply
+
+
+def text_of_method(function: Callable[..., Any]) -> str | None:
+    """The text whose method it is, if it is one (Jinja wraps `format`)."""
+    text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+    return text if isinstance(text, str) else None
+
+
+def on_texts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What puts a text together of others: it stays recognisable as the user's."""
+
+    @wraps(function)
+    def apply(*arguments: Any, **options: Any) -> Any:
+        given = [list(value) if isinstance(value, Iterator) else value for value in arguments]
+        made = function(*given, **options)
+        marks = marks_in([text_of_method(function), *given, options]) if type(made) is str else None
+        return made if marks is None else UserText(made, marks, marks.unmark(made))
 
     return apply
