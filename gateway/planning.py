@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,7 @@ async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special:
     if allow_special:
         for text in texts:
             check_size(encoder, text, most)
-        look = partial(list, map(encoder.special_in, texts))
+        look: Callable[[], list[Prompt]] = partial(list, map(encoder.special_in, texts))
         prompts = await in_turn(look) if sum(map(len, texts)) > LONG_TEXT else look()
     return await tokenise(encoder, prompts, most, around=True)
 

@@ -14,18 +14,9 @@ from alignedserve.text.user_text import Marks, join_texts, on_plain_text, on_tex
 _DEFAULT_NAME = "default"
 # Filters that look at characters, and filters that put texts together.
 _READING = (
-    "escape",
-    "e",
-    "forceescape",
-    "urlencode",
-    "striptags",
-    "title",
-    "wordcount",
-    "wordwrap",
-    "urlize",
-    "pprint",
+    *("escape", "e", "forceescape", "urlencode", "xmlattr", "striptags", "urlize", "pprint"),
+    *("title", "wordcount", "wordwrap", "int", "float"),
 )
-_READING += ("int", "float", "xmlattr")
 _JOINING = ("join", "format", "center", "indent")
 _OWN_WORDS = ("role",)  # fields of a message that are not the user's text
 
