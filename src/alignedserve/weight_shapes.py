@@ -33,6 +33,7 @@ _KEYS = {
     "W": "word_embed_proj_dim",
 }
 _WRAPPERS = {"module.": "torch's DataParallel", "_orig_mod.": "torch.compile", "base_model.model.": "peft"}
+_WITH_IMAGES = dict.fromkeys(("language_model.", "model.language_model."), "a model with images")
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHOWN = 3
 _REPAIR = "the weights and the config.json are of different models, or one was edited: copy or download both again"
@@ -83,7 +84,7 @@ def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     family = FAMILIES.get(str(text.get("model_type")))
     if family is None or (text["model_type"] == "mistral" and "layer_types" in text):  # read as another model's, then
         return
-    _check_names(folder, tensors)
+    _check_names(folder, tensors, family, _WRAPPERS if text is not config else _WRAPPERS | _WITH_IMAGES)
     values = _Values(text, config_source(text["model_type"]))
     stored, sizes = _by_key(tensors), _sizes(family, values)
     _check_sizes(folder, family, values)
@@ -117,11 +118,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if config["model_type"] == "gemma3" and isinstance(text, dict) else config
 
 
-def _check_names(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_names(folder: Path, tensors: Mapping[str, Tensor], family: Family, wrappers: Mapping[str, str]) -> None:
     if not tensors:
         raise ModelError(f"the weights of {folder} hold no tensors; copy or download them again")
-    for prefix, wrapper in _WRAPPERS.items():
-        if all(name.startswith(prefix) for name in tensors):
+    names = [name for name in tensors if name not in family.head]
+    for prefix, wrapper in wrappers.items():
+        if names and all(name.startswith(prefix) for name in names):
             raise ModelError(
                 f"the weights of {folder} are named {prefix}..., as {wrapper} names those of the model that it wraps: "
                 "save the model inside of it"
@@ -167,8 +169,7 @@ def _expected(family: Family, values: _Values, stored: Mapping[str, Any], *, nes
         if tied and key == family.embedding and key not in stored and next(iter(family.head)) in stored:
             continue  # tied weights may be there as the head alone
         yield key, dims
-    if not tied:
-        yield from family.head.items()
+    yield from ((key, dims) for key, dims in family.head.items() if not tied or key.endswith(".bias"))
     layer = dict(family.layer)
     for flag, shapes in family.flagged.items():
         if values.get(flag) is True:

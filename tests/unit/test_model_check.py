@@ -310,13 +310,34 @@ def test_hidden_size_that_heads_do_not_divide_is_refused(copy: Callable[[str], P
         check_model_files(folder)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
-def test_names_of_a_wrapper_are_refused_here_and_by_the_loader(prefix: str, copy: Callable[[str], Path]) -> None:
+WRAPPED: list[tuple[str, Callable[[str], str]]] = [
+    *((prefix, prefix.__add__) for prefix in ("module.", "_orig_mod.", "base_model.model.", "language_model.")),
+    ("model.language_model.", lambda name: name.replace("model.", "model.language_model.", 1)),  # not the head
+]
+
+
+@pytest.mark.parametrize(("prefix", "change"), WRAPPED)
+def test_names_of_a_wrapper_are_refused_here_and_by_the_loader(
+    prefix: str, change: Callable[[str], str], copy: Callable[[str], Path]
+) -> None:
     folder = copy("llama")
-    rename(folder, lambda name: prefix + name)
+    rename(folder, change)
     with pytest.raises(ModelError, match=f"are named {prefix}"):
         check_model_files(folder)
-    with pytest.raises(ModelError, match="lacks 30 tensors"):
+    with pytest.raises(ModelError, match=r"lacks (30|29) tensors"):
+        load_model(inspect_model("m", folder, "auto", "cpu"), "cpu")
+
+
+def test_the_bias_of_a_tied_head_is_asked_for(copy: Callable[[str], Path]) -> None:
+    folder = copy("phi")
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    remove_tensor(folder, "lm_head.weight")
+    check_model_files(folder)
+    load_model(inspect_model("m", folder, "auto", "cpu"), "cpu")
+    remove_tensor(folder, "lm_head.bias")
+    with pytest.raises(ModelError, match=r"lack 1 tensor: lm_head\.bias"):
+        check_model_files(folder)
+    with pytest.raises(ModelError, match="lm_head.bias"):
         load_model(inspect_model("m", folder, "auto", "cpu"), "cpu")
 
 
