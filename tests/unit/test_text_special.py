@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import InvalidRequestError
@@ -311,6 +311,23 @@ def test_a_model_that_knows_a_special_token_itself_makes_none_of_a_text(text: st
     assert not {bos, eos} & set(tokens[1:])
     assert encoder.encode(Prompt("▁Ω plain")) == tokenizer.encode("▁Ω plain")
     assert encoder.encode(encoder.special_in("a <s> b")) == tokenizer.encode("a <s> b")
+
+
+def test_a_unigram_spells_a_special_token_as_any_other_text() -> None:
+    tokenizer = Tokenizer(Backend.from_str(family("unigram")), {"bos_token": "<s>", "eos_token": "</s>"})
+    encoder = PromptEncoder(tokenizer)
+    for text, pieces in (("a<s>b", "▁ a < s > b"), ("</s>", "▁ < / s >"), ("a <s>", "▁ a ▁ < s >")):
+        tokens = encoder.encode(Prompt(text), around=False)
+        assert [tokenizer.backend.id_to_token(token) for token in tokens] == pieces.split()
+
+
+def test_a_word_that_is_a_special_token_is_taken_apart() -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "<s>": 1, "a": 2, "<s": 3, ">": 4}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>"])
+    encoder = PromptEncoder(Tokenizer(backend, {"bos_token": "<s>"}))
+    assert encoder.encode(Prompt("a <s> a")) == [2, 0, 0, 2]
+    assert encoder.encode(encoder.special_in("a <s> a")) == [2, 1, 2]
 
 
 def test_a_single_character_is_text_whatever_it_is_called() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,12 +56,16 @@ class PromptEncoder:
         self._specials = Spellings(special)
         self.marks = Marks(special)
 
-        self._backend = Backend(source.model)
+        vocab = source.get_vocab(with_added_tokens=False)
+        self._forbidden = _producible(source, vocab, special)
+        model = source.model
+        if self._forbidden and type(model).__name__ == "Unigram":
+            model, self._forbidden = _renamed(model, self._forbidden), frozenset()
+        self._backend = Backend(model)
         if source.normalizer is not None:
             self._backend.normalizer = source.normalizer
         if source.pre_tokenizer is not None:
             self._backend.pre_tokenizer = source.pre_tokenizer
-        vocab = source.get_vocab(with_added_tokens=False)
         self._first_added_id = max(vocab.values(), default=-1) + 1
         holes = [AddedToken(_alias(), normalized=False) for _ in range(self._first_added_id - len(vocab))]
         self._aliases = {text: _alias() for text in special}
@@ -72,7 +77,6 @@ class PromptEncoder:
         self._ids = {_id_in(self._backend, alias): _id_in(source, text) for text, alias in names.items()}
         self._gap_id = _id_in(self._backend, self._gap)
 
-        self._forbidden = _producible(source, vocab, special)
         self._before, self._after = _around(source)
         division = division_of(source, vocab, plain, markers)
         if self._forbidden:  # then tokens are not the model's alone
@@ -223,6 +227,13 @@ def _producible(backend: Backend, vocab: Mapping[str, int], special: frozenset[s
         if spelled is None or any(len(made) == 1 and made[0].id == token for made in spelled):
             found.add(token)
     return frozenset(found)
+
+
+def _renamed(unigram: Any, pieces: frozenset[int]) -> Any:
+    """The same model, in which these pieces have names that no text spells."""
+    state = json.loads(unigram.__getstate__())
+    vocab = [(_alias() if at in pieces else text, score) for at, (text, score) in enumerate(state["vocab"])]
+    return type(unigram)(vocab, state["unk_id"], state.get("byte_fallback", False))
 
 
 def _unknown(model: Any) -> str | int | None:
