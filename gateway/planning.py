@@ -151,7 +151,7 @@ async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special:
     if allow_special:
         for text in texts:
             check_size(encoder, text, most)
-        look: Callable[[], list[Prompt]] = partial(list, map(encoder.special_in, texts))
+        look: Callable[[], list[Prompt]] = partial(list, map(partial(encoder.special_in, most=most + 1), texts))
         prompts = await in_turn(look) if sum(map(len, texts)) > LONG_TEXT else look()
     return await tokenise(encoder, prompts, most, around=True)
 

@@ -54,6 +54,8 @@ async def tokenise(encoder: PromptEncoder, prompts: Sequence[Prompt], most: int,
     """The tokens of each. Raises TooManyTokens for one that has more than `most`, InvalidRequestError."""
     for prompt in prompts:
         check_size(encoder, prompt.text, most)
+        if len(prompt.specials) > most:
+            raise TooManyTokens(len(prompt.specials))
     if sum(len(prompt.text) for prompt in prompts) <= LONG_TEXT:
         return [encoder.encode(prompt, around=around) for prompt in prompts]
     return [await _tokenise_in_turn(encoder, prompt, most, around=around) for prompt in prompts]

@@ -196,9 +196,9 @@ async def test_special_tokens_of_a_long_text_are_looked_for_beside_the_event_loo
     assert model.encoder is not None
     find, looked = model.encoder.special_in, []
 
-    def special_in(text: str) -> Prompt:
+    def special_in(text: str, most: int) -> Prompt:
         looked.append((len(text), threading.current_thread() is threading.main_thread()))
-        return find(text)
+        return find(text, most)
 
     monkeypatch.setattr(model.encoder, "special_in", special_in)
     for prompt in ("<s>" * 40, "<s>" * 4000, ["<s>" * 1000] * 4):
@@ -206,9 +206,15 @@ async def test_special_tokens_of_a_long_text_are_looked_for_beside_the_event_loo
     assert looked == [(120, True), (12_000, False), *[(3000, False)] * 4]
 
 
-async def test_special_tokens_beyond_the_limit_are_told_as_such() -> None:
-    with pytest.raises(ContextLengthError, match="at least"):
-        await complete(served(), "<s>" * 300_000, allow_special_tokens=True)
+async def test_no_more_special_tokens_are_looked_for_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served()
+    counted = Counted(monkeypatch, model)
+    with pytest.raises(ContextLengthError, match=f"at least {LIMIT + 1} tokens"):
+        await complete(model, "<s>" * 300_000, allow_special_tokens=True)
+    assert not counted.sizes
+    with pytest.raises(ContextLengthError, match=r"at least \d+ tokens"):
+        await complete(model, "<s> word" * 40_000, allow_special_tokens=True)
+    assert sum(counted.sizes) <= 2 * dividing.PIECE
 
 
 async def test_what_cannot_be_divided_keeps_no_other_long_text_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import InvalidRequestError
@@ -89,9 +90,9 @@ class PromptEncoder:
 
     # ---- what is special
 
-    def special_in(self, text: str) -> Prompt:
-        """A text in which everything that is spelled like a special token is one."""
-        return Prompt(text, tuple(self._specials.find(text)))
+    def special_in(self, text: str, most: int | None = None) -> Prompt:
+        """A text in which everything that is spelled like a special token is one. `most`: no more are looked for."""
+        return Prompt(text, tuple(islice(self._specials.find(text), most)))
 
     def of_chat(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """A conversation, in which special tokens are the template's and nobody else's. Raises InvalidRequestError."""
