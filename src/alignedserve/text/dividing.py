@@ -58,9 +58,9 @@ class Divider:
 
     def may_overlap(self, text: str, stop: int) -> bool:
         """Whether a piece that ends here may be joined with one that begins a little before."""
-        if not self.division.joins:
+        run, after = self.division.run, self.division.after
+        if not self.division.joins or (after is not None and after.match(text, stop) is None):
             return False
-        run = self.division.run
         return run is None or run.fullmatch(text, stop - 2 * self.division.overlap - _TRIES - 1, stop + 2) is not None
 
 

@@ -34,7 +34,7 @@ _LETTERS = "A-Za-zÀ-ÖØ-ö\u0400-\u0481\u048a-\u04ff\u3041-\u3096\u30a1-\u30fa
 # Neither letters nor digits. The apostrophe is missing: contractions ('s) belong to what is before them.
 _MARKS = '\\n\\t !"#$%&()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~、。，．！？；：（）「」'
 _WORD_END = rf"(?<=[{_LETTERS}])(?=[0-9{_MARKS}])|(?<=[0-9])(?=[{_MARKS}])"
-_RUN = r"[a-z]+|[A-Z]+|([\n\t !\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~])\1*"
+_SAME = r"([\n\t !\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~])\1*"
 
 # Alternatives of the expressions that are known to split words. No match of any of them has in it what `_SPACE` or
 # `_WORD_END` names, none looks behind itself, and only white space looks ahead.
@@ -51,7 +51,9 @@ _NUMBERS = (r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}", r"\p{N}{1,2}")
 _OTHERS = tuple(rf" ?[^\s\p{{L}}\p{{N}}]{end}" for end in ("+", r"+[\r\n]*", r"++[\r\n]*", r"+[\r\n/]*"))
 _OTHERS += (r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",)
 _BLANKS = (r"\s+",)
-_MORE = (r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]", *_CONTRACTIONS[4:-1].split("|"), _CONTRACTIONS)
+_LINE_ENDS = frozenset((r"\s*[\r\n]+", r"\s*[\r\n]"))
+_BLANKS_ONLY = re.compile(r"[^\S\r\n]*+(?![\r\n])")  # else they may belong to a word that a line end began before them
+_MORE = (r"\s+(?!\S)", *_LINE_ENDS, *_CONTRACTIONS[4:-1].split("|"), _CONTRACTIONS)
 _MORE += ("'(?i:[sdmt]|ll|ve|re)",)
 
 _MADE_BY_NFC = frozenset("K;`")  # of other characters; no other ASCII is
@@ -65,13 +67,14 @@ _BREAKING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 @dataclass(frozen=True, slots=True)
 class Division:
     """What is proven. `cut` finds positions at which a text may be cut; `joins`: pieces that overlap by `overlap`
-    characters may be joined where `run` (None: anything) matches all of the overlap. `longest`, in bytes or characters:
-    no token covers more of a text.
+    characters may be joined where `run` (None: anything) matches all of the overlap, and `after` (None: anything) what
+    is beyond it. `longest`, in bytes or characters: no token covers more of a text.
     """
 
     cut: re.Pattern[str] | None = None
     joins: bool = False
     run: re.Pattern[str] | None = None
+    after: re.Pattern[str] | None = None
     overlap: int = 0
     longest: int | None = None
     in_bytes: bool = False
@@ -134,9 +137,9 @@ def division_of(
     if _words_by_expression(splitters):
         if any(step.get("add_prefix_space") for step in splitters):  # no piece but the first may get one
             return replace(division, cut=re.compile(_SPACE))
-        cased = any(alternative in _CASED for step in splitters for alternative in _alternatives(step))
-        run = re.compile(_RUN if cased else f"{_RUN}|[{_LETTERS}]+")
-        return replace(division, cut=re.compile(f"{_WORD_END}|{_SPACE}"), joins=joins, run=run)
+        alternatives = {alternative for step in splitters for alternative in _alternatives(step)}
+        run, after = _run(alternatives), _BLANKS_ONLY if alternatives & _LINE_ENDS else None
+        return replace(division, cut=re.compile(f"{_WORD_END}|{_SPACE}"), joins=joins, run=run, after=after)
     if any(step["type"] in _BREAKING or _is_splitting_metaspace(step) for step in splitters[:1]):
         return replace(division, cut=re.compile(_SPACE))
     return division
@@ -223,6 +226,16 @@ def _words_by_expression(splitters: list[_State]) -> bool:
     others = {step["type"] for step in splitters if step not in finders}
     in_text = "Split" not in kinds[kinds.index("ByteLevel") :] if "ByteLevel" in kinds else True
     return bool(finders) and in_text and others <= {"ByteLevel", "Digits", "Punctuation"}
+
+
+def _run(alternatives: set[str]) -> re.Pattern[str]:
+    """Runs of which a piece may begin with any character: where their word ends does not depend on what was before.
+    Of what may end a word of other characters (`[\\r\\n]*`) it does.
+    """
+    ends = {alternative.rpartition("+")[2].rstrip("*") for alternative in alternatives.intersection(_OTHERS)} - {""}
+    same = f"(?!{'|'.join(sorted(ends))}){_SAME}" if ends else _SAME
+    letters = "" if alternatives.intersection(_CASED) else f"|[{_LETTERS}]+"
+    return re.compile(f"[a-z]+|[A-Z]+|{same}{letters}")
 
 
 def _is_gpt2(step: _State) -> bool:
