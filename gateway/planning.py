@@ -7,8 +7,9 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import DeadlineError, InvalidRequestError, UnavailableError
@@ -149,7 +150,8 @@ async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special:
     if allow_special:
         for text in texts:
             check_size(encoder, text, most)
-        prompts = [encoder.special_in(text) for text in texts]
+        look: Callable[[], list[Prompt]] = partial(list, map(partial(encoder.special_in, most=most + 1), texts))
+        prompts = await in_turn(look) if sum(map(len, texts)) > LONG_TEXT else look()
     return await tokenise(encoder, prompts, most, around=True)
 
 

@@ -200,7 +200,6 @@ _GPT_NEOX = Family(
     },
     flagged={"attention_bias": {"attention.query_key_value.bias": "3H", "attention.dense.bias": "H"}},
     embedding="embed_in.weight",
-    head={"embed_out.weight": "V H"},
     equal_heads=True,
 )
 

@@ -18,6 +18,8 @@ from alignedserve.transformers_source import ConfigSource, config_source
 from alignedserve.weight_files import Tensor
 from alignedserve.weight_names import FAMILIES, Family, Shapes
 
+# What transformers 5 names otherwise than the checkpoints that it writes by default.
+_RENAMED = {".block_sparse_moe.": ".mlp.", "embed_out.weight": "lm_head.weight"}
 _OF_A_LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.(\d+)\..+)$")
 _TERM = re.compile(r"(\d*)([A-Z]?)")
 _NO_WEIGHTS = frozenset(("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "C64"))
@@ -31,6 +33,7 @@ _KEYS = {
     "W": "word_embed_proj_dim",
 }
 _WRAPPERS = {"module.": "torch's DataParallel", "_orig_mod.": "torch.compile", "base_model.model.": "peft"}
+_WITH_IMAGES = dict.fromkeys(("language_model.", "model.language_model."), "a model with images")
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHOWN = 3
 _REPAIR = "the weights and the config.json are of different models, or one was edited: copy or download both again"
@@ -81,7 +84,7 @@ def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     family = FAMILIES.get(str(text.get("model_type")))
     if family is None or (text["model_type"] == "mistral" and "layer_types" in text):  # read as another model's, then
         return
-    _check_names(folder, tensors)
+    _check_names(folder, tensors, family, _WRAPPERS if text is not config else _WRAPPERS | _WITH_IMAGES)
     values = _Values(text, config_source(text["model_type"]))
     stored, sizes = _by_key(tensors), _sizes(family, values)
     _check_sizes(folder, family, values)
@@ -115,11 +118,12 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if config["model_type"] == "gemma3" and isinstance(text, dict) else config
 
 
-def _check_names(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_names(folder: Path, tensors: Mapping[str, Tensor], family: Family, wrappers: Mapping[str, str]) -> None:
     if not tensors:
         raise ModelError(f"the weights of {folder} hold no tensors; copy or download them again")
-    for prefix, wrapper in _WRAPPERS.items():
-        if all(name.startswith(prefix) for name in tensors):
+    names = [name for name in tensors if name not in family.head]
+    for prefix, wrapper in wrappers.items():
+        if names and all(name.startswith(prefix) for name in names):
             raise ModelError(
                 f"the weights of {folder} are named {prefix}..., as {wrapper} names those of the model that it wraps: "
                 "save the model inside of it"
@@ -131,7 +135,9 @@ def _by_key(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     stored: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _OF_A_LAYER.search(name)
-        key = found[1].replace(".block_sparse_moe.", ".mlp.") if found else ".".join(name.split(".")[-2:])
+        key = found[1] if found else ".".join(name.split(".")[-2:])
+        for other, usual in _RENAMED.items():
+            key = key.replace(other, usual)
         stored[key].append(tensor)
     return stored
 
@@ -163,8 +169,7 @@ def _expected(family: Family, values: _Values, stored: Mapping[str, Any], *, nes
         if tied and key == family.embedding and key not in stored and next(iter(family.head)) in stored:
             continue  # tied weights may be there as the head alone
         yield key, dims
-    if not tied:
-        yield from family.head.items()
+    yield from ((key, dims) for key, dims in family.head.items() if not tied or key.endswith(".bias"))
     layer = dict(family.layer)
     for flag, shapes in family.flagged.items():
         if values.get(flag) is True:

@@ -176,18 +176,70 @@ async def test_short_prompts_do_not_wait_for_long_ones(monkeypatch: pytest.Monke
     assert 1 <= counted.most_aside <= tokenising._THREADS
 
 
-async def test_a_word_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_word_that_never_ends_is_refused_if_it_is_too_long_for_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dividing, "PIECE", 1000)
     monkeypatch.setattr(dividing, "MOST_UNBROKEN", 5000)
-    with pytest.raises(InvalidRequestError, match="no word ends within 5000 characters") as raised:
-        await complete(served(positions=1 << 20), "1" * 20_000)
+    with pytest.raises(
+        InvalidRequestError, match="longer than the 8192 characters that are tokenised at once"
+    ) as raised:
+        await complete(served(positions=LIMIT), "1" * 20_000)
     assert raised.value.param == "prompt"
+    (prompt,) = (await complete(served(positions=1 << 20), "1" * 20_000)).prompts
+    assert len(prompt.token_ids) > 5000
+
+
+async def test_special_tokens_of_a_long_text_are_looked_for_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = served(positions=1 << 20)
+    assert model.encoder is not None
+    find, looked = model.encoder.special_in, []
+
+    def special_in(text: str, most: int) -> Prompt:
+        looked.append((len(text), threading.current_thread() is threading.main_thread()))
+        return find(text, most)
+
+    monkeypatch.setattr(model.encoder, "special_in", special_in)
+    for prompt in ("<s>" * 40, "<s>" * 4000, ["<s>" * 1000] * 4):
+        await complete(model, prompt, allow_special_tokens=True)
+    assert looked == [(120, True), (12_000, False), *[(3000, False)] * 4]
+
+
+async def test_no_more_special_tokens_are_looked_for_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served()
+    counted = Counted(monkeypatch, model)
+    with pytest.raises(ContextLengthError, match=f"at least {LIMIT + 1} tokens"):
+        await complete(model, "<s>" * 300_000, allow_special_tokens=True)
+    assert not counted.sizes
+    with pytest.raises(ContextLengthError, match=r"at least \d+ tokens"):
+        await complete(model, "<s> word" * 40_000, allow_special_tokens=True)
+    assert sum(counted.sizes) <= 2 * dividing.PIECE
+
+
+async def test_what_cannot_be_divided_keeps_no_other_long_text_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("unknown", positions=1 << 20)
+    assert model.encoder is not None
+    free, encoding = threading.Event(), model.encoder._encoding
+
+    def held(text: str) -> Any:
+        assert len(text) < dividing.LONG or free.wait(20)
+        return encoding(text)
+
+    monkeypatch.setattr(model.encoder, "_encoding", held)
+    undivided = [asyncio.ensure_future(complete(model, WORDS * 2)) for _ in range(3)]
+    await asyncio.wait_for(complete(model, WORDS), 10)
+    assert not any(one.done() for one in undivided)
+    free.set()
+    assert len({plan.prompts[0].token_ids for plan in await asyncio.gather(*undivided)}) == 1
 
 
 async def test_what_cannot_be_divided_is_refused_by_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served("unigram")
     assert model.encoder is not None
     monkeypatch.setattr(type(model.encoder), "divisible", property(lambda self: False))
+    monkeypatch.setattr(dividing, "MOST_UNBROKEN", 40_000)
     counted = Counted(monkeypatch, model)
     with pytest.raises(ContextLengthError, match="has 44000 characters, more than are tokenised"):
         await complete(model, WORDS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, islice, pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import InvalidRequestError
@@ -81,17 +81,21 @@ def test_the_tokens_are_those_that_the_tokenizer_gives(name: str, text: str) -> 
     assert made.encode(Prompt(text)) == source.encode(text).ids
 
 
+INDIVISIBLE = ("unknown", "nfc-made", "nfd-normalized", "nfkc-normalized")
+
+
 @pytest.mark.parametrize("name", ["tiny", *FAMILIES])
 def test_ordinary_text_comes_in_many_pieces(name: str) -> None:
     made = encoder(name)
     text = "Return the list of values, or raise a KeyError. " * 100
-    assert made.divisible == (name != "unknown")
+    assert made.divisible == (name not in INDIVISIBLE)
     assert len(in_pieces(made, Prompt(text))) > 10 or not made.divisible
 
 
 ONE_WORD = ("llama2", "mistral", "gemma")
-BY_LETTERS = ("tiny", "gpt2", "neox", "starcoder", "llama3", "qwen")
-RUNS = ("a", "=", " ", "ab", "漢", "漢字仮名", "AbC", "12")
+BY_LETTERS = ("tiny", "gpt2", "neox", "starcoder", "llama3", "qwen", "qwen35", "nfc-normalized", "lower")
+AFTER_PUNCTUATION = ("llama3", "qwen", "qwen35")  # their line ends belong to it
+RUNS = ("a", "=", " ", "\n", "\t", "ab", "漢", "漢字仮名", "AbC", "12")
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -102,7 +106,7 @@ def test_one_long_word_is_divided_exactly_or_refused(name: str, run: str, monkey
     for text in (run * 2000, f"It begins: {run * 2000} and ends."):
         if not divided(made, text):
             assert name not in ONE_WORD
-            assert run == "12" or name not in BY_LETTERS
+            assert run == "12" or name not in BY_LETTERS or (run == "\n" and name in AFTER_PUNCTUATION)
 
 
 def divided(made: PromptEncoder, text: str) -> bool:
@@ -110,11 +114,79 @@ def divided(made: PromptEncoder, text: str) -> bool:
     try:
         pieces = in_pieces(made, Prompt(text))
     except InvalidRequestError as error:
-        if "no word ends within" not in error.message:
+        if "has a part that cannot be divided, and is longer than the 1000 characters" not in error.message:
             raise
         return False
     assert list(chain(*pieces)) == made.encode(Prompt(text))
     return True
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nfkc-normalized", "＜tool_call＞"),
+        ("nfc-made", "<\u212a\u037ex>"),
+        ("nfc-made", "\u1fefa`"),
+        ("nfd-normalized", "x_ý"),
+        ("nfd-normalized", "a≯"),
+    ],
+)
+def test_a_token_that_only_the_normalized_text_spells_is_not_cut(name: str, text: str) -> None:
+    made = encoder(name)
+    whole = made.encode(Prompt(text * 900), around=False)
+    assert tokenizer(name).backend.encode(text, add_special_tokens=False).ids[0] == whole[0]
+    assert list(chain(*made.pieces(Prompt(text * 900), around=False))) == whole
+
+
+@pytest.mark.parametrize("between", ["", "a", " ", "\n\n", "<mask>", "\u0301"])
+@pytest.mark.parametrize("name", ["tiny", *FAMILIES])
+def test_a_special_token_ends_a_piece_for_every_tokenizer(name: str, between: str) -> None:
+    made = encoder(name)
+    special = "<|end|>" if name == "tiny" else "<|im_end|>"
+    prompt = made.special_in(f"{special}{between}" * 400)
+    pieces = in_pieces(made, prompt)
+    assert list(chain(*pieces)) == made.encode(prompt)
+    assert len(pieces) > 20
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "llama3", "qwen", "qwen35", "o200k"])
+def test_where_a_run_ends_may_depend_on_what_is_before_it(name: str) -> None:
+    """Punctuation takes the line ends after it, up to the first other character; between line ends all blanks are one
+    word.
+    """
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = tokenizer(name).backend.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(["a\n \nb//=x\n\t\n/\ny/=/==b"] * 90, trainer)
+    least, division.LEAST_OVERLAP = division.LEAST_OVERLAP, 40
+    made = PromptEncoder(Tokenizer(backend, {}))
+    division.LEAST_OVERLAP = least
+    befores = ("!", "a", "!\n", "a\n", "!\n/", "\t", "\n \t")
+    for run, before, after in product("\n\t/= ax", befores, (" \n x", "/\n x", "=x", "\nx", "", "x", "'s", "\ta\n")):
+        prompt = Prompt(f"{before}{run * 801}{after}")
+        assert list(chain(*in_pieces(made, prompt))) == made.encode(prompt), (run, before, after)
+
+
+def test_what_swallows_white_space_is_divided_where_there_is_none() -> None:
+    made = encoder("lstrip")
+    for text in ("x" + " " * 4000 + "<mask> hello" * 300, "x" * 4000 + " hello <mask>" * 300):
+        assert list(chain(*in_pieces(made, Prompt(text)))) == made.encode(Prompt(text))
+
+
+def test_a_part_that_cannot_be_divided_is_announced_and_is_refused_by_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dividing, "LONG", 1000)
+    monkeypatch.setattr(dividing, "MOST_UNBROKEN", 2000)
+    made = encoder("qwen")
+    prompt = Prompt("words " * 100 + "1" * 5000 + " words" * 100)
+    pieces = list(made.pieces(prompt, around=False, unbroken=6000))
+    assert list(chain(*pieces)) == made.encode(prompt, around=False)
+    assert [len(after) > 1000 for before, after in pairwise(pieces) if not before] == [True]
+    with pytest.raises(InvalidRequestError, match="longer than the 2000 characters that are tokenised at once"):
+        list(made.pieces(prompt))
 
 
 def test_a_piece_costs_no_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +233,7 @@ def test_no_bound_is_given_where_tokens_swallow_white_space() -> None:
 
 def test_a_text_is_not_cut_where_tokens_depend_on_what_is_beside_them() -> None:
     assert changed(AddedToken("<y>", normalized=False)).divisible
+    assert changed(AddedToken("<｜y｜>", normalized=True)).divisible, "nothing normalizes it"
     assert not changed(AddedToken("<y>", normalized=False, rstrip=True)).divisible
     assert not changed(AddedToken("<y>", normalized=False, single_word=True)).divisible
 

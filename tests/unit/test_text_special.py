@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import InvalidRequestError
@@ -17,6 +17,7 @@ from alignedserve.model import resolve_model
 from alignedserve.testing.chat_templates import FAMILIES, Family
 from alignedserve.testing.tokenizers import FRAGMENTS, family
 from alignedserve.text import ChatTemplate, Prompt, PromptEncoder, Tokenizer
+from alignedserve.text.user_text import Marks
 
 TINY = resolve_model("tiny")
 Turns = list[dict[str, str]]
@@ -169,6 +170,11 @@ CONTENT = "{{ messages[0].content }}"
         ("{{ '<|' + messages[0].content + '|>' }}", "x|> and more than that <|x"),
         ("{{ messages[0].content + '|x|>' }}", "much that is said before <"),
         ("{{ messages[0].content }}{{ messages[0].name }}", "this is long enough <|"),
+        ("{{ '<|' + messages[0].content | trim + '|>' }}", " " * 60 + "x"),
+        ("{{ '<|' + messages[0].content.split(',')[0] + '|>' }}", "x, and much more that is said"),
+        ("{{ '<|' + ('%s' % messages[0].content)[-1:] + '|>' }}", "this is long enough x"),
+        ("{{ '<|' + (messages[0].content.split('-') | join | lower) + '|>' }}", "-X-"),
+        ("{{ '<|' + ('%s' | format(messages[0].content) | title | wordwrap(2))[1:] + '|>' }}", "'x"),
     ],
 )
 def test_no_template_makes_one_of_what_is_said(template: str, content: str) -> None:
@@ -176,6 +182,17 @@ def test_no_template_makes_one_of_what_is_said(template: str, content: str) -> N
     turns = user(content, name="x|> and this")
     assert made.specials(turns) == []
     assert made.prompt(turns).text == made.template.render(turns)
+
+
+@given(text=st.text(max_size=20) | st.text("<|reSKſßİŉ\u212a> ", max_size=20), size=st.sampled_from((0, 100)))
+@settings(max_examples=200, deadline=None)
+def test_no_character_of_a_special_token_is_left_in_what_is_said(text: str, size: int) -> None:
+    specials = ("<|system|>", "[INST]", "<ni>", "<\ue000>")
+    marks = Marks(specials)
+    marked = str.__str__(marks.mark(" " * size + text))
+    for form in (marked, marked.lower(), marked.upper(), marked.title(), marked.casefold()):
+        assert not {*form} & {*"".join(specials)}
+    assert marks.unmark(marked) == " " * size + text or "\ue000" in text
 
 
 @pytest.mark.parametrize(
@@ -216,12 +233,55 @@ def test_a_template_may_ask_what_a_text_is(question: str) -> None:
     assert made.prompt(user("<|x|> a|b")) == Prompt("True")
 
 
+C = "messages[0].content"
+LINES = "<think>\nHm, a well-known <thing>\n</think>\nyes | 12 www.example.com & 'so'"
+
+
+@pytest.mark.parametrize("said", [LINES, "12", "", "x" * 90])
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"{{{{ {{'content': {C}}} }}}}{{{{ [{C}] }}}}{{{{ ({C}, 1) }}}}",
+        f"{{{{ {C}.split('\n') }}}}{{{{ {C} | slice(2) | list }}}}",
+        "{{ messages[0] }}{{ messages | pprint }}",
+        f"{{{{ {C} | pprint }}}}{{{{ ({C}, {C}) | pprint }}}}",
+        f"{{{{ '%r %s' % ({C}, {C}) }}}}{{{{ '%r' % {C} }}}}{{{{ '{{!r:>200}}'.format({C}) }}}}",
+        f"{{% set z = {C}.split('\n') | join(' ') %}}{{{{ '</think>' in z }}}}{{{{ z.split('</think>')[-1] }}}}",
+        f"{{{{ '</think>' in {C}.splitlines() | map('trim') | join }}}}{{{{ '<t' in ' '.join({C}.split()) }}}}",
+        f"{{{{ '<t' in '\n'.join({C}.split() | map('lower')) }}}}{{{{ '<' in {C} | list | join('-') }}}}",
+        f"{{{{ '<t' in ('%s' | format({C})) }}}}{{{{ '<t' in ('%s' % {C}) }}}}{{{{ '<t' in '{{}}'.format({C}) }}}}",
+        f"{{{{ '<t' in '{{x}}'.format(x={C}) }}}}{{{{ '<t' in '{{x}}'.format_map({{'x': {C}}}) }}}}",
+        f"{{{{ '<t' in ({C} | center(200)) }}}}{{{{ '<t' in {C}.center(200) }}}}{{{{ '<t' in {C}.ljust(200, '-') }}}}",
+        f"{{{{ {C} | wordwrap(10) }}}}{{{{ '<t' in ({C} | wordwrap(20)) }}}}{{{{ {C} | indent(2, true, true) }}}}",
+        f"{{{{ '<t' in ({C} | indent(2, blank=true)) }}}}{{{{ '<t' in {C}.expandtabs() }}}}{{{{ {C}.zfill(80) }}}}",
+        f"{{{{ {C} | title }}}}{{{{ {C} | wordcount }}}}{{{{ {C} | urlize }}}}{{{{ {{'a': {C}}} | xmlattr }}}}",
+        f"{{{{ {C} | int + 1 }}}}{{{{ {C} | float }}}}{{{{ {C} * 2 }}}}{{{{ 2 * {C} }}}}{{{{ '<t' in {C} * 2 }}}}",
+        f"{{{{ ({C} | e) + '<b>' }}}}{{{{ ({C} | forceescape) + '<b>' }}}}{{{{ {C} | truncate(20) }}}}",
+        f"{{{{ ({C}.split('-') | join | lower) == {C}.lower() }}}}{{{{ {C}.split('-') | join | upper }}}}",
+        "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ '<t' in f(" + C + ") }}{{ 7 % 4 }}{{ '%s' % 'a' }}{{ 'a'.upper() }}",
+    ],
+)
+def test_what_a_template_makes_of_a_text_is_the_same_with_marks(template: str, said: str) -> None:
+    made = simple(template, "<|x-y_z|>", "<|reserved_0123456789|>", "[INST]")
+    turns = user(said, name="Bob <b>")
+    assert made.prompt(turns).text == made.template.render(turns)
+
+
 def test_characters_for_private_use_stay_what_they_are() -> None:
     made = chat("tiny")
     private = "".join(map(chr, range(0xE000, 0xE200)))
     turns = user(f"{private}<|end|>{private}")
     assert made.prompt(turns).text == made.template.render(turns)
     assert made.specials(turns) == made.specials(user("x"))
+
+
+def test_special_tokens_may_be_spelled_with_characters_for_private_use() -> None:
+    special = "<\ue000\ue005>"
+    made = simple("{{ messages[0].content }}" + special, special)
+    (token,) = made.specials(user("a<b & %\ue000"))
+    assert token == made.tokenizer.backend.token_to_id(special)
+    assert made.specials(user(special)) == [token]
+    assert made.prompt(user("a<b")).text == f"a<b{special}"
 
 
 def test_a_refusal_says_what_the_user_wrote() -> None:
@@ -251,6 +311,23 @@ def test_a_model_that_knows_a_special_token_itself_makes_none_of_a_text(text: st
     assert not {bos, eos} & set(tokens[1:])
     assert encoder.encode(Prompt("▁Ω plain")) == tokenizer.encode("▁Ω plain")
     assert encoder.encode(encoder.special_in("a <s> b")) == tokenizer.encode("a <s> b")
+
+
+def test_a_unigram_spells_a_special_token_as_any_other_text() -> None:
+    tokenizer = Tokenizer(Backend.from_str(family("unigram")), {"bos_token": "<s>", "eos_token": "</s>"})
+    encoder = PromptEncoder(tokenizer)
+    for text, pieces in (("a<s>b", "▁ a < s > b"), ("</s>", "▁ < / s >"), ("a <s>", "▁ a ▁ < s >")):
+        tokens = encoder.encode(Prompt(text), around=False)
+        assert [tokenizer.backend.id_to_token(token) for token in tokens] == pieces.split()
+
+
+def test_a_word_that_is_a_special_token_is_taken_apart() -> None:
+    backend = Backend(models.WordLevel({"[UNK]": 0, "<s>": 1, "a": 2, "<s": 3, ">": 4}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>"])
+    encoder = PromptEncoder(Tokenizer(backend, {"bos_token": "<s>"}))
+    assert encoder.encode(Prompt("a <s> a")) == [2, 0, 0, 2]
+    assert encoder.encode(encoder.special_in("a <s> a")) == [2, 1, 2]
 
 
 def test_a_single_character_is_text_whatever_it_is_called() -> None:

@@ -13,6 +13,10 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA_3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_END}"
 QWEN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_END}"
+QWEN_35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
@@ -30,6 +34,7 @@ FRAGMENTS = (
     "\u0301", "。。。", "====", "-" * 33, "'s", "'", "''''''", "don't", "I'LL", "? !", "/path/to//file", "<b>", "_",
     "x_y", "</s>", "<s>", "<|im_end|>", "<|im", "<think>", "▁", "▁▁", "🙂", "👩\u200d👩\u200d👧", "\x00", "\x1f", "İ",
     "ß", "ŉ", "ǅ", "ﬁ", "．", "：", "「a」",
+    "<tool_call>", "＜tool_call＞", "<\u212a\u037ex>", "\u1fefa`", "x_ý", "a≯", "a．b", "a b", " <mask>", "\t\t\t",
 )  # fmt: skip
 _CORPUS = [" ".join(WORDS)] * 8 + ["".join(FRAGMENTS), "aaaa aaaa abab 12 123 1234 ==== ----  漢字漢字 don't I'll"] * 4
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -85,6 +90,16 @@ def _word_pieces() -> Backend:
     return backend
 
 
+def _with(backend: Backend, *tokens: AddedToken) -> Backend:
+    backend.add_tokens(list(tokens))
+    return backend
+
+
+def _normalized(normalizer: Any, *tokens: str) -> Backend:
+    backend = _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer)
+    return _with(backend, *(AddedToken(text, normalized=True) for text in tokens))
+
+
 _MARK = normalizers.Replace(" ", "▁")
 FAMILIES: dict[str, Callable[[], Backend]] = {
     "gpt2": lambda: _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
@@ -95,6 +110,16 @@ FAMILIES: dict[str, Callable[[], Backend]] = {
     ),
     "llama3": lambda: _byte_level(_split(LLAMA_3), ignore_merges=True),
     "qwen": lambda: _byte_level(_split(QWEN), normalizers.NFC()),
+    "qwen35": lambda: _byte_level(_split(QWEN_35), normalizers.NFC()),
+    "nfc-normalized": lambda: _normalized(normalizers.NFC(), "<tool_call>", "x_y z", "a b"),
+    "nfc-made": lambda: _normalized(normalizers.NFC(), "<K;x>", "`a`"),
+    "nfd-normalized": lambda: _normalized(normalizers.NFD(), "<tool_call>", "x_y", "a>"),
+    "nfkc-normalized": lambda: _normalized(normalizers.NFKC(), "<tool_call>", "a.b"),
+    "lower": lambda: _byte_level(
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()]),
+    ),
+    "lstrip": lambda: _with(_byte_level(pre_tokenizers.ByteLevel(False)), AddedToken("<mask>", lstrip=True)),
     "o200k": lambda: _byte_level(_split(O200K)),
     "unknown": lambda: _byte_level(_split(r"\w+ ?\w*|\W+")),
     "llama2": lambda: _sentence_pieces(normalizers.Sequence([normalizers.Prepend("▁"), _MARK]), None),

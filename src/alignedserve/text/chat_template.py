@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from alignedserve.errors import ConfigError, InvalidRequestError, ModelError
-from alignedserve.text.user_text import Marks, join_texts, on_plain_text, unmarked
+from alignedserve.text.user_text import Marks, join_texts, on_plain_text, on_texts, text_of_method, unmarked
 
 _DEFAULT_NAME = "default"
-_CODECS = ("escape", "e", "forceescape", "urlencode", "striptags")  # filters that encode or decode their text
+# Filters that look at characters, and filters that put texts together.
+_READING = (
+    *("escape", "e", "forceescape", "urlencode", "xmlattr", "striptags", "urlize", "pprint"),
+    *("title", "wordcount", "wordwrap", "int", "float"),
+)
+_JOINING = ("join", "format", "center", "indent")
 _OWN_WORDS = ("role",)  # fields of a message that are not the user's text
 
 
@@ -86,7 +91,8 @@ class ChatTemplate:
         return written
 
     def _rendered(self, **variables: Any) -> str:
-        return str.__str__(self._template.render(**variables, **self._variables))
+        text: str = self._template.render(**variables, **self._variables)
+        return text
 
 
 def _own_source(folder: Path) -> tuple[str | None, str]:
@@ -114,12 +120,21 @@ def _compile(source: str, origin: str) -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Concat, Node
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Environment(ImmutableSandboxedEnvironment):
         """Joins pieces of text so that a user's stays recognisable."""
 
         concat = staticmethod(join_texts)
+        intercepted_binops = frozenset("%")
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            return on_texts(self.binop_table[operator])(left, right)
+
+        def call(self, context: Context, function: Any, /, *arguments: Any, **options: Any) -> Any:
+            of_text = text_of_method(function) is not None
+            return super().call(context, on_texts(function) if of_text else function, *arguments, **options)
 
     class Code(CodeGenerator):
         def visit_Concat(self, node: Concat, frame: Frame) -> None:
@@ -151,8 +166,10 @@ def _compile(source: str, origin: str) -> Any:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.code_generator_class = Code
     environment.filters["tojson"] = on_plain_text(tojson)
-    for name in _CODECS:
+    for name in _READING:
         environment.filters[name] = on_plain_text(environment.filters[name])
+    for name in _JOINING:
+        environment.filters[name] = on_texts(environment.filters[name])
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     try:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
 PIECE = 1 << 14  # characters
-MOST_UNBROKEN = 1 << 18  # characters in a row that are tokenised at once where they cannot be divided
+LONG = 1 << 16  # characters that take so long that nothing else should wait for them
+MOST_UNBROKEN = 1 << 18  # characters in a row that are always tokenised at once where they cannot be divided
 _TRIES = 16  # an overlap may begin elsewhere: in what repeats itself, tokens may be out of step
 
 
@@ -27,9 +28,12 @@ class Divider:
     encode: Callable[[str], Encoding]
     tokens: Callable[[str], list[int]]
 
-    def pieces(self, text: str) -> Iterator[list[int]]:
-        """Raises InvalidRequestError where a part of the text cannot be divided and is too long as it is."""
-        return _Pieces(self, text).read()
+    def pieces(self, text: str, unbroken: int = 0) -> Iterator[list[int]]:
+        """An empty one says that the next is of more than LONG characters.
+
+        Raises InvalidRequestError where a part cannot be divided, and has more than MOST_UNBROKEN and `unbroken`.
+        """
+        return _Pieces(self, text, max(MOST_UNBROKEN, unbroken)).read()
 
     def cut_before(self, text: str, begin: int) -> int | None:
         """The end of a piece of about the usual size that may be cut off."""
@@ -42,22 +46,21 @@ class Divider:
             end = at - 1
         return None
 
-    def cut_after(self, text: str, begin: int) -> int:
+    def cut_after(self, text: str, begin: int, unbroken: int) -> int:
         """The first cut after a piece of the usual size."""
-        cut = self.division.cut
-        low, high = begin + PIECE, begin + MOST_UNBROKEN
-        for match in cut.finditer(text, low, high + 1) if cut is not None else ():
-            if not self.others.spans(text, match.start()):
-                return match.start()
+        high = begin + unbroken
+        for at in self.division.cuts(text, begin + PIECE, min(high, len(text) - 1)):
+            if not self.others.spans(text, at):
+                return at
         if high < len(text):
-            raise _indivisible(begin)
+            raise _indivisible(unbroken)
         return len(text)
 
     def may_overlap(self, text: str, stop: int) -> bool:
         """Whether a piece that ends here may be joined with one that begins a little before."""
-        if not self.division.joins:
+        run, after = self.division.run, self.division.after
+        if not self.division.joins or (after is not None and after.match(text, stop) is None):
             return False
-        run = self.division.run
         return run is None or run.fullmatch(text, stop - 2 * self.division.overlap - _TRIES - 1, stop + 2) is not None
 
 
@@ -74,9 +77,10 @@ class _Seam:
 class _Pieces:
     """Reads one text, from its beginning to its end."""
 
-    def __init__(self, divider: Divider, text: str) -> None:
+    def __init__(self, divider: Divider, text: str, unbroken: int) -> None:
         self._divider = divider
         self._text = text
+        self._unbroken = unbroken
         self._last: tuple[int, int, Encoding] | None = None
 
     def read(self) -> Iterator[list[int]]:
@@ -84,6 +88,8 @@ class _Pieces:
         seam: _Seam | None = None
         while begin < len(text):
             stop, exact = self._stop(begin)
+            if exact and stop - begin > LONG:
+                yield []
             if exact and seam is None:
                 yield self._divider.tokens(text[begin:stop])
                 begin = stop
@@ -95,7 +101,9 @@ class _Pieces:
                     yield encoding.ids[first : following.kept]
                     begin, seam = following.begin, following
                     continue
-                stop = self._divider.cut_after(text, begin)
+                stop = self._divider.cut_after(text, begin, self._unbroken)
+                if stop - begin > LONG:
+                    yield []
                 encoding = self._encoding(begin, stop)
                 first = _after(seam, encoding, begin)
             yield encoding.ids[first:]
@@ -108,7 +116,7 @@ class _Pieces:
             return stop, True
         if self._divider.may_overlap(text, begin + PIECE):
             return begin + PIECE, False
-        return self._divider.cut_after(text, begin), True
+        return self._divider.cut_after(text, begin, self._unbroken), True
 
     def _encoding(self, begin: int, stop: int) -> Encoding:
         if self._last is None or self._last[:2] != (begin, stop):
@@ -122,7 +130,10 @@ class _Pieces:
         starts = [end for end in ends if end <= stop - overlap]
         for shift in range(_TRIES if starts else 0):
             at = max(starts) - shift
-            following = self._encoding(at, self._stop(at)[0])
+            until, _ = self._stop(at)
+            if until - at > LONG:
+                return None
+            following = self._encoding(at, until)
             for index, token in enumerate(following.ids):
                 end = _end_of(following, index)
                 if end is None:
@@ -145,7 +156,7 @@ def _after(seam: _Seam | None, encoding: Encoding, begin: int) -> int:
             return index + 1
         if end is not None and begin + end > seam.end:
             break
-    raise _indivisible(begin)
+    raise InvalidRequestError("the text cannot be tokenised in pieces")
 
 
 def _ends(encoding: Encoding, begin: int, first: int, low: int) -> dict[int, int]:
@@ -166,8 +177,8 @@ def _end_of(encoding: Encoding, index: int) -> int | None:
     return None if span is None or (after is not None and after[0] < span[1]) else int(span[1])
 
 
-def _indivisible(at: int) -> InvalidRequestError:
+def _indivisible(unbroken: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the text has a part, from about its character {at} on, that cannot be tokenised in pieces: no word ends "
-        f"within {MOST_UNBROKEN} characters"
+        f"the text has a part that cannot be divided, and is longer than the {unbroken} characters that are tokenised "
+        "at once"
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.text.pieces import BYTE_CHARACTERS
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 LEAST_OVERLAP = 512
+_WINDOW = 1 << 15  # characters
+_AHEAD = 64  # what a cut looks at is not longer
 
 _State = Mapping[str, Any]
 
@@ -31,7 +34,7 @@ _LETTERS = "A-Za-zÀ-ÖØ-ö\u0400-\u0481\u048a-\u04ff\u3041-\u3096\u30a1-\u30fa
 # Neither letters nor digits. The apostrophe is missing: contractions ('s) belong to what is before them.
 _MARKS = '\\n\\t !"#$%&()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~、。，．！？；：（）「」'
 _WORD_END = rf"(?<=[{_LETTERS}])(?=[0-9{_MARKS}])|(?<=[0-9])(?=[{_MARKS}])"
-_RUN = r"[a-z]+|[A-Z]+|([ !\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~])\1*"
+_SAME = r"([\n\t !\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~])\1*"
 
 # Alternatives of the expressions that are known to split words. No match of any of them has in it what `_SPACE` or
 # `_WORD_END` names, none looks behind itself, and only white space looks ahead.
@@ -43,14 +46,20 @@ _CASED = tuple(
     for suffix in ("", f"{_CONTRACTIONS}?")
 )
 _WORDS = (r"\p{L}+", r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?+\p{L}+", *_CASED)
+_WORDS += (r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",)
 _NUMBERS = (r"\p{N}", r"\p{N}+", r" ?\p{N}+", r"\p{N}{1,3}", r"\p{N}{1,2}")
 _OTHERS = tuple(rf" ?[^\s\p{{L}}\p{{N}}]{end}" for end in ("+", r"+[\r\n]*", r"++[\r\n]*", r"+[\r\n/]*"))
+_OTHERS += (r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",)
 _BLANKS = (r"\s+",)
-_MORE = (r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]", *_CONTRACTIONS[4:-1].split("|"), _CONTRACTIONS)
+_LINE_ENDS = frozenset((r"\s*[\r\n]+", r"\s*[\r\n]"))
+_BLANKS_ONLY = re.compile(r"[^\S\r\n]*+(?![\r\n])")  # else they may belong to a word that a line end began before them
+_MORE = (r"\s+(?!\S)", *_LINE_ENDS, *_CONTRACTIONS[4:-1].split("|"), _CONTRACTIONS)
 _MORE += ("'(?i:[sdmt]|ll|ve|re)",)
 
-_BLIND_TO_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-_UNIFORM = _BLIND_TO_ASCII | {"Lowercase", "StripAccents", "Nmt", "Precompiled", "BertNormalizer"}
+_MADE_BY_NFC = frozenset("K;`")  # of other characters; no other ASCII is
+_UNIFORM = frozenset(
+    {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Precompiled", "BertNormalizer"}
+)
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 _BREAKING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
@@ -58,13 +67,14 @@ _BREAKING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 @dataclass(frozen=True, slots=True)
 class Division:
     """What is proven. `cut` finds positions at which a text may be cut; `joins`: pieces that overlap by `overlap`
-    characters may be joined where `run` (None: anything) matches all of the overlap. `longest`, in bytes or characters:
-    no token covers more of a text.
+    characters may be joined where `run` (None: anything) matches all of the overlap, and `after` (None: anything) what
+    is beyond it. `longest`, in bytes or characters: no token covers more of a text.
     """
 
     cut: re.Pattern[str] | None = None
     joins: bool = False
     run: re.Pattern[str] | None = None
+    after: re.Pattern[str] | None = None
     overlap: int = 0
     longest: int | None = None
     in_bytes: bool = False
@@ -87,10 +97,19 @@ class Division:
         low = end
         while low > begin:
             high, low = low, max(begin, low - 4 * (end - low) - 256)
-            found = [match.start() for match in self.cut.finditer(text, low + 1, min(high + 1, len(text)))]
-            if found := [at for at in found if at <= end]:
+            if found := list(self._cuts(text, low + 1, high)):
                 return found[-1]
         return None
+
+    def cuts(self, text: str, begin: int, end: int) -> Iterator[int]:
+        """Where it may be cut, from `begin` to `end`. Other threads may run meanwhile."""
+        for low in range(begin, end + 1, _WINDOW):
+            yield from self._cuts(text, low, min(low + _WINDOW - 1, end))
+
+    def _cuts(self, text: str, begin: int, end: int) -> Iterator[int]:
+        if self.cut is not None:
+            found = (match.start() for match in self.cut.finditer(text, begin, end + _AHEAD))
+            yield from takewhile(lambda at: at <= end, found)
 
 
 def division_of(
@@ -106,20 +125,21 @@ def division_of(
     if is_bpe and not any(token.lstrip or token.rstrip for token in (*added, *markers)):
         contents = [token.content for token in (*added, *markers)]
         longest, in_bytes = _longest(normalizers, splitters, vocab, contents, backend.model)
-    overlap = max(LEAST_OVERLAP, 4 * max(map(len, vocab), default=0))
+    overlap = max(LEAST_OVERLAP, 4 * max(map(len, [*vocab, *(token.content for token in added)]), default=0))
     division = Division(overlap=overlap, longest=longest, in_bytes=in_bytes)
     if not _keep_to_themselves(added, normalizers):
         return division
-    if is_bpe and _one_word(normalizers, splitters):
+    joins = is_bpe and not any(token.lstrip for token in (*added, *markers))  # they depend on what is before them
+    if joins and _one_word(normalizers, splitters):
         return replace(division, joins=True)
     if not {step["type"] for step in normalizers} <= _UNIFORM:
         return division
     if _words_by_expression(splitters):
         if any(step.get("add_prefix_space") for step in splitters):  # no piece but the first may get one
             return replace(division, cut=re.compile(_SPACE))
-        cased = any(alternative in _CASED for step in splitters for alternative in _alternatives(step))
-        run = re.compile(_RUN if cased else f"{_RUN}|[{_LETTERS}]+")
-        return replace(division, cut=re.compile(f"{_WORD_END}|{_SPACE}"), joins=is_bpe, run=run)
+        alternatives = {alternative for step in splitters for alternative in _alternatives(step)}
+        run, after = _run(alternatives), _BLANKS_ONLY if alternatives & _LINE_ENDS else None
+        return replace(division, cut=re.compile(f"{_WORD_END}|{_SPACE}"), joins=joins, run=run, after=after)
     if any(step["type"] in _BREAKING or _is_splitting_metaspace(step) for step in splitters[:1]):
         return replace(division, cut=re.compile(_SPACE))
     return division
@@ -147,11 +167,14 @@ def _is_plain_bpe(model: Any) -> bool:
 
 def _keep_to_themselves(added: Sequence[AddedToken], normalizers: list[_State]) -> bool:
     """Added tokens are found by their text alone, so that it can be seen where one of them reaches over a cut."""
-    blind = all(step["type"] in _BLIND_TO_ASCII for step in normalizers)
-    return not any(
-        token.single_word or token.rstrip or (token.normalized and not (blind and token.content.isascii()))
-        for token in added
-    )
+
+    def as_written(token: AddedToken) -> bool:
+        """Whether a normalized text spells it only where the text itself does."""
+        by_nfc = all(step["type"] == "NFC" for step in normalizers)
+        blind = by_nfc and token.content.isascii() and _MADE_BY_NFC.isdisjoint(token.content)
+        return not normalizers or not token.normalized or blind
+
+    return all(as_written(token) and not token.single_word and not token.rstrip for token in added)
 
 
 def _is_splitting_metaspace(step: _State) -> bool:
@@ -203,6 +226,16 @@ def _words_by_expression(splitters: list[_State]) -> bool:
     others = {step["type"] for step in splitters if step not in finders}
     in_text = "Split" not in kinds[kinds.index("ByteLevel") :] if "ByteLevel" in kinds else True
     return bool(finders) and in_text and others <= {"ByteLevel", "Digits", "Punctuation"}
+
+
+def _run(alternatives: set[str]) -> re.Pattern[str]:
+    """Runs of which a piece may begin with any character: where their word ends does not depend on what was before.
+    Of what may end a word of other characters (`[\\r\\n]*`) it does.
+    """
+    ends = {alternative.rpartition("+")[2].rstrip("*") for alternative in alternatives.intersection(_OTHERS)} - {""}
+    same = f"(?!{'|'.join(sorted(ends))}){_SAME}" if ends else _SAME
+    letters = "" if alternatives.intersection(_CASED) else f"|[{_LETTERS}]+"
+    return re.compile(f"[a-z]+|[A-Z]+|{same}{letters}")
 
 
 def _is_gpt2(step: _State) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import InvalidRequestError
@@ -54,12 +57,16 @@ class PromptEncoder:
         self._specials = Spellings(special)
         self.marks = Marks(special)
 
-        self._backend = Backend(source.model)
+        vocab = source.get_vocab(with_added_tokens=False)
+        self._forbidden = _producible(source, vocab, special)
+        model = source.model
+        if self._forbidden and type(model).__name__ == "Unigram":
+            model, self._forbidden = _renamed(model, self._forbidden), frozenset()
+        self._backend = Backend(model)
         if source.normalizer is not None:
             self._backend.normalizer = source.normalizer
         if source.pre_tokenizer is not None:
             self._backend.pre_tokenizer = source.pre_tokenizer
-        vocab = source.get_vocab(with_added_tokens=False)
         self._first_added_id = max(vocab.values(), default=-1) + 1
         holes = [AddedToken(_alias(), normalized=False) for _ in range(self._first_added_id - len(vocab))]
         self._aliases = {text: _alias() for text in special}
@@ -71,20 +78,21 @@ class PromptEncoder:
         self._ids = {_id_in(self._backend, alias): _id_in(source, text) for text, alias in names.items()}
         self._gap_id = _id_in(self._backend, self._gap)
 
-        self._forbidden = _producible(source, vocab, special)
         self._before, self._after = _around(source)
         division = division_of(source, vocab, plain, markers)
         if self._forbidden:  # then tokens are not the model's alone
             division = replace(division, joins=False)
         self._division = division
         others = Spellings(token.content for token in plain)
-        self._divider = Divider(division, others, self._encoding, self._tokens)
+        before = r"(?<=\S)" if any(token.lstrip for token in markers) else ""
+        at_aliases = replace(division, cut=_cut_at(self._aliases.values(), before, division.cut))
+        self._divider = Divider(at_aliases, others, self._encoding, self._tokens)
 
     # ---- what is special
 
-    def special_in(self, text: str) -> Prompt:
-        """A text in which everything that is spelled like a special token is one."""
-        return Prompt(text, tuple(self._specials.find(text)))
+    def special_in(self, text: str, most: int | None = None) -> Prompt:
+        """A text in which everything that is spelled like a special token is one. `most`: no more are looked for."""
+        return Prompt(text, tuple(islice(self._specials.find(text), most)))
 
     def of_chat(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """A conversation, in which special tokens are the template's and nobody else's. Raises InvalidRequestError."""
@@ -107,21 +115,20 @@ class PromptEncoder:
 
     @property
     def divisible(self) -> bool:
-        """Whether `pieces` gives more than one."""
+        """Whether `pieces` gives more than one of any long text."""
         return self._division.possible
 
-    def pieces(self, prompt: Prompt, *, around: bool = True) -> Iterator[list[int]]:
-        """The same tokens, a piece of the text at a time; each takes about as long, however long the text is. None is
-        empty.
+    def pieces(self, prompt: Prompt, *, around: bool = True, unbroken: int = 0) -> Iterator[list[int]]:
+        """The same tokens, a piece of the text at a time. Each takes about as long, however long the text is; but
+        after an empty one comes one that takes longer.
 
-        Raises InvalidRequestError where the text has a part that is too long to be tokenised at once.
+        Raises InvalidRequestError where a part of the text cannot be divided, and is longer than the MOST_UNBROKEN of
+        `dividing` and `unbroken`.
         """
-        text = self._spelled(prompt)
-        pieces = self._divider.pieces(text) if self._division.possible else iter([self._tokens(text)])
         before, after = (self._before, self._after) if around else ((), ())
         if before:
             yield list(before)
-        yield from filter(None, map(self._translated, pieces))
+        yield from map(self._translated, self._divider.pieces(self._spelled(prompt), unbroken))
         if after:
             yield list(after)
 
@@ -192,6 +199,14 @@ def _alias() -> str:
     return f"\x02{secrets.token_hex(16).translate(_LETTERS)}\x03"
 
 
+def _cut_at(aliases: Iterable[str], before: str, cut: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """Whatever the tokenizer, an alias ends what is before it, but for white space that it may swallow."""
+    if (found := Spellings(aliases).pattern) is None:
+        return cut
+    at_alias = f"{before}(?={found.pattern})"
+    return re.compile(at_alias if cut is None else f"{cut.pattern}|{at_alias}")
+
+
 def _id_in(backend: Backend, text: str) -> int:
     token: int | None = backend.token_to_id(text)
     assert token is not None
@@ -213,6 +228,13 @@ def _producible(backend: Backend, vocab: Mapping[str, int], special: frozenset[s
         if spelled is None or any(len(made) == 1 and made[0].id == token for made in spelled):
             found.add(token)
     return frozenset(found)
+
+
+def _renamed(unigram: Any, pieces: frozenset[int]) -> Any:
+    """The same model, in which these pieces have names that no text spells."""
+    state = json.loads(unigram.__getstate__())
+    vocab = [(_alias() if at in pieces else text, score) for at, (text, score) in enumerate(state["vocab"])]
+    return type(unigram)(vocab, state["unk_id"], state.get("byte_fallback", False))
 
 
 def _unknown(model: Any) -> str | int | None:

@@ -14,15 +14,15 @@ class Spellings:
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(filter(None, texts))
         self.longest = max(map(len, self.texts), default=0)
-        self._pattern = re.compile(_tree_pattern(sorted(self.texts))) if self.texts else None
+        self.pattern = re.compile(_tree_pattern(sorted(self.texts))) if self.texts else None
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
         """Begin and end of each occurrence; none overlaps another."""
         at = 0
-        while self._pattern is not None and at < len(text):
+        while self.pattern is not None and at < len(text):
             window = at + _WINDOW
             end = at
-            for match in self._pattern.finditer(text, at, window + self.longest):
+            for match in self.pattern.finditer(text, at, window + self.longest):
                 if match.start() >= window:
                     break
                 yield match.span()
@@ -31,10 +31,10 @@ class Spellings:
 
     def spans(self, text: str, at: int) -> bool:
         """Whether a string may begin before this position and end after it."""
-        if self._pattern is None:
+        if self.pattern is None:
             return False
         for begin in range(max(0, at - self.longest + 1), at):
-            match = self._pattern.match(text, begin)
+            match = self.pattern.match(text, begin)
             if match is not None and match.end() > at:
                 return True
         return False

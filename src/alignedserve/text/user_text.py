@@ -8,7 +8,9 @@ character of the user's. `UserText` answers the template's questions (`in`, `spl
 from __future__ import annotations
 
 import re
+from codecs import charmap_decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, wraps
 from typing import Any
 
 from alignedserve.errors import InvalidRequestError
@@ -16,45 +18,55 @@ from alignedserve.errors import InvalidRequestError
 _PRIVATE = [(0xE000, 0xF8FF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)]
 _PRIVATE_CHARACTER = re.compile("[" + "".join(f"{chr(low)}-{chr(high)}" for low, high in _PRIVATE) + "]")
 _DECODED = frozenset("&\\%{}")  # what begins an entity, an escape or a format: templates may decode those
+_LAST_CASED = 0x1E943  # of Unicode
 
 
 class Marks:
     """Which private character stands for which. `spellings` are the special tokens' texts.
 
-    A text no longer than the longest of them is marked wholly, so that a template cannot put special characters of its
-    own around it; of a longer one, all that is no letter or digit, and what special tokens begin and end with.
+    Marked is whatever they are spelled with, but for white space, and what changing its case makes one of those: a
+    template may take any character from its place, and put it between special ones of its own.
     """
 
     def __init__(self, spellings: Iterable[str], taken: Iterable[str] = ()) -> None:
         self._spellings = tuple(spellings)
-        self._longest = max(map(len, self._spellings), default=0)
-        ends = {text[end] for text in self._spellings for end in (0, -1)}
-        every = {character for text in self._spellings for character in text if not character.isspace()}
-        some = {character for character in every if not character.isalnum()} | (ends & every)
-        if self._spellings:
-            some |= _DECODED
-        free = _free_characters(set(taken))
-        self._some = {character: next(free) for character in sorted(some)}
-        self._every = {**self._some, **{character: next(free) for character in sorted(every - some)}}
-        self._table = str.maketrans(self._every)
+        free = _free_characters({*taken, *"".join(self._spellings)})
+        self._marks = {character: next(free) for character in sorted(_spelled_with(self._spellings))}
+        self._of_bytes = "".join(self._marks.get(character, character) for character in map(chr, range(256)))
 
     def for_texts(self, texts: Iterable[str]) -> Marks:
         """Marks that none of these texts has in it already."""
         taken = {found for text in texts if not text.isascii() for found in _PRIVATE_CHARACTER.findall(text)}
-        return Marks(self._spellings, taken) if taken.intersection(self._every.values()) else self
+        return Marks(self._spellings, taken) if taken.intersection(self._marks.values()) else self
 
     def mark(self, text: str) -> UserText:
-        if len(text) <= self._longest:
-            return UserText(text.translate(self._table), self)
-        for character, mark in self._some.items():
-            text = text.replace(character, mark)
-        return UserText(text, self)
+        try:  # a few milliseconds for 4 MiB
+            marked, _ = charmap_decode(text.encode("latin-1"), "strict", self._of_bytes)
+        except UnicodeEncodeError:
+            marked = text
+            for character, mark in self._marks.items():
+                marked = marked.replace(character, mark)
+        return UserText(marked, self, text)
 
     def unmark(self, text: str) -> str:
+        """Also of a text that is not known to be a user's any more."""
+        if isinstance(text, UserText):
+            return text._text
         if not text.isascii():  # marks are not ASCII
-            for character, mark in self._every.items():
+            for character, mark in self._marks.items():
                 text = text.replace(mark, character)
         return text
+
+
+@lru_cache(maxsize=4)
+def _spelled_with(spellings: tuple[str, ...]) -> frozenset[str]:
+    found = {character for text in spellings for character in text if not character.isspace()}
+    cased = [c for c in map(chr, range(_LAST_CASED + 1)) if c.lower() != c or c.upper() != c] if found else []
+    more = found | _DECODED if found else found
+    while more - found:
+        found |= more
+        more = {c for c in cased if not found.isdisjoint(f"{c.lower()}{c.upper()}{c.title()}{c.casefold()}")}
+    return frozenset(found)
 
 
 def _free_characters(taken: set[str]) -> Iterator[str]:
@@ -65,7 +77,7 @@ def _free_characters(taken: set[str]) -> Iterator[str]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, UserText):
-        return value._marks.unmark(str.__str__(value))
+        return value._text
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
@@ -74,7 +86,7 @@ def _asked(name: str) -> Any:
     method = getattr(str, name)
 
     def ask(self: UserText, *arguments: Any) -> Any:
-        return method(_plain(self), *map(_plain, arguments))
+        return method(self._text, *map(_plain, arguments))
 
     return ask
 
@@ -83,7 +95,7 @@ def _recased(name: str) -> Any:
     method: Callable[[str], str] = getattr(str, name)
 
     def recase(self: UserText) -> UserText:
-        return self._marks.mark(method(_plain(self)))
+        return self._marks.mark(method(self._text))
 
     return recase
 
@@ -91,20 +103,25 @@ def _recased(name: str) -> Any:
 class UserText(str):
     """Marked text. Its characters are the marked ones, also for code that knows nothing of marks (`"".join`, a filter
     written in C): so nothing is ever lost. One mark stands for one character: positions and lengths are the same.
+    `text` is the same one without marks.
     """
 
     _marks: Marks
+    _text: str
 
-    def __new__(cls, marked: str, marks: Marks) -> UserText:
-        text = super().__new__(cls, marked)
-        text._marks = marks
-        return text
+    def __new__(cls, marked: str, marks: Marks, text: str) -> UserText:
+        made = super().__new__(cls, marked)
+        made._marks, made._text = marks, text
+        return made
 
-    def _like(self, marked: str) -> UserText:
-        return UserText(marked, self._marks)
+    def _each(self, marked: Iterable[str], texts: Iterable[str]) -> list[UserText]:
+        return [UserText(piece, self._marks, text) for piece, text in zip(marked, texts, strict=True)]
 
     def __str__(self) -> UserText:
         return self
+
+    def __repr__(self) -> UserText:
+        return self._marks.mark(repr(self._text))
 
     __eq__, __ne__, __hash__ = _asked("__eq__"), _asked("__ne__"), _asked("__hash__")
     __lt__, __le__, __gt__, __ge__ = _asked("__lt__"), _asked("__le__"), _asked("__gt__"), _asked("__ge__")
@@ -120,25 +137,34 @@ class UserText(str):
 
     def __add__(self, other: Any) -> Any:
         joined = super().__add__(other)
-        return joined if joined is NotImplemented else self._like(joined)
+        if joined is NotImplemented:
+            return joined
+        return UserText(joined, self._marks, self._text + self._marks.unmark(other))
 
     def __radd__(self, other: Any) -> Any:
-        return self._like(str.__add__(other, self)) if isinstance(other, str) else NotImplemented
+        if not isinstance(other, str):
+            return NotImplemented
+        return UserText(str.__add__(other, self), self._marks, self._marks.unmark(other) + self._text)
+
+    def __mul__(self, times: Any) -> UserText:
+        return UserText(super().__mul__(times), self._marks, self._text * times)
+
+    __rmul__ = __mul__
 
     def __getitem__(self, key: Any) -> UserText:
-        return self._like(super().__getitem__(key))
+        return UserText(super().__getitem__(key), self._marks, self._text[key])
 
     def __iter__(self) -> Iterator[UserText]:
-        return map(self._like, super().__iter__())
+        return iter(self._each(super().__iter__(), self._text))
 
     def strip(self, chars: str | None = None) -> UserText:
         return self.lstrip(chars).rstrip(chars)
 
     def lstrip(self, chars: str | None = None) -> UserText:
-        return self[len(self) - len(_plain(self).lstrip(_plain(chars))) :]
+        return self[len(self) - len(self._text.lstrip(_plain(chars))) :]
 
     def rstrip(self, chars: str | None = None) -> UserText:
-        return self[: len(_plain(self).rstrip(_plain(chars)))]
+        return self[: len(self._text.rstrip(_plain(chars)))]
 
     def removeprefix(self, prefix: str, /) -> UserText:
         return self[len(prefix) :] if self.startswith(prefix) else self
@@ -148,30 +174,29 @@ class UserText(str):
 
     def split(self, sep: str | None = None, maxsplit: Any = -1) -> list[Any]:
         if sep is None:  # white space is never marked
-            return list(map(self._like, super().split(None, maxsplit)))
-        return list(self._cut(_plain(self).split(_plain(sep), maxsplit), len(sep)))
+            return self._each(super().split(None, maxsplit), self._text.split(None, maxsplit))
+        return list(self._cut(self._text.split(_plain(sep), maxsplit), len(sep)))
 
     def rsplit(self, sep: str | None = None, maxsplit: Any = -1) -> list[Any]:
         if sep is None:
-            return list(map(self._like, super().rsplit(None, maxsplit)))
-        return list(self._cut(_plain(self).rsplit(_plain(sep), maxsplit), len(sep)))
+            return self._each(super().rsplit(None, maxsplit), self._text.rsplit(None, maxsplit))
+        return list(self._cut(self._text.rsplit(_plain(sep), maxsplit), len(sep)))
 
     def splitlines(self, keepends: bool = False) -> list[Any]:
-        return list(map(self._like, super().splitlines(keepends)))
+        return self._each(super().splitlines(keepends), self._text.splitlines(keepends))
 
     def partition(self, sep: str, /) -> tuple[Any, Any, Any]:
-        head, middle, tail = self._cut(_plain(self).partition(_plain(sep)), 0)
+        head, middle, tail = self._cut(self._text.partition(_plain(sep)), 0)
         return head, middle, tail
 
     def rpartition(self, sep: str, /) -> tuple[Any, Any, Any]:
-        head, middle, tail = self._cut(_plain(self).rpartition(_plain(sep)), 0)
+        head, middle, tail = self._cut(self._text.rpartition(_plain(sep)), 0)
         return head, middle, tail
 
     def replace(self, old: str, new: str, count: Any = -1, /) -> UserText:
         """What the template puts in its place is the template's own text, unless it comes from a user, too."""
-        if not old:
-            return self._like(super().replace(old, new, count))
-        return self._like(str.join(new, self.split(old, count)))
+        marked = str.join(new, self.split(old, count)) if old else super().replace(old, new, count)
+        return UserText(marked, self._marks, self._text.replace(_plain(old), self._marks.unmark(new), count))
 
     def _cut(self, pieces: Iterable[str], between: int) -> Iterator[UserText]:
         at = 0
@@ -183,8 +208,8 @@ class UserText(str):
 def join_texts(pieces: Iterable[str]) -> str:
     """`"".join`, of which a template's later questions get the right answers, too."""
     pieces = list(pieces)
-    marked = next((piece for piece in pieces if isinstance(piece, UserText)), None)
-    return "".join(pieces) if marked is None else marked._like("".join(pieces))
+    marks, joined = marks_in(pieces), "".join(pieces)
+    return joined if marks is None else UserText(joined, marks, "".join(map(marks.unmark, pieces)))
 
 
 def marks_in(value: Any) -> Marks | None:
@@ -203,16 +228,41 @@ def unmarked(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key): unmarked(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [unmarked(entry) for entry in value]
+        return tuple(map(unmarked, value)) if isinstance(value, tuple) else list(map(unmarked, value))
     return _plain(value)
 
 
 def on_plain_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that encodes or decodes text: it works on the plain one, and all that it makes of it is the user's."""
+    """A filter that looks at characters: it works on the plain text, and all text that it makes of it is the user's."""
 
-    def apply(value: Any, *arguments: Any, **options: Any) -> Any:
-        marks = marks_in(value)
-        made = function(unmarked(value) if marks is not None else value, *arguments, **options)
-        return made if marks is None else marks.mark(str(made))
+    @wraps(function)
+    def apply(*arguments: Any, **options: Any) -> Any:
+        marks = marks_in([*arguments, options])
+        if marks is None:
+            return function(*arguments, **options)
+        made = function(*map(unmarked, arguments), **unmarked(options))
+        if not isinstance(made, str):
+            return made
+        marked = marks.mark(str.__str__(made))
+        return marked if type(made) is str else type(made)(marked)  # Markup stays what it is
+
+    return apply
+
+
+def text_of_method(function: Callable[..., Any]) -> str | None:
+    """The text whose method it is, if it is one (Jinja wraps `format`)."""
+    text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+    return text if isinstance(text, str) else None
+
+
+def on_texts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What puts a text together of others: it stays recognisable as the user's."""
+
+    @wraps(function)
+    def apply(*arguments: Any, **options: Any) -> Any:
+        given = [list(value) if isinstance(value, Iterator) else value for value in arguments]
+        made = function(*given, **options)
+        marks = marks_in([text_of_method(function), *given, options]) if type(made) is str else None
+        return made if marks is None else UserText(made, marks, marks.unmark(made))
 
     return apply
