@@ -53,7 +53,7 @@ class Pods:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ALIGNED"))}
         self.environment = {
             **inherited,
-            **kuberay.environment("cpu"),
+            **kuberay.environment_here("cpu"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": TOKEN,
             # As KubeRay has it where the GCS is in Redis.

@@ -49,7 +49,7 @@ def test_the_configuration_of_a_ray_service_serves_exact_tokens(variant: str, tm
     seen = rayservice.deploy(
         rayservice.Deployment(
             serve_config=config,
-            environment=kuberay.environment(variant),
+            environment=kuberay.environment_here(variant),
             resources={name: amount for pods in workers for name, amount in pods.resources.items() if name != "GPU"},
             prompts=prompts,
             new_tokens=NEW_TOKENS,

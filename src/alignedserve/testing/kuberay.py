@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,13 @@ def environment(name: str) -> dict[str, str]:
         entry for entry in of_kind(manifests(name), "ConfigMap") if entry["metadata"]["name"] == "alignedserve-ray"
     ]
     return dict(found["data"])
+
+
+def environment_here(name: str) -> dict[str, str]:
+    """The same, with this machine's HAProxy instead of the image's."""
+    return environment(name) | {
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("alignedserve-haproxy"))
+    }
 
 
 @dataclass(frozen=True, slots=True)

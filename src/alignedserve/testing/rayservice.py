@@ -90,7 +90,6 @@ def _run(deployment: Deployment, folder: Path) -> Observed:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
         "ALIGNEDSERVE_RUNTIME_DIR": str(folder / "run"),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("alignedserve-haproxy")),  # not the image's
     }
     os.environ.update(deployment.environment | files | own)
     resources = {name: amount for name, amount in deployment.resources.items() if name != "CPU"}
