@@ -35,7 +35,7 @@ ANSWERS = {
     400: Answer(
         "Bad Request",
         "bad_request",
-        "the request is not valid HTTP, or its head is too long",
+        "the request is not valid HTTP, its head is too long, or its client closed its side",
         "not valid HTTP, or head too long",
     ),
     403: Answer("Forbidden", "forbidden", "this is not allowed"),
@@ -114,9 +114,9 @@ def amend(config: str, folder: str) -> str:
 
 def rules() -> str:
     """Of a frontend that HTTP comes in by: for what would be passed on to no good, and for what comes back. Errors of
-    Serve's and of uvicorn's own are plain text."""
+    Serve's and of uvicorn's own are plain text; a 404 is Serve's own proxy's, which stands in while no gateway is up."""
     known = "!{ res.hdr(content-type) -m beg application/json }"
-    plain = (400, 403, 404, 405, 408, 413, 500, 502, 503, 504)
+    plain = {status: status for status in (400, 403, 405, 408, 413, 500, 502, 503, 504)} | {404: 503}
     lines = (
         f"http-request {returned(405)} if !{{ method {METHODS} }}",
         f"http-request {returned(414)} if {{ url,length gt {MOST_URL_BYTES} }}",
@@ -126,7 +126,7 @@ def rules() -> str:
         "http-request del-header upgrade",
         f"http-request del-header {_SERVES_HEADERS} -m reg",
         "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg [^\\ -~] }",
-        *(f"http-response {returned(status)} if {{ status {status} }} {known}" for status in plain),
+        *(f"http-response {returned(told)} if {{ status {status} }} {known}" for status, told in plain.items()),
     )
     return "".join(f"    {line}\n" for line in lines)
 

@@ -86,7 +86,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
         "/alignedserve/integrity": operations.integrity,
         "/openapi.json": openapi,
     }
-    return Starlette(
+    app = Starlette(
         routes=[
             *(route(path, posted(handle), "POST") for path, handle in posts.items()),
             *(route(path, handle, "GET") for path, handle in gets.items()),
@@ -94,6 +94,8 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
         middleware=[Middleware(bodies.closing_where_unread)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
+    app.router.redirect_slashes = False  # to whatever host the client names, and without a key
+    return app
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:

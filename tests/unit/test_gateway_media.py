@@ -93,3 +93,9 @@ async def test_without_an_origin_any_kind_is_read_as_json(front: Front, kind: st
     headers = {} if kind is None else {"content-type": kind}
     body = b'{"prompt": "hi", "max_tokens": 0, "echo": true}'
     assert (await front.client.post(COMPLETIONS, content=body, headers=headers)).status_code == 200
+
+
+async def test_a_slash_too_many_is_not_found_and_leads_nowhere(front: Front) -> None:
+    for path in ("/v1/completions/", "/health/"):
+        answer = await front.client.get(path, headers={"Host": "elsewhere.example"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

@@ -19,12 +19,13 @@ torch = pytest.importorskip("torch")
 from alignedserve.errors import GeometryMismatchError, TransferError  # noqa: E402
 from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
 from alignedserve.proto import common_pb2 as pb  # noqa: E402
+from alignedserve.proto import paired_copies_pb2 as pc  # noqa: E402
 from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
 from alignedserve.transfer.copier import Copier, Route  # noqa: E402
 from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
 from alignedserve.transfer.paired.blocks import HostBlocks  # noqa: E402
 from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
-from alignedserve.transfer.paired.client import PairClient  # noqa: E402
+from alignedserve.transfer.paired.client import ClientSession, PairClient  # noqa: E402
 from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
 from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
 from alignedserve.transfer.paired.transport import ASKING_RANK  # noqa: E402
@@ -258,3 +259,31 @@ def test_stores_that_are_both_here_are_no_pair(pair: Pair) -> None:
         PairedChannel(pair.cache, pair.cache, pair.client)
     with pytest.raises(TransferError, match="in another process"):
         pair.batch.read_block(0)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_connection_that_is_about_to_come_is_waited_for_however_long_there_was_none(
+    monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    away_s = 0.5
+
+    def connect(session: ClientSession) -> None:
+        time.sleep(0.1 if comes else 2 * away_s)
+        session.up = comes
+
+    monkeypatch.setattr(ClientSession, "connect", connect)
+    process = pb.ProcessKey(role="decode", id="decode-0")
+    client = PairClient(process, SPEC.wiring(ASKING_RANK, "cpu"), GEOMETRY, "peer", away_s=away_s)
+    time.sleep(1.5 * away_s)
+    with pytest.raises(TransferError, match="there was none"):
+        client.checksums("store", [0])
+    client.begin(lambda command: None, lambda: None)
+    client.on_event(pc.PairEvent(opened=pc.PairOpened()))
+    begun = time.monotonic()
+    if comes:
+        assert client._wait_up().up
+    else:
+        with pytest.raises(TransferError, match="there was none"):
+            client.checksums("store", [0])
+        assert time.monotonic() - begun >= 0.9 * away_s
+    client.close()

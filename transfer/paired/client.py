@@ -164,6 +164,7 @@ class PairClient:
             self._changed.notify_all()
 
     def _wait_up(self) -> ClientSession:
+        begun_s = time.monotonic()
         with self._changed:
             while True:
                 session, now = self._session, time.monotonic()
@@ -171,7 +172,9 @@ class PairClient:
                     return session
                 if self._away_since is None:
                     self._away_since = now
-                left = self._away_since + self._away_s - now
+                connecting = session is not None and session.number == self._opened
+                since_s = max(self._away_since, begun_s) if connecting else self._away_since
+                left = since_s + self._away_s - now
                 if self._closed or left <= 0:
                     why = "the pair was closed" if self._closed else f"there was none for {self._away_s:g} s"
                     raise TransferError(f"there is no connection to {self.peer}: {why}")
