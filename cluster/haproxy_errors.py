@@ -114,7 +114,7 @@ def amend(config: str, folder: str) -> str:
 
 def rules() -> str:
     """Of a frontend that HTTP comes in by: for what would be passed on to no good, and for what comes back. Errors of
-    Serve's and of uvicorn's own are plain text; a 404 is Serve's own proxy's, which stands in while no gateway is up."""
+    Serve's and of uvicorn's own are plain text; a 404 is Serve's own proxy's, which stands in while none is up."""
     known = "!{ res.hdr(content-type) -m beg application/json }"
     plain = {status: status for status in (400, 403, 405, 408, 413, 500, 502, 503, 504)} | {404: 503}
     lines = (
