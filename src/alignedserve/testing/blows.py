@@ -207,11 +207,14 @@ class Ring(Chaos):
                 roles = (await self._http.get("/alignedserve/status")).json()["roles"]
                 alive = [role for role in roles if role["state"] == "ready" and _runs(role["pid"])]
                 counts = {name: sum(role["role"] == name for role in alive) for name in ROLES}
-                if counts == before and watcher.steady():
+                if counts == before and watcher.steady() and await asyncio.to_thread(self._rays_run):
                     seen.whole_again_s = time.monotonic() - seen.struck_s - STEADY_S
                     return
             await asyncio.sleep(LOOK_S)
         seen.untyped.append(f"not whole within {GIVEN_UP_S:g} s")
+
+    def _rays_run(self) -> bool:
+        return all(any(map(_runs, self._find_pids(word))) for word in RAYS.values())
 
 
 def _runs(pid: int) -> bool:
