@@ -94,9 +94,8 @@ async def crowds(server: ServeProcess, cycles: int, streams: int) -> dict[str, A
         await asyncio.sleep(1.0)
         for pid in set(names) & set(children(server.process.pid)):
             samples[pid].append((cycle, memory_mib(pid)[0]))
-        print(
-            f"cycle {cycle}: {max((taken[-1][1], names[pid]) for pid, taken in samples.items() if taken)}", flush=True
-        )
+        most, whose = max((taken[-1][1], names[pid]) for pid, taken in samples.items() if taken)
+        print(f"cycle {cycle}: {most:.0f} MiB at most, {whose}", flush=True)
     return {
         "offered": cycles * streams,
         "served": served,
