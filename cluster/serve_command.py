@@ -227,7 +227,7 @@ class _ServeCommand:
                 return
 
     def _has_ended(self, progress: dict[str, Any] | None) -> bool:
-        """Whether somebody asked for the end, or there is nothing left to serve with."""
+        """Whether the cluster is to end: by `alignedserve stop`, or since a part of Ray or the application has gone."""
         if part := self._session.dead_part():
             self._broken = True
             self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")

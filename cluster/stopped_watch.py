@@ -1,8 +1,8 @@
 """The command's eye on what Ray and Serve have started for it: nobody else notices that one of those is stopped.
 
 Roles and gateways are ended sooner by their supervisor. But while Serve's controller is stopped, no gateway and no
-supervisor is replaced, and while HAProxy is, nobody gets in. Without its raylet or GCS nothing is replaced either: the
-command ends when one of them has ended, so one that stays stopped is ended too.
+supervisor is replaced, and while HAProxy is, no request gets in. Without its raylet or GCS nothing is replaced either:
+the command ends when one of them has ended, so one that stays stopped is ended too.
 """
 
 from __future__ import annotations

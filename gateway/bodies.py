@@ -122,7 +122,7 @@ class BodyReader:
                 nonlocal rest, status
                 if unread and message["type"] == "http.response.start":
                     status, rest = message["status"], _Coming(reading)  # its time begins now
-                    if status != _TOO_SLOW and b"expect" not in headers:  # who asks first is answered at once
+                    if status != _TOO_SLOW and b"expect" not in headers:  # a client that asks first is answered at once
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(REST_S):
                                 await self._discard(rest)

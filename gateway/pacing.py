@@ -6,7 +6,7 @@ import asyncio
 
 from alignedserve.errors import OverloadedError
 
-LARGE_BYTES = 64 << 10  # smaller requests wait for nobody
+LARGE_BYTES = 64 << 10  # smaller requests do not wait
 BYTES_S = 8 << 20
 BURST_BYTES = 8 << 20
 MOST_WAITING_BYTES = 256 << 20

@@ -33,7 +33,7 @@ def close_internal_port() -> None:
 
 def guard_grpc(check: grpc.aio.ServerInterceptor[Any, Any], max_body_bytes: int) -> None:
     """In the constructor of a gateway: `check` is asked before its replica's gRPC server, which Serve starts later,
-    reads a message, and none is read that is larger than a body may be. Serve takes 2 GiB from anybody otherwise.
+    reads a message, and none is read that is larger than a body may be. Serve takes 2 GiB from any client otherwise.
     """
     from grpc.aio._server import Server
     from ray.serve._private import grpc_util

@@ -60,4 +60,4 @@ def test_a_class_in_the_folder_of_the_command(tmp_path: Path) -> None:
         assert decides(server, "my_package.policies:Told")
         lengths = {int(tokens) for tokens in formed.read_text().split()}
         assert lengths & {20, 200}  # one may have joined late, without being in a batch that was formed
-        assert lengths <= {1, 20, 200}  # 1: whoever asks /health may have a probe made, of one token
+        assert lengths <= {1, 20, 200}  # 1: a probe of one token, which a request for /health may cause

@@ -1,4 +1,4 @@
-"""What was started for the command and stays stopped is ended, and where nobody starts it again the command ends."""
+"""What was started for the command and stays stopped is ended, and where nothing starts it again the command ends."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Play = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class _NoWaiting(selectors.SelectSelector):
-    """Time passes at once where nobody has anything to do, and stands still elsewhere, however busy the machine is."""
+    """A virtual clock: it jumps to the next timer when no task is ready to run, however busy the machine is."""
 
     now_s = 1000.0
 

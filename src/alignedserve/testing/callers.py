@@ -81,7 +81,7 @@ class Callers:
             await grpc.close()
 
     async def ask(self) -> str:
-        """What is said to a request that nobody gives up."""
+        """The answer to a request whose client stays."""
         body = {"prompt": [11, 12, 13], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
         answer = await self._http.post("/v1/completions", json=body)
         return str(answer.raise_for_status().json()["choices"][0]["text"])
