@@ -17,7 +17,7 @@ from typing import Any
 
 from mixed_load import MixedLoad, Streamed, run
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 
 def measure(policy: str, load: MixedLoad, options: argparse.Namespace) -> dict[str, float]:

@@ -40,7 +40,16 @@ def make_folder(kind: str, parent: Path) -> Path:
 def serve_once(folder: Path) -> tuple[float, float, int, str]:
     """Seconds until the command has ended, or its cluster is ready; its processor time, exit status and last words."""
     used_s = children_s()
-    command = [sys.executable, "-m", "alignedserve.cluster.cli", "serve", "--model", str(folder), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "alignedserve.cluster.cli.main",
+        "serve",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+    ]
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     begun = time.monotonic()
     words, seconds = "", 0.0

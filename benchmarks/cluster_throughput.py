@@ -24,7 +24,7 @@ import torch
 from engine_cpu import Tokens, continuous, draw_prompts, make_checkpoint, measure, padded
 from transformers import AutoModelForCausalLM
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 
 class Cluster:

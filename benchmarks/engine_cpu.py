@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.request import SamplingParams
 
 LENGTHS = (32, 48, 64, 100, 128, 512)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

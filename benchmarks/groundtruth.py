@@ -23,7 +23,7 @@ from alignedserve.scheduler.cost.load import default_hardware, load_step_cost
 from alignedserve.scheduler.systems import Option, resolve
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.results import RunResult
+from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.traces import Load, read_trace
 from alignedserve.simulator.workload import Workload
 

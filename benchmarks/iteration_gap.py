@@ -18,7 +18,7 @@ from typing import Any
 
 from mixed_load import MixedLoad, run
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 
 GAP = "alignedserve_iteration_gap_seconds"

@@ -18,12 +18,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.model import resolve_model
 from alignedserve.request import SamplingParams
 

@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.open_loop import Load, Outcome, drive_apart
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 BODY = (4 << 20) - 4096  # bytes of a prompt: the body is just under the limit
 WARM_UP_S = 5.0

@@ -22,8 +22,8 @@ from typing import Any
 from mixed_load import MixedLoad
 
 from alignedserve.client import AsyncClient
-from alignedserve.cluster.live_command import busy_channels
-from alignedserve.cluster.status_command import table
+from alignedserve.cluster.cli.live_command import busy_channels
+from alignedserve.cluster.cli.status_command import table
 from alignedserve.model import resolve_model
 from alignedserve.testing.greedy_streams import Expected, stream
 from alignedserve.testing.models import make_model

@@ -22,8 +22,8 @@ from typing import Any
 
 from footprint import children, cpu_s, memory_mib, name_of
 
-from alignedserve.cluster.open_loop import Load, Outcome, Served, drive_apart
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.open_loop import Load, Outcome, Served, drive_apart
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 SHARE = 0.9
 WARM_UP_S = 3.0

@@ -32,9 +32,9 @@ from typing import Any
 
 from mixed_load import MixedLoad
 
-from alignedserve.cluster.open_loop import Load, Outcome, drive_apart
-from alignedserve.cluster.serve_process import ServeProcess
-from alignedserve.engine.other_work import QUIET_SHARE, OtherWork
+from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
+from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.simulator.hardware_file import default_hardware
@@ -63,7 +63,7 @@ class Answer:
 
 def command(*words: str) -> None:
     """An `alignedserve` command, its output on stderr. Raises CalledProcessError."""
-    subprocess.run([sys.executable, "-m", "alignedserve.cluster.cli", *words], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "alignedserve.cluster.cli.main", *words], check=True, stdout=sys.stderr)
 
 
 def lengths(options: argparse.Namespace, requests: int, seed: int) -> list[tuple[int, int]]:

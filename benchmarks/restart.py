@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.core import STEADY_S
+from alignedserve.cluster.launch.processes import look_at
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.processes import look_at
+from alignedserve.cluster.supervisor.core import STEADY_S
 from alignedserve.config_sources import from_tree
 
 ROLES = ("decode-0", "prefill-0", "kv_pool-0", "scheduler-0", "node_agent-0")

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from alignedserve.config import Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import actions, events
 from alignedserve.scheduler.batch_generator import BatchGenerator, BatchLimits
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.core import SchedulerCore
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import Candidate
+from alignedserve.scheduler.core import actions, events
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate
 from alignedserve.scheduler.quad_tree import Entry, QuadTree
 
 BLOCK = 16

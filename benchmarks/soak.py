@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 from footprint import children, memory_mib, name_of
 
-from alignedserve.cluster.open_loop import Load, Outcome, drive_apart
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 SETTLED_SHARE = 0.25  # of the time: minute 5 of 20
 SAMPLE_S = 5.0

@@ -23,8 +23,8 @@ from typing import Any
 
 from overload import Objectives, quantiles_ms
 
-from alignedserve.cluster.open_loop import Load, Outcome, drive_apart
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 
 AT_ONCE = 64

@@ -23,20 +23,20 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from alignedserve import __version__, logs
 from alignedserve.admin import admin_key
-from alignedserve.cluster import haproxy_exec
-from alignedserve.cluster.actors import ACTORS, RoleActor
-from alignedserve.cluster.handover import newer_leader
-from alignedserve.cluster.inheritance import end_predecessors, from_nothing, inherit
-from alignedserve.cluster.preflight import check_model_if_here
-from alignedserve.cluster.ray_groups import NAMESPACE
-from alignedserve.cluster.ray_launcher import RayLauncher
+from alignedserve.cluster.launch.actors import ACTORS, RoleActor
+from alignedserve.cluster.launch.preflight import check_model_if_here
+from alignedserve.cluster.launch.ray_groups import NAMESPACE
+from alignedserve.cluster.launch.ray_launcher import RayLauncher
 from alignedserve.cluster.records import Record
 from alignedserve.cluster.runtime_dir import remove_cluster_dir
-from alignedserve.cluster.supervisor import Supervisor
+from alignedserve.cluster.serve import haproxy_exec
+from alignedserve.cluster.supervisor.handover import newer_leader
+from alignedserve.cluster.supervisor.inheritance import end_predecessors, from_nothing, inherit
+from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_arguments, from_tree, to_tree
 from alignedserve.errors import ConfigError, ModelError
-from alignedserve.gateway.serve_ports import close_internal_port
+from alignedserve.gateway.serve.serve_ports import close_internal_port
 from alignedserve.scheduler.systems import served_settings
 
 logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ def application(config: Config, *, wait_ready: bool) -> Application:
 
     In an update new replicas are up before old ones end (`max_surge_percent`).
     """
-    from alignedserve.gateway.app import Gateway
+    from alignedserve.gateway.serve.app import Gateway
 
     tree = to_tree(config)
     supervisor = supervisor_deployment(config).bind(tree)

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from alignedserve.cluster.gpus import count_gpus
-from alignedserve.cluster.plan import MODEL_ROLES, SPARE, Node, Shape
-from alignedserve.cluster.process_launcher import NODE_ID, ProcessLauncher
+from alignedserve.cluster.launch.gpus import count_gpus
+from alignedserve.cluster.launch.process_launcher import NODE_ID, ProcessLauncher
 from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_cluster_dir
-from alignedserve.cluster.supervisor import Identity, Supervisor
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Node, Shape
+from alignedserve.cluster.supervisor.supervisor import Identity, Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.convert import failure_from_proto
@@ -46,7 +46,7 @@ class LocalCluster:
         gpus: int | None = None,
         nodes: Sequence[Node] = (),
         placed: Mapping[str, str] | None = None,
-        module: str = "alignedserve.cluster.role_main",
+        module: str = "alignedserve.cluster.launch.role_main",
     ) -> None:
         self.config = config
         self.cluster_id = new_cluster_id()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.runtime_dir import record_dirs, remove_stale, runtime_dir
 from alignedserve.errors import AuthenticationError, ConfigError, UnavailableError
 from alignedserve.gateway.api_keys import first_key

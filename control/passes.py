@@ -23,7 +23,7 @@ class PassMeter:
         self.total_s = self.predicted_s = 0.0
 
     def add(self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0) -> None:
-        """One pass: see `alignedserve.scheduler.cost_model.Passes`."""
+        """One pass: see `alignedserve.scheduler.cost.pass_model.Passes`."""
         with self._lock:
             self.total_s += seconds
             self.predicted_s += predicted_s

@@ -33,9 +33,9 @@ ROLES: Registry[type[RoleServer]] = Registry(
         "prefill": "alignedserve.prefill_worker.actor:PrefillServer",
         "decode": "alignedserve.decode_worker.actor:DecodeServer",
         "kv_pool": "alignedserve.kv_pool.actor:KvPoolServer",
-        "scheduler": "alignedserve.scheduler.actor:SchedulerServer",
-        "node_agent": "alignedserve.cluster.node_agent:NodeAgentServer",
-        "spare": "alignedserve.cluster.spare:SpareServer",
+        "scheduler": "alignedserve.scheduler.process.actor:SchedulerServer",
+        "node_agent": "alignedserve.cluster.node.node_agent:NodeAgentServer",
+        "spare": "alignedserve.cluster.launch.spare:SpareServer",
     },
 )
 

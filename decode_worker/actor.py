@@ -26,7 +26,7 @@ from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.transfer.metrics import channel_lines, locking
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from alignedserve.decode_worker.held import Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.live import LiveRequest
-from alignedserve.engine.sampling import SampledToken
+from alignedserve.engine.sampling.sampler import SampledToken
 from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import RunItem
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import RunItem
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from alignedserve.decode_worker.handover import Handover
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
-from alignedserve.engine import host
 from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine
-from alignedserve.engine.instance_memory import InstanceMemory
+from alignedserve.engine.model import host
+from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -29,9 +29,9 @@ from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.cost.load import configured_cost
-from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel

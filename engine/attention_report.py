@@ -11,8 +11,8 @@ from alignedserve.config import Config
 from alignedserve.engine.backends.base import AttentionNeeds
 from alignedserve.engine.backends.choice import Candidate, measure, refusals
 from alignedserve.engine.backends.trial import Trial
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.refusal import has_sinks
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.refusal import has_sinks
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.model import resolve_model
 

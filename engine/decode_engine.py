@@ -29,7 +29,7 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
     graphs = CudaGraphs(device)
 
     def tune() -> None:
-        from alignedserve.engine.fused import fuse
+        from alignedserve.engine.model.fused import fuse
 
         rows = min(TUNED_ROWS, sizes[-1])
         item = ForwardItem([0], runner.block_size - 1, [0])  # in block 0, which is for nobody

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from alignedserve.engine.sampling import SampledToken, SampleRow
+from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
 
 
 @dataclass(slots=True)  # frozen ones take twice as long to make, and there is one a request and iteration

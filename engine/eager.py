@@ -9,7 +9,7 @@ import torch
 from alignedserve.engine.batch import ForwardItem, build_batch
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
 from alignedserve.engine.runner import ModelRunner
-from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow, upload
+from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow, upload
 from alignedserve.errors import AccountingError, NumericsError
 
 Result = SampledToken | Exception

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alignedserve.engine.sampling import SampledToken, SampleRow
+from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
 from alignedserve.request import FinishReason, RequestKey, RequestSpec
 from alignedserve.text import StopChecker, Tokenizer
 

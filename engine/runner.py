@@ -11,7 +11,7 @@ from alignedserve.engine import attention
 from alignedserve.engine.attention import ActiveForward
 from alignedserve.engine.backends.choice import open_backend
 from alignedserve.engine.batch import DecodeTable, ForwardItem, PackedBatch, build_batch
-from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.threads import PassThreads
 from alignedserve.errors import GeometryMismatchError, ResourceError, UnsupportedModelError
 from alignedserve.geometry import KvGeometry

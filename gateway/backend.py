@@ -16,10 +16,10 @@ from alignedserve.control.link import DuplexLink
 from alignedserve.control.role import SERVING_STATES, RoleHost
 from alignedserve.control.rpc import RpcServer, TokenChannel, open_channel
 from alignedserve.errors import UnavailableError
-from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.peers import GatewayPeers, PeerService
-from alignedserve.gateway.planning import ServedModel
 from alignedserve.gateway.pulse import Work, Works
 from alignedserve.gateway.role_service import GatewayRole
 from alignedserve.proto import common_pb2 as pb

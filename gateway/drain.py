@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.ledger.ledger import Ledger
 
 
 class Drain:

@@ -10,18 +10,18 @@ import grpc
 
 from alignedserve import logs
 from alignedserve.errors import InvalidRequestError
-from alignedserve.gateway.answers import AnswerView, Part
-from alignedserve.gateway.asgi import report
-from alignedserve.gateway.bodies import too_large
-from alignedserve.gateway.calls import Answer, Call, caller
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat, plan_completion
+from alignedserve.gateway.body.requests import parse_chat, parse_completion
 from alignedserve.gateway.failures import grpc_status
-from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.ledger import Ledger
-from alignedserve.gateway.pacing import LARGE_BYTES, Pace
-from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
-from alignedserve.gateway.replies import LEAST_LOGPROB, Parts, timings
-from alignedserve.gateway.requests import parse_chat, parse_completion
-from alignedserve.gateway.resume import with_resume
+from alignedserve.gateway.http.asgi import report
+from alignedserve.gateway.http.body_reader import too_large
+from alignedserve.gateway.http.pacing import LARGE_BYTES, Pace
+from alignedserve.gateway.ledger.calls import Answer, Call, caller
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.ledger.resume import with_resume
+from alignedserve.gateway.reply.answers import AnswerView, Part
+from alignedserve.gateway.reply.replies import LEAST_LOGPROB, Parts, timings
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc

@@ -11,7 +11,7 @@ from alignedserve.errors import AlignedServeError
 from alignedserve.request import FinishReason
 
 if TYPE_CHECKING:
-    from alignedserve.gateway.calls import Answer
+    from alignedserve.gateway.ledger.calls import Answer
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from alignedserve.control.rpc import TokenChannel, open_channel
-from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv

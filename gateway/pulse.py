@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from alignedserve.errors import AlignedServeError
-from alignedserve.gateway.calls import Call
-from alignedserve.gateway.ledger import Ledger
-from alignedserve.gateway.planning import CallPlan, PromptPlan, ServedModel
-from alignedserve.gateway.requests import ReplyOptions
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan, ServedModel
+from alignedserve.gateway.body.requests import ReplyOptions
+from alignedserve.gateway.ledger.calls import Call
+from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.request import PROBE, SamplingParams
 
 logger = logging.getLogger(__name__)

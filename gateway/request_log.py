@@ -21,7 +21,7 @@ from alignedserve.errors import ConfigError
 from alignedserve.request import Stage
 
 if TYPE_CHECKING:
-    from alignedserve.gateway.calls import Answer, Call
+    from alignedserve.gateway.ledger.calls import Answer, Call
     from alignedserve.gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)

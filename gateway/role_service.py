@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from alignedserve.control.integrity import check_books
-from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc

@@ -1,6 +1,6 @@
 """A whole gateway in one event loop: HTTP application, gRPC service, ledger, and its links into the cluster.
 
-It knows nothing of Ray: `gateway/app.py` puts it into a Serve replica, and under uvicorn it runs in a plain process:
+It knows nothing of Ray: `gateway/serve/app.py` runs it in a Serve replica, `standalone.py` under uvicorn in a plain process:
 
     server = await GatewayServer.create(config, model_path, process, supervisor_address, token)
     uvicorn.Config(server.asgi_app, ...)
@@ -26,15 +26,15 @@ from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.errors import ConfigError, UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend import Backend, Locate
+from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.drain import Drain
 from alignedserve.gateway.failures import NotPossibleError
 from alignedserve.gateway.grpc_service import InferenceService
 from alignedserve.gateway.health import Health, book_entry, judge, restart_entry, role_entry
-from alignedserve.gateway.http_app import build_app
-from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.http.http_app import build_app
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.planning import ServedModel
 from alignedserve.gateway.pulse import Pulse
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.model import ModelInfo

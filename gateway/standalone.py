@@ -14,7 +14,7 @@ import uvicorn
 
 from alignedserve.errors import ResourceError
 from alignedserve.gateway.grpc_service import InferenceServicer
-from alignedserve.gateway.guard import ApiKeyCheck
+from alignedserve.gateway.http.guard import ApiKeyCheck
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
 

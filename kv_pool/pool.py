@@ -31,7 +31,7 @@ from alignedserve.kv_pool.records import (
 )
 from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its buffers
 _SUCCESSION = WriterKey("kv_pool", "succession", 0)

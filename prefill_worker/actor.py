@@ -37,8 +37,8 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import prefill_worker_pb2_grpc as pw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.metrics import channel_lines, locking
 from alignedserve.transfer.pair_choice import PAIRED

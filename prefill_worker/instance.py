@@ -9,8 +9,8 @@ from functools import partial
 
 from alignedserve.config import Config
 from alignedserve.control.runtime import RoleSettings
-from alignedserve.engine import host
-from alignedserve.engine.instance_memory import InstanceMemory
+from alignedserve.engine.model import host
+from alignedserve.engine.model.instance_memory import InstanceMemory
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.geometry import KvGeometry
@@ -27,9 +27,9 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.cost.load import configured_cost
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel

@@ -20,14 +20,14 @@ from alignedserve.control.steps import StepMeter
 from alignedserve.engine.batch import LogitRows
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
-from alignedserve.engine.sampling import SampledToken, Sampler
+from alignedserve.engine.sampling.sampler import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, CancelledError, TransferError
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise, PassCopies
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
-from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind, DecodeReported, PrefillReported
-from alignedserve.scheduler.iteration import IterationStatus
+from alignedserve.scheduler.core.events import BufferKind, DecodeReported, PrefillReported
+from alignedserve.scheduler.cost.pass_model import Passes
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationStatus
 
 
 class CandidateBuffers:

@@ -15,18 +15,18 @@ from typing import Any
 from alignedserve.config import Config
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler import actions, events
-from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.core import actions, events
+from alignedserve.scheduler.core.pairing import pair_up
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.pairing import pair_up
 from alignedserve.simulator.clock import Clock
 from alignedserve.simulator.decode import DecodeInstance
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.links import Link
 from alignedserve.simulator.pool import Pool
 from alignedserve.simulator.prefill import PrefillInstance
+from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
-from alignedserve.simulator.results import RequestResult
 from alignedserve.simulator.workload import Arrival
 
 GATEWAY = "gateway"

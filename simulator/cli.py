@@ -18,14 +18,14 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
 from alignedserve.simulator.options import DEFAULT_COST_MODEL, policies_of, rates_of, seeds_of, settings_of
-from alignedserve.simulator.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
-from alignedserve.simulator.plots import Drawn, check_matplotlib
-from alignedserve.simulator.provenance import Provenance, command_of, own_commit
 from alignedserve.simulator.replay import Candidate, Plan
-from alignedserve.simulator.report import make_report
-from alignedserve.simulator.results import RunResult
-from alignedserve.simulator.seeds import in_words, over_seeds
-from alignedserve.simulator.summary import Metric, Objectives, measure
+from alignedserve.simulator.report.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
+from alignedserve.simulator.report.page import make_report
+from alignedserve.simulator.report.plots import Drawn, check_matplotlib
+from alignedserve.simulator.report.provenance import Provenance, command_of, own_commit
+from alignedserve.simulator.report.results import RunResult
+from alignedserve.simulator.report.seeds import in_words, over_seeds
+from alignedserve.simulator.report.summary import Metric, Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
 Rows = dict[str, dict[float | None, dict[int, dict[str, Metric]]]]

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field
 
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import InstanceScheduler, MixedPlan, MixedRequest, PlannedDecode
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.systems import Option, System, scheduler_class, with_options
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.results import RequestResult, RunResult
+from alignedserve.simulator.report.results import RequestResult, RunResult
+from alignedserve.simulator.report.steps import StepRecorder, merge
 from alignedserve.simulator.slowed import SlowedCost
-from alignedserve.simulator.steps import StepRecorder, merge
 from alignedserve.simulator.workload import Workload
 
 ROUTINGS = ("least-loaded", "round-robin", "random")

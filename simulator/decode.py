@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.actions import Prefetch
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.core.actions import Prefetch
+from alignedserve.scheduler.core.events import BufferKind, Finished, Joined
+from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind, Finished, Joined
-from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, Join
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.simulator.clock import Event
 from alignedserve.simulator.leap import Leap
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
+from alignedserve.simulator.report.steps import StepRecorder
 from alignedserve.simulator.slowed import SlowedCost
-from alignedserve.simulator.steps import StepRecorder
 
 if TYPE_CHECKING:
     from alignedserve.simulator.cell import Cell

@@ -16,8 +16,8 @@ from alignedserve.simulator.cell import Cell
 from alignedserve.simulator.decode import DecodeInstance
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.prefill import PrefillInstance
-from alignedserve.simulator.results import RequestResult, RunResult
-from alignedserve.simulator.steps import merge
+from alignedserve.simulator.report.results import RequestResult, RunResult
+from alignedserve.simulator.report.steps import merge
 from alignedserve.simulator.workload import Workload
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.simulator.steps import StepRecorder
+from alignedserve.simulator.report.steps import StepRecorder
 
 
 class Leap:

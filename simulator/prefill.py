@@ -7,17 +7,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey, Stage
-from alignedserve.scheduler.actions import Prefetch, StartPrefill
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.core.actions import Prefetch, StartPrefill
+from alignedserve.scheduler.core.events import Finished, Prefilled
+from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
-from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import Finished, Prefilled
-from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
+from alignedserve.simulator.report.steps import StepRecorder
 from alignedserve.simulator.slowed import SlowedCost
-from alignedserve.simulator.steps import StepRecorder
 
 if TYPE_CHECKING:
     from alignedserve.simulator.cell import Cell

@@ -14,7 +14,7 @@ from alignedserve.scheduler.systems import System, Topology, faults_named, resol
 from alignedserve.simulator.colocated import simulate_colocated
 from alignedserve.simulator.disaggregated import as_run, simulate
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.results import RunResult
+from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.traces import Load, Trace
 from alignedserve.simulator.workload import Workload
 

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from alignedserve.request import RequestKey, Stage
-from alignedserve.simulator.results import RequestResult
+from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.workload import Arrival
 
 

@@ -26,8 +26,8 @@ from evaluation.runs import ALIGNED, FCFS, Variant
 from evaluation.tables import NOT_STATED, claims, percent, table, with_interval
 from evaluation.workloads import ARXIV, SHAREGPT, Source, mixes, stand_ins
 
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import IterationPlan
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import IterationPlan
 from alignedserve.simulator.disaggregated import simulate
 from alignedserve.simulator.traces import Load
 

@@ -19,8 +19,8 @@ from alignedserve.engine.batch import DecodeTable
 from alignedserve.engine.decoding import DecodeItem
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.graphs.drawing import DrawColumns
-from alignedserve.engine.noise import row_keys
-from alignedserve.engine.sampling import LOWEST_TEMPERATURE, SampleRow
+from alignedserve.engine.sampling.noise import row_keys
+from alignedserve.engine.sampling.sampler import LOWEST_TEMPERATURE, SampleRow
 from alignedserve.errors import AccountingError
 
 

@@ -15,7 +15,7 @@ from alignedserve.engine.graphs.buffers import StepBuffers
 from alignedserve.engine.graphs.captured import CapturedPasses, Progress
 from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.runner import ModelRunner
-from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow
+from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
 from alignedserve.errors import AccountingError, NumericsError
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from alignedserve.engine.decoding import DecodeItem, DecodeStep
 from alignedserve.engine.graphs.decode import GraphDecode
-from alignedserve.engine.sampling import SampleRow
+from alignedserve.engine.sampling.sampler import SampleRow
 from alignedserve.errors import AccountingError
 from alignedserve.request import SamplingParams
 

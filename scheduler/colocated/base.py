@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 Options = Mapping[str, float | int | bool | str]
 

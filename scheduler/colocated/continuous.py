@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import (
     InstanceScheduler,
     MixedPlan,
@@ -17,6 +16,7 @@ from alignedserve.scheduler.colocated.base import (
     PlannedChunk,
     PlannedDecode,
 )
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 def whole(options: Options, key: str, low: int = 1) -> int:

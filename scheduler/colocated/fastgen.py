@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
 from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class FastGenScheduler(ContinuousScheduler):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import MixedPlan, Options
 from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, whole
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class OrcaScheduler(ContinuousScheduler):

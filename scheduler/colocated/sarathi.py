@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from alignedserve.errors import ConfigError
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
 from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class SarathiScheduler(ContinuousScheduler):

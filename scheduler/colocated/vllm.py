@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import Options
 from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class VllmScheduler(ContinuousScheduler):

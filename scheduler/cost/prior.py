@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from alignedserve.config import Config
+from alignedserve.scheduler.cost.pass_model import OUTLIER, CostModel, LinearCostModel, Passes, RunningQuantile
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
-from alignedserve.scheduler.cost_model import OUTLIER, CostModel, LinearCostModel, Passes, RunningQuantile
 
 FORGET = 0.95  # the weight that an observation keeps at each later one
 PRIOR = 1.0  # the weight of the step cost itself, in observations

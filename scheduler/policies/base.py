@@ -14,8 +14,8 @@ from typing import ClassVar
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.batch_generator import BatchLimits
+from alignedserve.scheduler.cost.pass_model import CostModel
 from alignedserve.scheduler.cost.step import StepCost
-from alignedserve.scheduler.cost_model import CostModel
 from alignedserve.scheduler.quad_tree import Entry
 
 __all__ = ["BatchLimits", "BatchPolicy", "Entry", "InstanceState", "as_many_as_fit"]

@@ -15,7 +15,7 @@ from typing import TypeVar
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.alarm import Recent
+from alignedserve.scheduler.core.alarm import Recent
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alignedserve.request import Stage
-from alignedserve.simulator.summary import spread
+from alignedserve.simulator.report.summary import spread
 
 
 class LogFigures:

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.testing.chaos import HEADER, Chaos, Round, table
 from alignedserve.testing.reference import random_prompts
 

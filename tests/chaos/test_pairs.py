@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.testing.blows import Blow, Ring, Seen, leaving, pair, pairs, slow
 from alignedserve.testing.reference import random_prompts
 

@@ -22,13 +22,13 @@ from ray._private.authentication_test_utils import reset_auth_token_state
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from alignedserve.cluster.nodes import Placement
-from alignedserve.cluster.plan import Shape
-from alignedserve.cluster.ray_groups import NAMESPACE, group_name, groups, leave_nothing
-from alignedserve.cluster.ray_launcher import RayLauncher
-from alignedserve.cluster.ray_places import RayPlaces
-from alignedserve.cluster.ray_session import ENVIRONMENT, OBJECT_STORE_BYTES
-from alignedserve.cluster.room import Room
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.ray_groups import NAMESPACE, group_name, groups, leave_nothing
+from alignedserve.cluster.launch.ray_launcher import RayLauncher
+from alignedserve.cluster.launch.ray_places import RayPlaces
+from alignedserve.cluster.serve.ray_session import ENVIRONMENT, OBJECT_STORE_BYTES
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import ResourceError, UnavailableError
 from alignedserve.testing.ray_nodes import HEALTH_CHECKS

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from alignedserve.client import AsyncClient, CancelledError, UnavailableError
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

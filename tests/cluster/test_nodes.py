@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.cluster.live_command import busy_channels
+from alignedserve.cluster.cli.live_command import busy_channels
 from alignedserve.testing.certificates import Authority
 from alignedserve.testing.greedy_streams import Expected, Streamed, stream
 from alignedserve.testing.models import make_model
@@ -149,7 +149,7 @@ def test_strangers_get_nowhere(nodes: RayNodes, served: ServedNodes) -> None:
     """Neither Ray nor a role of ours talks to who has no token, or does not speak TLS."""
     environment = {k: v for k, v in nodes.environment.items() if not k.startswith("RAY_AUTH")}
     environment |= {"RAY_ADDRESS": f"{nodes.head.address}:{GCS_PORT}", "RAY_AUTH_MODE": "disabled"}
-    command = (sys.executable, "-m", "alignedserve.cluster.cli", "serve", "--model", "tiny")
+    command = (sys.executable, "-m", "alignedserve.cluster.cli.main", "serve", "--model", "tiny")
     done = subprocess.run(
         nodes.head.inside(*command), env=environment, capture_output=True, text=True, timeout=90.0, check=False
     )

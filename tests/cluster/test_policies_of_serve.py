@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.control.samples import value
 
 pytestmark = pytest.mark.cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.scheduler.cost.load import default_hardware
 from alignedserve.simulator.hardware import Hardware
 

@@ -26,8 +26,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from alignedserve.client import AuthenticationError, CancelledError, Client, TooLargeError
 from alignedserve.client.calls import open_stub
+from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.cluster.runtime_dir import runtime_dir, temp_dir
-from alignedserve.cluster.serve_process import ServeProcess
 from alignedserve.control.samples import value
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
@@ -62,7 +62,7 @@ def server() -> Iterator[ServeProcess]:
 
 
 def status(server: ServeProcess) -> dict[str, Any]:
-    command = [sys.executable, "-m", "alignedserve.cluster.cli", "status", "--json", "--url", server.url]
+    command = [sys.executable, "-m", "alignedserve.cluster.cli.main", "status", "--json", "--url", server.url]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -383,7 +383,7 @@ def test_stop_ends_it_and_returns_when_it_has(server: ServeProcess) -> None:
     """The last test of this server."""
     server.check_integrity()  # after all that the others have done to it
     pids = [role["pid"] for role in server.roles()]
-    command = [sys.executable, "-m", "alignedserve.cluster.cli", "stop", "--url", server.url]
+    command = [sys.executable, "-m", "alignedserve.cluster.cli.main", "stop", "--url", server.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,9 +19,9 @@ import grpc
 import psutil
 import pytest
 
-from alignedserve.cluster.descendants import Descendants
-from alignedserve.cluster.processes import is_alive
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.cluster.launch.descendants import Descendants
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.testing.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -43,7 +43,7 @@ def nothing_left() -> Iterator[Descendants]:
 
 
 def status() -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "alignedserve.cluster.cli", "status", "--json"]
+    command = [sys.executable, "-m", "alignedserve.cluster.cli.main", "status", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     roles: list[dict[str, Any]] = json.loads(done.stdout)["roles"]

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.rpc import MAX_MESSAGE_BYTES, TOKEN_KEY

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.processes import is_alive
 from alignedserve.config_sources import from_tree
 from alignedserve.testing.faulty_roles import FOLDER
 from alignedserve.testing.gateway import http_to, joined_gateway

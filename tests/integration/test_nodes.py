@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.plan import Node
-from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.supervisor.plan import Node
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.errors import UnavailableError
 

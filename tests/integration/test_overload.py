@@ -13,8 +13,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from alignedserve.cluster.cli.open_loop import Load, drive
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.open_loop import Load, drive
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.testing.gateway_process import GatewayProcess

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.testing.ray_head import RayHead
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -22,7 +22,7 @@ ORPHAN_S = 3.0
 WITHIN_S = 60.0
 _GROUPS = """
 import sys, time, ray
-from alignedserve.cluster.ray_groups import groups
+from alignedserve.cluster.launch.ray_groups import groups
 ray.init(address="auto", log_to_driver=False)
 while (found := groups()) and time.monotonic() < float(sys.argv[1]):
     time.sleep(0.1)

@@ -27,7 +27,7 @@ LONGEST = 160
 
 
 def pool_gib(folder: Path, blocks: int) -> float:
-    from alignedserve.engine.inspect import inspect_model
+    from alignedserve.engine.model.inspect import inspect_model
 
     info: ModelInfo = inspect_model("m", folder, "auto", "cpu")
     return (blocks + 0.5) * info.geometry(BLOCK_SIZE).block_bytes / GIB

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.descendants import Descendants
-from alignedserve.cluster.stopped_watch import UNREPLACED_STOPPED_S
+from alignedserve.cluster.launch.descendants import Descendants
+from alignedserve.cluster.serve.stopped_processes import UNREPLACED_STOPPED_S
 from alignedserve.testing.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -81,7 +81,7 @@ def test_stop_is_given_while_roles_load() -> None:
     try:
         wait_loading(server)
         done = subprocess.run(
-            [sys.executable, "-m", "alignedserve.cluster.cli", "stop"],
+            [sys.executable, "-m", "alignedserve.cluster.cli.main", "stop"],
             capture_output=True,
             text=True,
             timeout=60,

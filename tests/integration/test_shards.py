@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.plan import Node
+from alignedserve.cluster.supervisor.plan import Node
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value

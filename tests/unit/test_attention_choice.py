@@ -18,8 +18,8 @@ from alignedserve.engine.backends.composite import CompositeBackend  # noqa: E40
 from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
 from alignedserve.engine.backends.torch_backend import TorchBackend  # noqa: E402
 from alignedserve.engine.backends.trial import Trial  # noqa: E402
-from alignedserve.engine.inspect import inspect_model  # noqa: E402
-from alignedserve.engine.loader import load_model  # noqa: E402
+from alignedserve.engine.model.inspect import inspect_model  # noqa: E402
+from alignedserve.engine.model.loader import load_model  # noqa: E402
 from alignedserve.errors import ConfigError, UnsupportedModelError  # noqa: E402
 from alignedserve.registry import Registry  # noqa: E402
 from alignedserve.testing.attention import paged_case  # noqa: E402

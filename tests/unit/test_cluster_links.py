@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.plan import plan_roles
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.plan import plan_roles
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb

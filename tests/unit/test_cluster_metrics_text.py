@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from alignedserve.cluster.metrics_text import merge, with_label
+from alignedserve.cluster.supervisor.metrics_text import merge, with_label
 
 ONE = """# HELP blocks Blocks by state.
 # TYPE blocks gauge

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from alignedserve.cluster.core import ADOPTION_S, Fence, SupervisorCore
-from alignedserve.cluster.members import Phase
-from alignedserve.cluster.nodes import GONE_KEPT, RETURN_S
-from alignedserve.cluster.plan import Node, PlannedRole
+from alignedserve.cluster.supervisor.core import ADOPTION_S, Fence, SupervisorCore
+from alignedserve.cluster.supervisor.members import Phase
+from alignedserve.cluster.supervisor.nodes import GONE_KEPT, RETURN_S
+from alignedserve.cluster.supervisor.plan import Node, PlannedRole
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.testing.node_cell import APART, HOME, LIMITS, THIRD, Cell, launched

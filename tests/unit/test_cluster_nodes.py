@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.cluster.core import Fence, Launch
-from alignedserve.cluster.nodes import RETURN_S
-from alignedserve.cluster.plan import PlannedRole, Shape
-from alignedserve.cluster.units import Unit
+from alignedserve.cluster.launch.units import Unit
+from alignedserve.cluster.supervisor.core import Fence, Launch
+from alignedserve.cluster.supervisor.nodes import RETURN_S
+from alignedserve.cluster.supervisor.plan import PlannedRole, Shape
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.control.role import new_incarnation
 from alignedserve.errors import ResourceError, UnavailableError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster import ray_session
+from alignedserve.cluster.serve import ray_session
 
 
 def test_what_did_not_come_up_in_time_is_begun_a_second_time() -> None:

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster import redeploy
-from alignedserve.cluster.inheritance import inherit
-from alignedserve.cluster.launcher import Running
-from alignedserve.cluster.plan import Node, Shape
-from alignedserve.cluster.redeploy import COUNTS, DIVIDES_MEMORY, ROLLED, SERVES, Change, compare, compare_all
+from alignedserve.cluster.launch.launcher import Running
+from alignedserve.cluster.supervisor import redeploy
+from alignedserve.cluster.supervisor.inheritance import inherit
+from alignedserve.cluster.supervisor.plan import Node, Shape
+from alignedserve.cluster.supervisor.redeploy import (
+    COUNTS,
+    DIVIDES_MEMORY,
+    ROLLED,
+    SERVES,
+    Change,
+    compare,
+    compare_all,
+)
 from alignedserve.config import Config
 from alignedserve.config_sources import from_arguments, known_keys, to_tree
 from alignedserve.control.runtime import RoleSettings

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.cluster.actions import Action, End, Fence, Launch
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.members import Phase
-from alignedserve.cluster.nodes import Placement
-from alignedserve.cluster.plan import Node, PlannedRole, plan_roles
-from alignedserve.cluster.rolling import ORDER, PATIENCE_S, ROOM_S
-from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.supervisor.actions import Action, End, Fence, Launch
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.members import Phase
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import Node, PlannedRole, plan_roles
+from alignedserve.cluster.supervisor.rolling import ORDER, PATIENCE_S, ROOM_S
+from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, GatewayConfig, SupervisorConfig
 from alignedserve.errors import ConfigError, UnavailableError
 from alignedserve.proto import common_pb2 as pb

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster import ray_groups, ray_places
-from alignedserve.cluster.plan import Shape
-from alignedserve.cluster.ray_places import RayPlaces
-from alignedserve.cluster.room import Room
-from alignedserve.cluster.units import Unit
+from alignedserve.cluster.launch import ray_groups, ray_places
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.ray_places import RayPlaces
+from alignedserve.cluster.launch.units import Unit
+from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import ClusterConfig, Config
 
 NODES = ("a" * 56, "b" * 56)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from alignedserve.cluster.core import Action, End, Fence, Launch, SupervisorCore
-from alignedserve.cluster.plan import PlannedRole, Shape, plan_roles
-from alignedserve.cluster.scaling import DRAIN_LIMIT_S
-from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.supervisor.core import Action, End, Fence, Launch, SupervisorCore
+from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, plan_roles
+from alignedserve.cluster.supervisor.scaling import DRAIN_LIMIT_S
+from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.device_memory import DeviceMemory
 from alignedserve.errors import ConfigError, ResourceError, UnavailableError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster import serve_command
+from alignedserve.cluster.cli import serve_command
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.model import resolve_model

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from alignedserve.cluster.core import Launch, SupervisorCore
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.plan import SPARE, plan_roles
-from alignedserve.cluster.processes import is_alive
+from alignedserve.cluster.supervisor.core import Launch, SupervisorCore
+from alignedserve.cluster.supervisor.plan import SPARE, plan_roles
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
 from alignedserve.proto import common_pb2 as pb
@@ -146,7 +146,7 @@ def test_a_spare_imports_all_that_workers_need_and_touches_no_gpu() -> None:
 
     code = """
 import sys
-from alignedserve.cluster.spare import _import_roles
+from alignedserve.cluster.launch.spare import _import_roles
 _import_roles()
 import torch
 ours = ["prefill_worker.loop", "decode_worker.loop", "kv_pool.pool", "scheduler.core"]

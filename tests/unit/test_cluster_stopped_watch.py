@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from alignedserve.cluster.descendants import Descendants
-from alignedserve.cluster.stopped_watch import StoppedWatch
+from alignedserve.cluster.launch.descendants import Descendants
+from alignedserve.cluster.serve.stopped_processes import StoppedWatch
 
 
 @pytest.mark.parametrize(

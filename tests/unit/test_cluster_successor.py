@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import pytest
 
-from alignedserve.cluster.actions import Fence, FenceGuest, Launch
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.handover import known_processes
-from alignedserve.cluster.launcher import Running
-from alignedserve.cluster.plan import plan_roles
-from alignedserve.cluster.processes import Sight, is_alive
-from alignedserve.cluster.supervisor_guard import AGENT_FIRST_S, guard_supervisor
-from alignedserve.cluster.vigil import STOPPED_S
+from alignedserve.cluster.launch.launcher import Running
+from alignedserve.cluster.launch.processes import Sight, is_alive
+from alignedserve.cluster.node.supervisor_guard import AGENT_FIRST_S, guard_supervisor
+from alignedserve.cluster.supervisor.actions import Fence, FenceGuest, Launch
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.handover import known_processes
+from alignedserve.cluster.supervisor.hang_detector import STOPPED_S
+from alignedserve.cluster.supervisor.plan import plan_roles
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import ConfigError

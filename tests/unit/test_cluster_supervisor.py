@@ -15,8 +15,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
-from alignedserve.cluster.processes import is_alive
 from alignedserve.cluster.runtime_dir import runtime_dir
 from alignedserve.config import GPU_PASS_TOKENS, ClusterConfig, Config, SupervisorConfig
 from alignedserve.control.role import RoleHost

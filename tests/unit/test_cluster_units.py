@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster.plan import Shape
-from alignedserve.cluster.ray_places import Bundle, RayPlaces
-from alignedserve.cluster.room import Room
-from alignedserve.cluster.units import Unit, gpu_share, plan_units, resources_of
-from alignedserve.cluster.vetting import eligible
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
+from alignedserve.cluster.launch.units import Unit, gpu_share, plan_units, resources_of
+from alignedserve.cluster.launch.vetting import eligible
+from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.resources import parse_resources

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from alignedserve.cluster.members import Member
-from alignedserve.cluster.processes import Sight, is_alive, look_at
-from alignedserve.cluster.supervisor_guard import SupervisorGuard
-from alignedserve.cluster.vigil import LOADING, STOPPED_S, Vigil
-from alignedserve.cluster.watchdog import Watchdog
+from alignedserve.cluster.launch.processes import Sight, is_alive, look_at
+from alignedserve.cluster.node.supervisor_guard import SupervisorGuard
+from alignedserve.cluster.node.watchdog import Watchdog
+from alignedserve.cluster.supervisor.hang_detector import LOADING, STOPPED_S, Vigil
+from alignedserve.cluster.supervisor.members import Member
 from alignedserve.config import SupervisorConfig
 from alignedserve.control.role import started_ticks
 from alignedserve.proto import common_pb2 as pb

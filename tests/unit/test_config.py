@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.config import Config, PrefillConfig
 from alignedserve.config_sources import from_tree, known_keys, load, to_tree, to_yaml
 from alignedserve.errors import ConfigError, UnknownKeyError

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.errors import ConfigError
-from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.fit import fit_grid
 from alignedserve.scheduler.cost.grid import Curve, Grid4, Surface
 from alignedserve.scheduler.cost.load import (
@@ -30,10 +30,10 @@ from alignedserve.scheduler.cost.load import (
 )
 from alignedserve.scheduler.cost.makespan import makespan, makespan_bound
 from alignedserve.scheduler.cost.measured import MeasuredCost
+from alignedserve.scheduler.cost.pass_model import LinearCostModel, Passes
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.skew import AXES, SkewTable
 from alignedserve.scheduler.cost.step import KERNEL_MODES, ChunkShape
-from alignedserve.scheduler.cost_model import LinearCostModel, Passes
 from alignedserve.simulator.hardware import Hardware
 
 DATA = Path(os.environ.get("ALIGNEDSERVE_DATA", Path(__file__).parents[3] / "shared/data"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from alignedserve.cluster.metrics_text import merge
+from alignedserve.cluster.supervisor.metrics_text import merge
 from alignedserve.config import Config
 from alignedserve.control.convert import timings_from_proto, timings_to_proto
 from alignedserve.control.metrics import Histogram

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from alignedserve.config import DecodeConfig
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.testing.machines import machine_settings
 from alignedserve.testing.scripted_cell import BUFFER, POOL, Client, ScriptedCell
 from alignedserve.testing.scripted_decode import Script

@@ -16,14 +16,14 @@ from alignedserve.control.convert import spec_to_proto
 from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.engine.eager import EagerDecode
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.text import Tokenizer
 from alignedserve.transfer.completion import Completion

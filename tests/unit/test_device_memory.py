@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.plan import plan_roles
-from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.plan import plan_roles
+from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.device_memory import DeviceMemory, activation_bytes, describe_plan, fixed_parts, plan_devices

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from alignedserve import client, errors
-from alignedserve.cluster.cli import make_parser
+from alignedserve.cluster.cli.main import make_parser
 from alignedserve.config_sources import known_keys
-from alignedserve.gateway.fields import Field
-from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS
+from alignedserve.gateway.body.fields import Field
+from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS
 
 ROOT = Path(__file__).parents[2]
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

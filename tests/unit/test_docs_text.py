@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alignedserve.cluster.cli import make_parser, parse
+from alignedserve.cluster.cli.main import make_parser, parse
 from alignedserve.config import SECTIONS
 from alignedserve.config_sources import known_keys, value_of
 from alignedserve.errors import ConfigError

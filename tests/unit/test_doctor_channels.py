@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from alignedserve.cluster import doctor_channels
-from alignedserve.cluster.doctor_channels import examine_channels
-from alignedserve.cluster.live_command import busy_channels
-from alignedserve.cluster.preflight import check_channel
+from alignedserve.cluster.cli import doctor_channels
+from alignedserve.cluster.cli.doctor_channels import examine_channels
+from alignedserve.cluster.cli.live_command import busy_channels
+from alignedserve.cluster.launch.preflight import check_channel
 from alignedserve.config_sources import from_tree
 from alignedserve.errors import ResourceError, TransferError
 from alignedserve.geometry import KvGeometry

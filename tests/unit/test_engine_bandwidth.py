@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from alignedserve.engine.bandwidth import TILE, bandwidth_by_blocks, program_counts, stream  # noqa: E402
+from alignedserve.engine.profile.bandwidth import TILE, bandwidth_by_blocks, program_counts, stream  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
 
@@ -41,7 +41,7 @@ def test_thread_blocks_are_doubled_up_to_one_a_multiprocessor() -> None:
 COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
-from alignedserve.engine.bandwidth import STAGES, TILE, _stream_kernel
+from alignedserve.engine.profile.bandwidth import STAGES, TILE, _stream_kernel
 source = triton.compiler.ASTSource(
     fn=_stream_kernel,
     signature={"source": "*fp32", "sums": "*fp32", "region": "i32", "tile": "constexpr", "stages": "constexpr"},

@@ -13,10 +13,10 @@ import torch
 
 from alignedserve.engine.decoding import DecodeItem, DecodeStep
 from alignedserve.engine.eager import EagerDecode
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import SampledToken, SampleRow
+from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
 from alignedserve.errors import AccountingError, NumericsError
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import VOCAB_SIZE, make_model

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import KINDS, MAX_POSITIONS, VOCAB_SIZE, make_model
 

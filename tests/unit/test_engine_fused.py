@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from alignedserve.engine import fused
-from alignedserve.engine.fused import Function, compile_for_decode, fuse
+from alignedserve.engine.model import fused
+from alignedserve.engine.model.fused import Function, compile_for_decode, fuse
 from alignedserve.testing.models import make_model
 
 

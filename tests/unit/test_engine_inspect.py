@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from alignedserve.engine.inspect import inspect_model
+from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.testing.models import KINDS, MAX_POSITIONS, VOCAB_SIZE, make_model
 

@@ -11,10 +11,10 @@ import torch
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.device_memory import DeviceMemory
-from alignedserve.engine import instance_memory
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.instance_memory import InstanceMemory, largest_passes
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model import instance_memory
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.instance_memory import InstanceMemory, largest_passes
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.errors import ResourceError
 from alignedserve.memory import GIB

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama import modeling_llama
 
-from alignedserve.engine import loader
 from alignedserve.engine.attention import SERVING, ActiveForward, active, paged_attention
 from alignedserve.engine.backends.torch_backend import TorchBackend
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model import loader
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.errors import AlignedServeError, ModelError, UnsupportedModelError
 from alignedserve.model import ModelInfo
 from alignedserve.testing.models import make_model

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.cluster.runtime_dir import new_token
 from alignedserve.control.echo import measure_message_s
 from alignedserve.decode_worker import loop_overhead
 from alignedserve.decode_worker.loop_overhead import loop_overhead_s
-from alignedserve.engine import other_work
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import load_model
-from alignedserve.engine.other_work import QUIET_SHARE
-from alignedserve.engine.profile import (
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
+from alignedserve.engine.profile import other_work
+from alignedserve.engine.profile.fit import Profiled, fit_profile
+from alignedserve.engine.profile.other_work import QUIET_SHARE
+from alignedserve.engine.profile.passes import (
     THREAD_CLOCK,
     WALL_CLOCK,
     Measurement,
@@ -29,7 +30,6 @@ from alignedserve.engine.profile import (
     measure,
     plan_measurements,
 )
-from alignedserve.engine.profile_fit import Profiled, fit_profile
 from alignedserve.engine.runner import ModelRunner, allocate_cache
 from alignedserve.errors import AlignedServeError
 from alignedserve.model import resolve_model

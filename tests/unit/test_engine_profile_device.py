@@ -14,17 +14,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from alignedserve.cluster.cli import main  # noqa: E402
+from alignedserve.cluster.cli.main import main  # noqa: E402
 from alignedserve.config import SchedulerConfig  # noqa: E402
 from alignedserve.config_sources import from_tree  # noqa: E402
-from alignedserve.engine import profiler_gpu  # noqa: E402
-from alignedserve.engine.copies import device_copies  # noqa: E402
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep  # noqa: E402
 from alignedserve.engine.eager import EagerDecode  # noqa: E402
-from alignedserve.engine.inspect import inspect_model  # noqa: E402
-from alignedserve.engine.loader import LoadedModel, load_model  # noqa: E402
-from alignedserve.engine.profile import Grid, PassShape, measure, plan_measurements  # noqa: E402
-from alignedserve.engine.profile_device import (  # noqa: E402
+from alignedserve.engine.model.inspect import inspect_model  # noqa: E402
+from alignedserve.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from alignedserve.engine.profile import profiler_gpu  # noqa: E402
+from alignedserve.engine.profile.copies import device_copies  # noqa: E402
+from alignedserve.engine.profile.device_passes import (  # noqa: E402
     GPU_GRID,
     LAUNCHES,
     DevicePassBench,
@@ -34,9 +33,15 @@ from alignedserve.engine.profile_device import (  # noqa: E402
     gpu_benches,
     measure_passes,
 )
-from alignedserve.engine.profile_fit import Profiled, fit_profile  # noqa: E402
+from alignedserve.engine.profile.fit import Profiled, fit_profile  # noqa: E402
+from alignedserve.engine.profile.passes import (  # noqa: E402
+    Grid,
+    PassShape,
+    measure,
+    plan_measurements,
+)
 from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
-from alignedserve.engine.sampling import SampledToken  # noqa: E402
+from alignedserve.engine.sampling.sampler import SampledToken  # noqa: E402
 from alignedserve.errors import NumericsError, ResourceError  # noqa: E402
 from alignedserve.geometry import KvGeometry  # noqa: E402
 from alignedserve.model import resolve_model  # noqa: E402

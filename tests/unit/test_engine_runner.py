@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from alignedserve.engine import cpu_linear
-from alignedserve.engine.cpu_linear import PackedLinear, pack_linears
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model import cpu_linear
+from alignedserve.engine.model.cpu_linear import PackedLinear, pack_linears
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.errors import AccountingError, ConfigError, GeometryMismatchError, ResourceError
 from alignedserve.geometry import KvGeometry

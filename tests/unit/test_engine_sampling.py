@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.engine.noise import exponential_noise, row_keys
-from alignedserve.engine.penalties import PenaltyState
-from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow
+from alignedserve.engine.sampling.noise import exponential_noise, row_keys
+from alignedserve.engine.sampling.penalties import PenaltyState
+from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
 from alignedserve.errors import NumericsError
 from alignedserve.request import SamplingParams
 

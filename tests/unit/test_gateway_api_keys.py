@@ -14,8 +14,8 @@ import pytest
 
 from alignedserve.client import AsyncClient, AuthenticationError
 from alignedserve.cluster import records
-from alignedserve.cluster.cli import main
-from alignedserve.cluster.preflight import open_door_note
+from alignedserve.cluster.cli.main import main
+from alignedserve.cluster.launch.preflight import open_door_note
 from alignedserve.config import GatewayConfig
 from alignedserve.errors import ConfigError
 from alignedserve.gateway.api_keys import RECHECK_S, ApiKeys, of_headers

@@ -11,9 +11,9 @@ import pytest
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 
 from alignedserve.errors import AlignedServeError, OverloadedError
-from alignedserve.gateway.asgi import ClientGoneError, Message, Receive, Scope, Send, send_json
-from alignedserve.gateway.bodies import BodyReader, SlowBodyError, TooLargeError
-from alignedserve.gateway.pacing import Pace
+from alignedserve.gateway.http.asgi import ClientGoneError, Message, Receive, Scope, Send, send_json
+from alignedserve.gateway.http.body_reader import BodyReader, SlowBodyError, TooLargeError
+from alignedserve.gateway.http.pacing import Pace
 
 MIB = 1 << 20
 SCOPE: dict[str, Any] = {"headers": []}

@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from alignedserve.errors import DeadlineError, InvalidRequestError, OverloadedError
-from alignedserve.gateway import tokenising
+from alignedserve.gateway.body import tokenising
+from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat, plan_completion
+from alignedserve.gateway.body.requests import parse_chat, parse_completion
 from alignedserve.gateway.failures import ContextLengthError, UnsupportedFeatureError
 from alignedserve.gateway.grpc_service import InferenceService, body_of
-from alignedserve.gateway.pacing import Pace
-from alignedserve.gateway.planning import CallPlan, ServedModel, plan_chat, plan_completion
-from alignedserve.gateway.requests import parse_chat, parse_completion
+from alignedserve.gateway.http.pacing import Pace
 from alignedserve.model import resolve_model
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.testing.fake_cluster import fake_model_info

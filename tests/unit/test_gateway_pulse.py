@@ -14,7 +14,7 @@ import pytest
 from alignedserve.control.samples import value
 from alignedserve.errors import AccountingError, OverloadedError
 from alignedserve.gateway import pulse
-from alignedserve.gateway.calls import Answer
+from alignedserve.gateway.ledger.calls import Answer
 from alignedserve.gateway.pulse import Work, Works
 from alignedserve.request import RequestSpec
 from alignedserve.testing.fake_cluster import FakeCluster, counting_script, silent_script

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from alignedserve.errors import CancelledError, UnavailableError
-from alignedserve.gateway import ledger as ledger_module
+from alignedserve.gateway.ledger import ledger as ledger_module
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import supervisor_pb2 as sv

@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from alignedserve.control.convert import spec_to_proto
-from alignedserve.gateway.planning import derive_seed, plan_completion
-from alignedserve.gateway.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
-from alignedserve.scheduler.wire import request_meta
+from alignedserve.gateway.body.planning import derive_seed, plan_completion
+from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
+from alignedserve.scheduler.process.wire import request_meta
 from alignedserve.testing.fake_cluster import fake_model_info
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
 

@@ -8,7 +8,7 @@ import sys
 
 WORKER = """
 import json, time
-from alignedserve.gateway.serve_ports import set_up_worker
+from alignedserve.gateway.serve.serve_ports import set_up_worker
 
 real, ahead = time.time, [0.0]
 set_up_worker()

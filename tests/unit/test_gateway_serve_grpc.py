@@ -13,10 +13,10 @@ import pytest
 from ray.serve._private import grpc_util
 from ray.serve.config import gRPCOptions
 
-from alignedserve.cluster.haproxy import free_ports
+from alignedserve.cluster.serve.haproxy import free_ports
 from alignedserve.gateway.api_keys import ApiKeys
-from alignedserve.gateway.guard import SERVES_OWN, ApiKeyCheck
-from alignedserve.gateway.serve_ports import HEADROOM_BYTES, guard_grpc
+from alignedserve.gateway.http.guard import SERVES_OWN, ApiKeyCheck
+from alignedserve.gateway.serve.serve_ports import HEADROOM_BYTES, guard_grpc
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
 from alignedserve.testing.haproxy_front import SERVICERS

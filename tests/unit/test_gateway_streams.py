@@ -9,7 +9,7 @@ import h2.connection
 import h2.settings
 
 from alignedserve.client import AsyncClient
-from alignedserve.cluster import haproxy
+from alignedserve.cluster.serve import haproxy
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.request import FinishReason, RequestSpec

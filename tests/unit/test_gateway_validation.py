@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.gateway.refused import refused_names
+from alignedserve.gateway.body.refused import refused_names
 from alignedserve.testing.gateway_front import CHAT, COMPLETIONS, HI, Front
 
 SAMPLING: list[tuple[dict[str, Any], str, str]] = [

@@ -19,10 +19,10 @@ from alignedserve.engine.eager import EagerDecode
 from alignedserve.engine.graphs.decode import GraphDecode
 from alignedserve.engine.graphs.device import CudaGraphs
 from alignedserve.engine.graphs.fixed_run import run_fixed
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
-from alignedserve.engine.sampling import SampledToken, Sampler, SampleRow
+from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
 from alignedserve.errors import AccountingError, NumericsError
 from alignedserve.request import SamplingParams
 from alignedserve.testing.graph_twins import TwinDevice

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from alignedserve.cluster.console import Console
+from alignedserve.cluster.cli.console import Console
 from alignedserve.config import Config, DecodeConfig
 from alignedserve.decode_worker.capture_progress import CaptureProgress
 from alignedserve.engine.decoding import DecodeItem
 from alignedserve.engine.graphs.buffers import Column, StepBuffers
 from alignedserve.engine.graphs.drawing import DrawColumns, draw
-from alignedserve.engine.noise import row_keys
-from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.engine.sampling.noise import row_keys
+from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.errors import ConfigError
 from alignedserve.graph_sizes import graph_sizes, size_for
 from alignedserve.request import SamplingParams

@@ -14,16 +14,16 @@ from alignedserve.decode_worker.held import Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.engine.eager import EagerDecode
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
-from alignedserve.engine.profile import BLOCK_SIZE, Measurement, PassBench, PassShape
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
+from alignedserve.engine.profile.passes import BLOCK_SIZE, Measurement, PassBench, PassShape
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.cost.step import ChunkShape
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.disaggregated import simulate
 from alignedserve.simulator.hardware import Hardware

@@ -313,7 +313,7 @@ def test_the_memory_limit_covers_the_pool_and_everything_beside_it(variant: str)
 
 
 def tiny() -> ModelInfo:
-    from alignedserve.engine.inspect import inspect_model
+    from alignedserve.engine.model.inspect import inspect_model
 
     return inspect_model("tiny", resolve_model("tiny"), "auto", "cpu")
 

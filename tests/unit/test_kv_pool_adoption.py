@@ -11,7 +11,7 @@ from alignedserve.kv_pool.records import Holding
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.adoption import AWAY_S, Adoption
+from alignedserve.scheduler.process.adoption import AWAY_S, Adoption
 from alignedserve.testing.kv_pool import OTHER, PREFILL, leased, open_pool, table_memory
 
 A, B = RequestKey("a"), RequestKey("b")

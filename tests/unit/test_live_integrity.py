@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.control.integrity import check_books
 from alignedserve.control.metrics import StoreCount
 from alignedserve.errors import AccountingError

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alignedserve import transformers_source
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
 from alignedserve.errors import ModelError, UnsupportedModelError
 from alignedserve.model import resolve_model
 from alignedserve.model_check import check_if_here, check_model_files
@@ -467,7 +467,7 @@ def test_commands_refuse_it_without_ray_torch_and_transformers(command: str, cop
         arguments += ["--out", str(folder / "cost.json")]
     code = f"""
 import sys
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 status = main({arguments!r})
 print(status, *[name for name in ("ray", "torch", "transformers") if name in sys.modules])
 """

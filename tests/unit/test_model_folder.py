@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from alignedserve.cluster.preflight import model_note
+from alignedserve.cluster.launch.preflight import model_note
 from alignedserve.errors import ModelError
 from alignedserve.model import resolve_model, unserved_generation_keys
 

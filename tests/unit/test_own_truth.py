@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.open_loop import Load, drive
+from alignedserve.cluster.cli.open_loop import Load, drive
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

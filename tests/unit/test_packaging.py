@@ -43,26 +43,31 @@ ALLOWED: dict[str, set[str]] = {
     "gateway": {"proto", "control"},
     "cluster": {"proto", "control", "transfer", "gateway", "scheduler"},
 }
-# These are the scheduler's process, not its decisions: they may use the control plane.
-ACTOR_MODULES = ("files", "actor", "adoption", "intake", "links", "outgoing", "wire")
-ACTOR_EXTRAS = {f"scheduler/{name}.py": {"control", "proto"} for name in ACTOR_MODULES}
+# The scheduler's process uses the control plane; the scheduler's decisions do not.
+PROCESS_ROOM = "scheduler/process/"
+# What the rooms of a component may import of its other rooms; "": the files directly in the component's folder.
+ROOMS: dict[str, set[str]] = {
+    "scheduler/instance": {"", "cost", "core"},
+    "scheduler/core": {"", "policies", "cost", "instance"},
+    "scheduler/policies": {"", "core", "cost", "instance"},
+    "scheduler/colocated": {"", "cost", "instance"},
+    "scheduler/cost": {""},
+}
+LARGEST_FOLDER = 25
 TORCH_ROOMS = (
     "engine/",
     "prefill_worker/",
     "decode_worker/",
     "transfer/",
     "src/alignedserve/testing/",
-    "cluster/doctor.py",
+    "cluster/cli/doctor.py",
 )
 RAY_ROOMS = (
     "cluster/",
-    "gateway/app.py",
-    "gateway/proxy_watch.py",
-    "gateway/serve_clock.py",
-    "gateway/serve_ports.py",
+    "gateway/serve/",
     "src/alignedserve/testing/",
 )
-GRPC_ROOMS = ("cluster/", "control/", "gateway/", "client/", "proto/", "src/alignedserve/testing/")
+GRPC_ROOMS = (PROCESS_ROOM, "cluster/", "control/", "gateway/", "client/", "proto/", "src/alignedserve/testing/")
 HEAVY = ("torch", "transformers", "ray")
 
 
@@ -114,13 +119,38 @@ def relative(file: Path) -> str:
 def test_imports_between_components_run_one_way() -> None:
     wrong = []
     for component, file in sources():
-        allowed = {component, "shared", *ALLOWED[component], *ACTOR_EXTRAS.get(relative(file), set())}
+        extras = {"control", "proto"} if relative(file).startswith(PROCESS_ROOM) else set()
+        allowed = {component, "shared", *ALLOWED[component], *extras}
         for module, lazily in imports(file):
             target = component_of(module)
             lazy_exception = component in ("control", "cluster") and lazily and target != "testing"
             if target is not None and target not in allowed and not lazy_exception:
                 wrong.append(f"{relative(file)} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def room_of(module: str, component: str) -> str:
+    """The room of a component's module: the first folder below the component's own; "" directly in that."""
+    parts = module.split(".")[2:]
+    return parts[0] if parts and (ROOT / component / parts[0]).is_dir() else ""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_between_rooms_run_one_way(room: str) -> None:
+    component, _, own = room.partition("/")
+    wrong = [
+        f"{relative(file)} imports {module}"
+        for file in sorted((ROOT / room).rglob("*.py"))
+        for module, _ in imports(file)
+        if component_of(module) == component and room_of(module, component) not in {own, *ROOMS[room]}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_can_be_read_at_a_glance() -> None:
+    folders = {file.parent for component, file in sources() if component != "shared"}
+    crowded = {relative(folder): count for folder in folders if (count := len([*folder.glob("*.py")])) > LARGEST_FOLDER}
+    assert crowded == {}
 
 
 @pytest.mark.parametrize(
@@ -175,10 +205,10 @@ def loaded_by(code: str, names: tuple[str, ...]) -> str:
     "module",
     [
         "alignedserve.kv_pool.actor",
-        "alignedserve.scheduler.actor",
-        "alignedserve.cluster.node_agent",
+        "alignedserve.scheduler.process.actor",
+        "alignedserve.cluster.node.node_agent",
         "alignedserve.cluster.local",
-        "alignedserve.cluster.cli",
+        "alignedserve.cluster.cli.main",
         "alignedserve.gateway.server",
         "alignedserve.client",
     ],
@@ -189,7 +219,7 @@ def test_light_processes_come_up_without_heavy_libraries(module: str) -> None:
 
 def test_a_scheduler_without_a_cost_model_does_not_load_numpy() -> None:
     code = """
-import alignedserve.scheduler.actor
+import alignedserve.scheduler.process.actor
 from alignedserve.config import Config
 from alignedserve.scheduler.cost.prior import cost_model_factory
 cost_model_factory(Config())()

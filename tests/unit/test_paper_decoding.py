@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignedserve.engine.profile import PassBench, PassShape
+from alignedserve.engine.profile.passes import PassBench, PassShape
 from alignedserve.scheduler.cost.load import load_step_cost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/paper"))

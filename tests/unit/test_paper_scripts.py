@@ -15,10 +15,10 @@ import pytest
 
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
 from alignedserve.scheduler.cost.load import load_step_cost
-from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import Candidate, Plan
-from alignedserve.simulator.summary import Objectives, measure
+from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/paper"))

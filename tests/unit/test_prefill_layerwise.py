@@ -212,8 +212,8 @@ def test_the_length_from_which_it_pays_follows_from_what_was_measured() -> None:
 
 
 def test_what_passes_and_copies_take_is_measured(tmp_path: Any) -> None:
-    from alignedserve.engine.inspect import inspect_model
-    from alignedserve.engine.loader import load_model
+    from alignedserve.engine.model.inspect import inspect_model
+    from alignedserve.engine.model.loader import load_model
     from alignedserve.engine.runner import ModelRunner, allocate_cache
     from alignedserve.prefill_worker.layerwise_choice import measure
     from alignedserve.testing.models import make_model

@@ -11,7 +11,7 @@ import pytest
 from alignedserve.config import PrefillConfig
 from alignedserve.prefill_worker.loop import Computed, PrefillLoop
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
-from alignedserve.scheduler.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.transfer.completion import Completion
 
 

@@ -17,7 +17,7 @@ from alignedserve.prefill_worker.prefetch import Prefetcher
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.testing.faulty_channel import FaultPlan, FaultyChannel
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.copier import Copier

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster import profile_cluster
-from alignedserve.cluster.open_loop import Load, _Driver
-from alignedserve.cluster.processes import is_alive
-from alignedserve.cluster.profile_cluster import Sums, measure_in_cluster, slowdown_beside
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli import profile_cluster
+from alignedserve.cluster.cli.open_loop import Load, _Driver
+from alignedserve.cluster.cli.profile_cluster import Sums, measure_in_cluster, slowdown_beside
+from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.config import Config, GatewayConfig
 from alignedserve.config_sources import from_tree, load
 from alignedserve.errors import ResourceError, UnavailableError
@@ -122,7 +122,7 @@ import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what is ignored above stays so: below nohup, or in a shell's background
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from alignedserve.cluster import profile_cluster
+from alignedserve.cluster.cli import profile_cluster
 from alignedserve.config import Config
 
 class Starts(profile_cluster.ServeProcess):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from alignedserve.cluster import ray_find, ray_launcher
-from alignedserve.cluster.ray_launcher import RayLauncher
+from alignedserve.cluster.launch import ray_launcher
+from alignedserve.cluster.launch import unresponsive_actors as ray_find
+from alignedserve.cluster.launch.ray_launcher import RayLauncher
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.proto import common_pb2 as pb

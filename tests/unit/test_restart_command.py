@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster import restart_command
-from alignedserve.cluster.orders import RunningCluster
+from alignedserve.cluster.cli import restart_command
+from alignedserve.cluster.cli.orders import RunningCluster
 from alignedserve.errors import AlignedServeError, UnavailableError
 
 ORDER = {"since_unix_s": 5.0, "roles": ["decode", "scheduler"], "doing": "", "done": False, "failure": ""}

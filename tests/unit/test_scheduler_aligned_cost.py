@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
+from alignedserve.scheduler.cost.pass_model import LinearCostModel, Passes
 from alignedserve.scheduler.cost.prior import PriorCostModel
-from alignedserve.scheduler.cost_model import LinearCostModel, Passes
 from alignedserve.scheduler.policies.aligned_cost import AlignedCostPolicy
 from alignedserve.scheduler.policies.base import BatchLimits, Entry, InstanceState
 

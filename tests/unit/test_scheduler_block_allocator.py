@@ -4,7 +4,7 @@ import pytest
 
 from alignedserve.errors import AccountingError, StaleError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator, BlockState
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator, BlockState
 
 A, B = RequestKey("a"), RequestKey("b")
 

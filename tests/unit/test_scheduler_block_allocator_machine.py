@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from alignedserve.errors import AccountingError, StaleError
-from alignedserve.scheduler.block_allocator import BlockAllocator, BlockState
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator, BlockState
 from alignedserve.testing.machines import machine_settings
 
 HOLDERS = st.sampled_from("abc")

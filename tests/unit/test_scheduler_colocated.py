@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from alignedserve.errors import AccountingError, ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
 from alignedserve.scheduler.colocated.base import MixedRequest
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.systems import SYSTEMS, Topology, scheduler_class, with_options
 
 COLOCATED = [name for name, system in SYSTEMS.items() if system.topology is Topology.COLOCATED]

@@ -6,8 +6,8 @@ import pytest
 
 from alignedserve.config import Config
 from alignedserve.errors import InvalidRequestError, OverloadedError
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import (
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import (
     Forget,
     MarkUrgent,
     Prefetch,
@@ -17,9 +17,9 @@ from alignedserve.scheduler.actions import (
     ReportLost,
     StartPrefill,
 )
-from alignedserve.scheduler.core import SchedulerCore
-from alignedserve.scheduler.cost_model import Passes
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.testing.core_cell import BLOCK, decode_report, key, marked, only
 from alignedserve.testing.core_cell import CoreCell as Cell
 

@@ -3,8 +3,8 @@
 import pytest
 
 from alignedserve.errors import CancelledError
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import (
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import (
     CancelAt,
     Forget,
     MarkUrgent,
@@ -14,7 +14,7 @@ from alignedserve.scheduler.actions import (
     ReportLost,
     StartPrefill,
 )
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.testing.core_cell import CoreCell as Cell
 from alignedserve.testing.core_cell import decode_report, key, marked, only
 

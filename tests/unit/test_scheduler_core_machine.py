@@ -7,9 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.core import SchedulerCore
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.testing.core_cell import BLOCK
 from alignedserve.testing.core_model import CoreModel, Entry
 from alignedserve.testing.machines import machine_settings

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Prefetch, ReportLost, StartPrefill
-from alignedserve.scheduler.events import BufferKind
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import Prefetch, ReportLost, StartPrefill
+from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.testing.core_cell import CoreCell, decode_report, key, only
 from alignedserve.testing.iterations import Worker, names
 

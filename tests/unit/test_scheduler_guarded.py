@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Prefetch
-from alignedserve.scheduler.alarm import ALARM_S
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import Prefetch
+from alignedserve.scheduler.core.alarm import ALARM_S
 from alignedserve.scheduler.policies.base import BatchLimits, Entry
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 from alignedserve.scheduler.policies.guarded import MOST_FAULTS, GuardedPolicy

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from alignedserve.errors import AccountingError
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import CancelOutcome
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.iteration import CancelOutcome
 from alignedserve.testing.core_cell import key
 from alignedserve.testing.iterations import Worker, names
 

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import Candidate
-from alignedserve.scheduler.room import Shortfall
-from alignedserve.scheduler.running_batch import Phase, RunningBatch
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.cache_room import Shortfall
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch
 from alignedserve.testing.core_cell import key
 from alignedserve.testing.iterations import Worker
 

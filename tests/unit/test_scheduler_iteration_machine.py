@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from alignedserve.config import DecodeConfig
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler
-from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, Join
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, Join
 from alignedserve.testing.machines import machine_settings
 
 NUMBERS = st.integers(0, 9)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Action, Prefetch
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.wire import pairs_changed
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import Action, Prefetch
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.process.wire import pairs_changed
 from alignedserve.testing.core_cell import CoreCell, key, only
 
 PAIRED = (("d0", ("p0", "p1", "p2")),)

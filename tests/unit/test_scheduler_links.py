@@ -14,9 +14,9 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.links import WorkerLinks
-from alignedserve.scheduler.wire import shards_changed
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.process.links import WorkerLinks
+from alignedserve.scheduler.process.wire import shards_changed
 
 TOKEN = "token"
 

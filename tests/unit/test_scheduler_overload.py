@@ -8,10 +8,10 @@ import pytest
 
 from alignedserve.errors import OverloadedError
 from alignedserve.request import PROBE, RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Reject
-from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit, Passes, RunningQuantile
-from alignedserve.scheduler.overload import MOST_ROOM, Overload
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import Reject
+from alignedserve.scheduler.core.overload import MOST_ROOM, Overload
+from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes, RunningQuantile
 from alignedserve.testing.core_cell import CoreCell, key, only
 from alignedserve.testing.paced_cell import Pace, PacedCell
 

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignedserve.scheduler.pairing import pair_up
+from alignedserve.scheduler.core.pairing import pair_up
 
 RANKS = 4
 

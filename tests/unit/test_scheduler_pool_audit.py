@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.pool_audit import EVERY_S, SETTLE_S, PoolAudit
+from alignedserve.scheduler.process.pool_audit import EVERY_S, SETTLE_S, PoolAudit
 
 A, B, C = RequestKey("a"), RequestKey("b"), RequestKey("c", 1)
 

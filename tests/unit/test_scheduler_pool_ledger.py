@@ -4,9 +4,9 @@ import pytest
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.events import RequestMeta
-from alignedserve.scheduler.pool_ledger import PoolLedger
-from alignedserve.scheduler.request_table import LEGAL, RequestState, RequestTable
+from alignedserve.scheduler.core.events import RequestMeta
+from alignedserve.scheduler.core.pool_ledger import PoolLedger
+from alignedserve.scheduler.core.request_table import LEGAL, RequestState, RequestTable
 
 A, B = RequestKey("a"), RequestKey("b")
 

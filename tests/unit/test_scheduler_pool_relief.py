@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.plan import plan_roles
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.plan import plan_roles
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.gateway.health import judge
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import ReportLost
-from alignedserve.scheduler.alarm import ALARM_S
-from alignedserve.scheduler.pool_relief import PATIENCE_TICKS
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import ReportLost
+from alignedserve.scheduler.core.alarm import ALARM_S
+from alignedserve.scheduler.core.pool_relief import PATIENCE_TICKS
 from alignedserve.testing.core_cell import CoreCell, decode_report, key, only
 
 

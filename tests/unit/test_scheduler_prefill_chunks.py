@@ -6,8 +6,8 @@ import pytest
 
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 
 A, B, C = (RequestKey(name) for name in "abc")
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from alignedserve.errors import AccountingError, InvalidRequestError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.testing.machines import machine_settings
 
 KEYS = st.integers(0, 5).map(lambda number: RequestKey(str(number)))

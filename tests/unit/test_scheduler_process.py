@@ -13,9 +13,9 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actor import SchedulerServer
-from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.process.actor import SchedulerServer
 
 
 class Sent:

@@ -10,7 +10,7 @@ import pytest
 
 from alignedserve.config import SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.plan import IterationPlan
+from alignedserve.scheduler.instance.plan import IterationPlan
 from alignedserve.testing.small_cell import Request, Shape, SmallCell
 from alignedserve.testing.small_cell.decode import Decode
 

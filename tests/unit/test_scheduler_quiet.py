@@ -9,10 +9,10 @@ import pytest
 
 from alignedserve.config import DecodeConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import Candidate, IterationPlan
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate, IterationPlan
 
 BLOCK = 4
 

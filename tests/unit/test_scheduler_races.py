@@ -11,12 +11,12 @@ from alignedserve.kv_pool.pool import KvPool
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import ReleasePool
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import Candidate
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import ReleasePool
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate
 from alignedserve.testing.core_cell import CoreCell, decode_report, key, only
 from alignedserve.testing.core_model import CoreModel
 

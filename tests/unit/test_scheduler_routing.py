@@ -6,11 +6,11 @@ import pytest
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import StartPrefill
-from alignedserve.scheduler.cost_model import LinearCostModel, LinearFit, Passes
-from alignedserve.scheduler.prefill_queue import PrefillQueue
-from alignedserve.scheduler.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import StartPrefill
+from alignedserve.scheduler.core.prefill_queue import PrefillQueue
+from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes
 from alignedserve.testing.core_cell import CoreCell, key, only
 
 A, B, C = (RequestKey(name) for name in "abc")

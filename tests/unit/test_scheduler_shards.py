@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Action, Prefetch, ReleasePool, ReportLost, StartPrefill
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import Action, Prefetch, ReleasePool, ReportLost, StartPrefill
 from alignedserve.testing.core_cell import BLOCK, CoreCell, decode_report, key, only
 
 TWO_NODES = {"p0": "k0", "d0": "k0", "p1": "k1", "d1": "k1"}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from alignedserve.config import SchedulerConfig
-from alignedserve.scheduler import actions
+from alignedserve.scheduler.core import actions
 from alignedserve.testing.small_cell import Request, Shape, SmallCell
 
 

@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from alignedserve.config import SchedulerConfig
-from alignedserve.scheduler.actions import Prefetch
+from alignedserve.scheduler.core.actions import Prefetch
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.testing.machines import machine_settings
 from alignedserve.testing.small_cell import Bound, Load, Shape, SmallCell, Wait

@@ -7,9 +7,9 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.adoption import AWAY_S, Adoption, adopted_whole
-from alignedserve.scheduler.succession import PATIENCE_S, Succession
-from alignedserve.scheduler.wire import held_requests
+from alignedserve.scheduler.process.adoption import AWAY_S, Adoption, adopted_whole
+from alignedserve.scheduler.process.succession import PATIENCE_S, Succession
+from alignedserve.scheduler.process.wire import held_requests
 
 KEY = RequestKey("a", 1)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.preflight import policy_note
+from alignedserve.cluster.launch.preflight import policy_note
 from alignedserve.config import Config, SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.waiting import WaitingClock, join_range
+from alignedserve.scheduler.core.waiting import WaitingClock, join_range
 
 A, B, C = (RequestKey(name) for name in "abc")
 

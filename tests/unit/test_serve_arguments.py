@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 from alignedserve.cluster.app import application, build
-from alignedserve.cluster.ray_session import GRPC_SERVICERS
+from alignedserve.cluster.serve.ray_session import GRPC_SERVICERS
 from alignedserve.config import Config
 from alignedserve.config_sources import from_arguments, to_tree
 from alignedserve.errors import ConfigError

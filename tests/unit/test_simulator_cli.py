@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.cli import main
+from alignedserve.cluster.cli.main import main
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.systems import policy_class, resolve
 from alignedserve.simulator.hardware_file import FALLBACK, default_hardware

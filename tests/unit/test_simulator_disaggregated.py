@@ -16,8 +16,8 @@ from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.scheduler.systems import System, Topology
 from alignedserve.simulator.disaggregated import as_run, configured, simulate
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.results import RunResult
-from alignedserve.simulator.steps import StepRecorder
+from alignedserve.simulator.report.results import RunResult
+from alignedserve.simulator.report.steps import StepRecorder
 from alignedserve.simulator.workload import Arrival, Workload
 from alignedserve.testing.linear_cost import LinearStepCost
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.cli import main
-from alignedserve.simulator.outputs import ITERATIONS, METADATA_KEY, REPORT, REQUESTS, SUMMARY, OutputFolder
-from alignedserve.simulator.plots import Drawn
-from alignedserve.simulator.provenance import Provenance, own_commit
-from alignedserve.simulator.report import make_report
-from alignedserve.simulator.results import RequestResult, RunResult, StepColumns
-from alignedserve.simulator.seeds import over_seeds
-from alignedserve.simulator.summary import Objectives, measure
+from alignedserve.cluster.cli.main import main
+from alignedserve.simulator.report.outputs import ITERATIONS, METADATA_KEY, REPORT, REQUESTS, SUMMARY, OutputFolder
+from alignedserve.simulator.report.page import make_report
+from alignedserve.simulator.report.plots import Drawn
+from alignedserve.simulator.report.provenance import Provenance, own_commit
+from alignedserve.simulator.report.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.report.seeds import over_seeds
+from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.workload import Arrival
 
 pq = pytest.importorskip("pyarrow.parquet", reason="comes with the extra `simulate`")

@@ -9,9 +9,9 @@ from array import array
 import numpy as np
 import pytest
 
-from alignedserve.simulator.results import RequestResult, RunResult, StepColumns
-from alignedserve.simulator.seeds import mean_and_interval, over_seeds
-from alignedserve.simulator.summary import Objectives, measure
+from alignedserve.simulator.report.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.report.seeds import mean_and_interval, over_seeds
+from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.workload import Arrival
 
 

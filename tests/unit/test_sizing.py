@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.plan import plan_roles
-from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.plan import plan_roles
+from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config_sources import from_tree
 from alignedserve.device_memory import DeviceMemory
 from alignedserve.errors import ResourceError

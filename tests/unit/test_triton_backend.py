@@ -14,8 +14,8 @@ from alignedserve.engine.backends import choice  # noqa: E402
 from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
 from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
 from alignedserve.engine.batch import DecodeTable, ForwardItem  # noqa: E402
-from alignedserve.engine.inspect import inspect_model  # noqa: E402
-from alignedserve.engine.loader import load_model  # noqa: E402
+from alignedserve.engine.model.inspect import inspect_model  # noqa: E402
+from alignedserve.engine.model.loader import load_model  # noqa: E402
 from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
 from alignedserve.errors import AlignedServeError  # noqa: E402
 from alignedserve.testing.attention import TOLERANCE, attend_exactly, paged_case  # noqa: E402

@@ -7,7 +7,7 @@ import argparse
 import configuration
 from markdown_text import NOTICE, code, plain, table
 
-from alignedserve.cluster.cli import make_parser
+from alignedserve.cluster.cli.main import make_parser
 
 HEAD = f"""\
 # Command line

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from markdown_text import NOTICE, code, plain, table
 
-from alignedserve.cluster.cli import SERVE_FLAGS, SERVE_SWITCHES
+from alignedserve.cluster.cli.main import SERVE_FLAGS, SERVE_SWITCHES
 from alignedserve.config import SECTIONS
 from alignedserve.config_sources import ENV_PREFIX, known_keys
 

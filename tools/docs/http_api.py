@@ -8,8 +8,8 @@ from typing import Any
 
 from markdown_text import NOTICE, code, plain, table
 
-from alignedserve.cluster.haproxy_errors import ANSWERS
-from alignedserve.gateway.openapi import openapi_json
+from alignedserve.cluster.serve.haproxy_errors import ANSWERS
+from alignedserve.gateway.http.openapi import openapi_json
 
 Schema = Mapping[str, Any]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.gpus import count_gpus
+from alignedserve.cluster.launch.gpus import count_gpus
 from gpu_suite import machine, report
 from gpu_suite.groups import BY_NAME, GROUPS, MOST_S, Group, on_device, patience, planned_s
 from gpu_suite.record import read_records

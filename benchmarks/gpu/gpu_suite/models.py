@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from alignedserve.engine import attention
 from alignedserve.engine.backends.base import AttentionNeeds
-from alignedserve.engine.loader import LoadedModel
-from alignedserve.engine.probe import probe
+from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.model.probe import probe
 from alignedserve.model import ModelInfo
 
 GAIN = 1.2

@@ -12,9 +12,9 @@ import torch
 from alignedserve.config import Config, DecodeConfig, EngineConfig
 from alignedserve.engine.decode_engine import decode_engine as worker_engine
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
-from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.runner import ForwardItem, ModelRunner
-from alignedserve.engine.sampling import Sampler, SampleRow
+from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.request import SamplingParams
 
 MOST_TOKENS = 1 << 20

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
-from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.runner import allocate_cache
-from alignedserve.engine.sampling import SampleRow
+from alignedserve.engine.sampling.sampler import SampleRow
 from gpu_suite.offline import GREEDY, decode_engine, fill, new_runner
 
 BLOCK_SIZE = 16

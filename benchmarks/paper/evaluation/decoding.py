@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from alignedserve.cluster.profile_command import environment_of_a_worker
+from alignedserve.cluster.cli.profile_command import environment_of_a_worker
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError, ConfigError
-from alignedserve.simulator.provenance import own_commit
+from alignedserve.simulator.report.provenance import own_commit
 from evaluation.options import RTX_PRO_6000
 from evaluation.runs import Machine
 
@@ -70,8 +70,8 @@ class OnEngine(Decoding):
         with environment_of_a_worker(Config()):  # read by the libraries when they are loaded
             import torch
 
-            from alignedserve.engine.inspect import inspect_model
-            from alignedserve.engine.loader import load_model
+            from alignedserve.engine.model.inspect import inspect_model
+            from alignedserve.engine.model.loader import load_model
             from alignedserve.model import resolve_model
 
         torch.set_num_threads(threads)
@@ -97,7 +97,7 @@ class OnEngine(Decoding):
         ]
 
     def iterations_s(self, batches: Sequence[Batch]) -> list[float]:
-        from alignedserve.engine.profile import Measurement, PassBench, PassShape
+        from alignedserve.engine.profile.passes import Measurement, PassBench, PassShape
 
         plan = [Measurement(PassShape(lengths=batch), "decode") for batch in batches]
         bench = PassBench(self._loaded, plan)

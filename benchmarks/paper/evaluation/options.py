@@ -16,7 +16,7 @@ from alignedserve.errors import ConfigError
 from alignedserve.scheduler.systems import Topology as Kind
 from alignedserve.scheduler.systems import resolve
 from alignedserve.simulator.options import settings_of
-from alignedserve.simulator.provenance import own_commit
+from alignedserve.simulator.report.provenance import own_commit
 from evaluation.grid import BALANCED, DECODE_BOUND, MOST_PREFILL, Case, Grid
 from evaluation.runner import Runner
 from evaluation.runs import Machine, Variant

@@ -16,8 +16,8 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware
 from alignedserve.simulator.replay import Candidate, Plan
-from alignedserve.simulator.results import RunResult
-from alignedserve.simulator.summary import Metric, measure
+from alignedserve.simulator.report.results import RunResult
+from alignedserve.simulator.report.summary import Metric, measure
 from alignedserve.simulator.traces import Load
 from evaluation.workloads import Source
 

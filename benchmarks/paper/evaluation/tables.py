@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from alignedserve.simulator.seeds import mean_and_interval
+from alignedserve.simulator.report.seeds import mean_and_interval
 
 NOT_STATED = "not stated in the text"
 NOTHING = "–"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from alignedserve.simulator.summary import Objectives
+from alignedserve.simulator.report.summary import Objectives
 from alignedserve.simulator.traces import Trace, read_trace
 from alignedserve.simulator.traces.mix import is_mix
 from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, in_order

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.actions import Action, MarkUrgent
-from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import Action, MarkUrgent
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 
 BLOCK = 4
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from alignedserve.errors import AccountingError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import actions as act
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.core import actions as act
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 
 FULL = "the KV pool is full"
 

@@ -10,8 +10,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from alignedserve.cluster.actors import ACTORS, RoleActor
 from alignedserve.cluster.app import LOGGING, supervisor_deployment
+from alignedserve.cluster.launch.actors import ACTORS, RoleActor
 from alignedserve.config_sources import Tree, from_tree, to_tree
 from alignedserve.control.rpc import open_channel
 from alignedserve.control.runtime import RoleServer, RoleSettings

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from alignedserve.cluster import role_main
-from alignedserve.cluster.node_agent import NodeAgentServer
-from alignedserve.cluster.spare import SpareServer
+from alignedserve.cluster.launch import role_main
+from alignedserve.cluster.launch.spare import SpareServer
+from alignedserve.cluster.node.node_agent import NodeAgentServer
 from alignedserve.control import runtime
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import by_code

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from alignedserve.cluster import cli
+from alignedserve.cluster.cli import main as cli
 
 
 def main() -> int:
-    from alignedserve.cluster.ray_session import RaySession
+    from alignedserve.cluster.serve.ray_session import RaySession
 
     RaySession.build = staticmethod(_build)  # type: ignore[method-assign]
     return cli.main()

@@ -10,11 +10,11 @@ import httpx
 
 from alignedserve.config import GatewayConfig
 from alignedserve.gateway.api_keys import ApiKeys
-from alignedserve.gateway.http_app import build_app
-from alignedserve.gateway.intake import Intake
-from alignedserve.gateway.ledger import Ledger
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.http.http_app import build_app
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.planning import ServedModel
 from alignedserve.model import resolve_model
 from alignedserve.request import RequestKey, RequestSpec
 from alignedserve.testing.fake_cluster import fake_model_info

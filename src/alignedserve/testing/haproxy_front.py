@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from alignedserve.cluster import haproxy, haproxy_exec
+from alignedserve.cluster.serve import haproxy, haproxy_exec
 from alignedserve.config import Config
 
 _READY_WITHIN_S = 30.0

@@ -7,7 +7,7 @@ import time
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.control.samples import value
-from alignedserve.scheduler.pool_audit import SETTLE_S
+from alignedserve.scheduler.process.pool_audit import SETTLE_S
 
 
 async def wait_nothing_held(cluster: LocalCluster, timeout_s: float = SETTLE_S + 15.0) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from alignedserve.config import DecodeConfig
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
-from alignedserve.scheduler.plan import Candidate, IterationPlan
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate, IterationPlan
 from alignedserve.testing.core_cell import key
 
 

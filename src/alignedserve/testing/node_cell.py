@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from alignedserve.cluster.actions import Action, Launch
-from alignedserve.cluster.core import SupervisorCore
-from alignedserve.cluster.nodes import Placement
-from alignedserve.cluster.plan import Node, Shape, plan_processes
-from alignedserve.cluster.store_planner import MEMORY_GAUGE
+from alignedserve.cluster.supervisor.actions import Action, Launch
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import Node, Shape, plan_processes
+from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv

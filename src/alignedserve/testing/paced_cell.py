@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import actions as act
-from alignedserve.scheduler import events as ev
-from alignedserve.scheduler.core import SchedulerCore
-from alignedserve.scheduler.cost_model import Passes
+from alignedserve.scheduler.core import actions as act
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.cost.pass_model import Passes
 
 BLOCK = 16
 REPORT_EVERY_S = 0.1

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 import yaml
 
-from alignedserve.cluster import haproxy
-from alignedserve.cluster.ray_session import ENVIRONMENT
+from alignedserve.cluster.serve import haproxy
+from alignedserve.cluster.serve.ray_session import ENVIRONMENT
 from alignedserve.config_sources import from_tree
 
 DEPLOYED_WITHIN_S = 120.0
@@ -144,7 +144,7 @@ class RayHead:
 
     def alignedserve(self, *words: str, timeout_s: float = DEPLOYED_WITHIN_S) -> subprocess.CompletedProcess[str]:
         """`alignedserve …`."""
-        arguments = [sys.executable, "-m", "alignedserve.cluster.cli", *words]
+        arguments = [sys.executable, "-m", "alignedserve.cluster.cli.main", *words]
         return subprocess.run(
             arguments, capture_output=True, text=True, env=self.environment, timeout=timeout_s, check=False
         )

@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 import yaml
 
-from alignedserve.cluster.ray_session import ENVIRONMENT, GRPC_SERVICERS, OBJECT_STORE_BYTES
+from alignedserve.cluster.serve.ray_session import ENVIRONMENT, GRPC_SERVICERS, OBJECT_STORE_BYTES
 from alignedserve.errors import AccountingError
 from alignedserve.testing.namespaces import Machine, Switch
 

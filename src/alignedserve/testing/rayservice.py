@@ -152,7 +152,7 @@ def _over_grpc(deployment: Deployment, port: int) -> list[int]:
 
 
 def _wait_idle() -> str:
-    command = [sys.executable, "-m", "alignedserve.cluster.cli", "wait-idle", "--timeout", "10"]
+    command = [sys.executable, "-m", "alignedserve.cluster.cli.main", "wait-idle", "--timeout", "10"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 

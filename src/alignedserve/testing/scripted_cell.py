@@ -13,9 +13,9 @@ from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.errors import TransferError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind
-from alignedserve.scheduler.iteration import IterationScheduler
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.testing.scripted_decode import Script, ScriptedDecode
 from alignedserve.transfer.completion import Completion
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
-from alignedserve.engine.sampling import SampledToken, SampleRow
+from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
 from alignedserve.errors import AlignedServeError
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alignedserve.cluster.serve_process import ServeProcess
+from alignedserve.cluster.cli.serve_process import ServeProcess
 
 
 class FakeServeProcess(ServeProcess):
@@ -13,5 +13,5 @@ class FakeServeProcess(ServeProcess):
     @property
     def command(self) -> Sequence[str]:
         words = list(super().command)
-        words[words.index("alignedserve.cluster.cli")] = "alignedserve.testing.fake_serve"
+        words[words.index("alignedserve.cluster.cli.main")] = "alignedserve.testing.fake_serve"
         return words

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster import role_main
+from alignedserve.cluster.launch import role_main
 from alignedserve.control import runtime
 from alignedserve.control.runtime import RoleServer, RoleSettings
 

@@ -10,7 +10,7 @@ from gpu_suite.record import Context
 
 def run(context: Context) -> None:
     with context.record.case("read by thread blocks", row="bandwidth"):
-        from alignedserve.engine.bandwidth import TILE, bandwidth_by_blocks, stream
+        from alignedserve.engine.profile.bandwidth import TILE, bandwidth_by_blocks, stream
 
         if not context.on_gpu:  # in Triton's interpreter, which has no clock of a device
             source = torch.rand(2 * TILE)

@@ -54,5 +54,5 @@ def _simulate(context: Context) -> None:
 
 
 def _alignedserve(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "alignedserve.cluster.cli", *words]
+    command = [sys.executable, "-m", "alignedserve.cluster.cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from alignedserve.engine import attention
-from alignedserve.engine.loader import LoadedModel
+from alignedserve.engine.model.loader import LoadedModel
 from alignedserve.engine.runner import allocate_cache
 from gpu_suite.models import random_model
 from gpu_suite.offline import Job, Offline, decode_engine, new_runner

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from alignedserve.engine.inspect import inspect_model
-from alignedserve.engine.loader import LoadedModel, load_model
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import allocate_cache
 from alignedserve.model import resolve_model
 from alignedserve.testing.models import KINDS, make_model

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfig, PrefillConfig, SchedulerConfig
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import actions, events
-from alignedserve.scheduler.core import SchedulerCore
+from alignedserve.scheduler.core import actions, events
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.testing.small_cell.decode import Decode
 from alignedserve.testing.small_cell.pool import Pool, Write
 from alignedserve.testing.small_cell.prefill import Prefill

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.actions import Prefetch
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import BufferKind, Finished, Joined, Lost
-from alignedserve.scheduler.iteration import CancelOutcome, IterationScheduler, IterationStatus
-from alignedserve.scheduler.plan import Candidate, Evict, IterationPlan, RunItem
+from alignedserve.scheduler.core.actions import Prefetch
+from alignedserve.scheduler.core.events import BufferKind, Finished, Joined, Lost
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler, IterationStatus
+from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, RunItem
 from alignedserve.simulator.buffers import decode_report
 from alignedserve.testing.small_cell.pool import Write
 from alignedserve.testing.small_cell.requests import Service

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.actions import ReleasePool
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import PoolReported
+from alignedserve.scheduler.core.actions import ReleasePool
+from alignedserve.scheduler.core.events import PoolReported
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 if TYPE_CHECKING:
     from alignedserve.testing.small_cell.cell import Part, SmallCell

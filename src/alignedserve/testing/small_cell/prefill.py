@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.actions import Prefetch, StartPrefill
-from alignedserve.scheduler.block_allocator import BlockAllocator
-from alignedserve.scheduler.events import Lost, Prefilled
-from alignedserve.scheduler.prefill_chunks import Chunk, ChunkScheduler
+from alignedserve.scheduler.core.actions import Prefetch, StartPrefill
+from alignedserve.scheduler.core.events import Lost, Prefilled
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import CandidateBuffers
 from alignedserve.testing.small_cell.pool import Write
 

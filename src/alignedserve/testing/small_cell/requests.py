@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.events import RequestMeta
+from alignedserve.scheduler.core.events import RequestMeta
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from alignedserve.request import RequestKey
-from alignedserve.scheduler import actions, events
+from alignedserve.scheduler.core import actions, events
 from alignedserve.testing.small_cell.pool import Pool
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterable
 from functools import partial
 
-from alignedserve.scheduler.actions import MarkUrgent
-from alignedserve.scheduler.waiting import LOOK_S
+from alignedserve.scheduler.core.actions import MarkUrgent
+from alignedserve.scheduler.core.waiting import LOOK_S
 from alignedserve.testing.small_cell.cell import SmallCell
 from alignedserve.testing.small_cell.requests import Request, Service, Wait
 

@@ -1,0 +1,101 @@
+"""What `alignedserve doctor` says of channels: which serves each pair of stores here, and how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from alignedserve.cluster.launch.gpus import count_gpus
+from alignedserve.cluster.supervisor.plan import PlannedRole, plan_roles
+from alignedserve.config import ClusterConfig, Config
+from alignedserve.errors import AlignedServeError
+from alignedserve.scheduler.core.pairing import pair_up
+from alignedserve.transfer.links import ask_driver
+from alignedserve.transfer.pair_choice import choose_pair_channel, cupy_missing
+from alignedserve.transfer.topology import ChannelChoice, PeerAccess, Place, link_rank
+
+Row = dict[str, str]
+HERE = "here"
+
+
+def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
+    """The planned roles, the channels between them, and what keeps a pair from having its channel."""
+    try:
+        planned = {role.id: role for role in plan_roles(config, count_gpus())}
+    except AlignedServeError:
+        return [], [], []  # said already
+    roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
+    rows: list[Row] = []
+    problems: list[str] = []
+    reached: dict[tuple[str, str, str], tuple[str, str]] = {}
+    for source, destination, ours, theirs in _copies(config.cluster, planned):
+        row = {"source": source, "destination": destination}
+        try:
+            choice = _choose(config.cluster, ours, theirs)
+        except AlignedServeError as error:
+            problems.append(error.message)
+            rows.append({**row, "channel": "none", "GB/s": "", "GB/s back": "", "reason": error.message})
+            continue
+        key = (choice.name, ours.device, theirs.device)
+        if key not in reached:
+            reached[key] = _measure(*key, problems)
+        there, back = reached[key] if destination.startswith(f"{ours.id}/") else reversed(reached[key])
+        rows.append({**row, "channel": choice.name, "GB/s": there, "GB/s back": back, "reason": choice.reason})
+    return roles, rows, problems
+
+
+def check_pairs(config: Config) -> str:
+    """What can be known of `cluster.channel` before a start: the next best that was allowed, in a line; "" else.
+
+    The driver is not asked. Raises ResourceError where a pair cannot have the channel that is named.
+    """
+    planned = {role.id: role for role in plan_roles(config, count_gpus())}
+    for _, _, ours, theirs in _copies(config.cluster, planned, reach=_reached):
+        choice = _choose(config.cluster, ours, theirs, reach=_reached)
+        if choice.slow:
+            return f"warning: the channel is {choice.name}: {choice.reason}"
+    return ""
+
+
+def _reached(source: str, destination: str) -> bool:
+    return True
+
+
+def _copies(
+    cluster: ClusterConfig, planned: dict[str, PlannedRole], reach: PeerAccess = ask_driver
+) -> Iterator[tuple[str, str, PlannedRole, PlannedRole]]:
+    """Source and destination; the instance that copies, which has one of them, and whose memory the other side is."""
+    pool = planned["kv_pool-0"]
+    for role in planned.values():
+        if role.role == "prefill":
+            yield f"{role.id}/cache", pool.id, role, pool
+        elif role.role == "decode" and not cluster.prefetch:
+            yield pool.id, f"{role.id}/cache", role, pool
+
+    def rank(decode_id: str, prefill_id: str) -> int:
+        return link_rank(Place(HERE, planned[decode_id].device), Place(HERE, planned[prefill_id].device), reach)
+
+    for decode_id, prefill_id in pair_up(cluster.prefill, cluster.decode, rank) if cluster.prefetch else ():
+        yield pool.id, f"{prefill_id}/buffers", planned[prefill_id], pool
+        yield f"{prefill_id}/buffers", f"{decode_id}/cache", planned[decode_id], planned[prefill_id]
+
+
+def _choose(
+    cluster: ClusterConfig, ours: PlannedRole, theirs: PlannedRole, reach: PeerAccess = ask_driver
+) -> ChannelChoice:
+    """Raises ResourceError. With the pool an instance copies by where it is, whatever pairs use."""
+    wanted = cluster.channel if theirs.role == "prefill" else "auto"
+    places = (ours.id, Place(HERE, ours.device)), (theirs.id, Place(HERE, theirs.device))
+    slow = cluster.allow_slow_channel
+    return choose_pair_channel(wanted, *places, reach, no_nccl=cupy_missing(), allow_slow=slow)
+
+
+def _measure(channel: str, ours: str, theirs: str, problems: list[str]) -> tuple[str, str]:
+    """What the channel reaches, to the instance that copies and from it. What cannot be measured is a problem."""
+    from alignedserve.transfer.paired.measure import measure_channel  # imports torch
+
+    try:
+        found = measure_channel(channel, ours, theirs)
+    except (AlignedServeError, RuntimeError, OSError) as error:
+        problems.append(f"channel {channel} between {ours} and {theirs} does not work: {error}")
+        return "none", "none"
+    return f"{found.to_ours / 1e9:.3g}", f"{found.from_ours / 1e9:.3g}"

@@ -1,0 +1,285 @@
+"""The `alignedserve` command. Nothing heavy is imported before a command needs it: `status` and `--help` are quick."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from alignedserve import __version__
+from alignedserve.cluster.cli.refused_flags import REFUSED_FLAGS, refuse_unsupported
+from alignedserve.errors import AlignedServeError, ConfigError, ModelError
+
+# flag -> (configuration key, how argparse reads it)
+SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--model": (
+        "model.path",
+        {"metavar": "MODEL", "help": "tiny (ships with the package), a local folder, or ORG/NAME"},
+    ),
+    "--served-model-name": ("model.served_name", {"metavar": "NAME", "help": "the name that clients use"}),
+    "--policy": (
+        "scheduler.policy",
+        {"metavar": "NAME", "help": "how batches are formed: `alignedserve policies` lists them (default aligned)"},
+    ),
+    "--cost-model": (
+        "scheduler.cost_model",
+        {"metavar": "NAME|FILE|DIR", "help": "a measured step cost: for policy aligned-cost, and to show the bubble"},
+    ),
+    "--host": ("gateway.host", {"help": "address that HTTP listens on (default 127.0.0.1)"}),
+    "--port": ("gateway.port", {"type": int, "help": "HTTP port (default 8000)"}),
+    "--grpc-port": ("gateway.grpc_port", {"type": int, "help": "gRPC port (default 9000)"}),
+    "--device": ("cluster.device", {"metavar": "auto|cpu|cuda", "help": "where instances run"}),
+    "--dtype": ("model.dtype", {"metavar": "auto|bfloat16|float32|float16", "help": "weights and KV"}),
+    "--prefill": ("cluster.prefill", {"type": int, "metavar": "N", "help": "prefill instances (default 1)"}),
+    "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
+    "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm processes that wait for a role"}),
+    "--chat-template": (
+        "model.chat_template",
+        {"metavar": "FILE", "help": "a Jinja template instead of the model's own"},
+    ),
+    "--api-key-file": (
+        "gateway.api_key_file",
+        {"metavar": "FILE", "help": "one API key a line; /v1/* and gRPC then ask for one of them"},
+    ),
+    "--request-log": (
+        "gateway.request_log",
+        {"metavar": "FILE", "help": "append a JSON line for every request: lengths and time stamps, never text"},
+    ),
+    "--ttft-objective": (
+        "scheduler.ttft_objective_s",
+        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose first token would come later"},
+    ),
+    "--tpot-objective": (
+        "scheduler.tpot_objective_s",
+        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose tokens would each take longer"},
+    ),
+    "--log-format": ("log.format", {"metavar": "text|json", "help": "how log records are written"}),
+    "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file a role"}),
+}
+# Of these, what decides what `profile` measures: its cluster is small, and its own.
+PROFILE_FLAGS = ("--model", "--device", "--dtype", "--trust-remote-code")
+SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
+    "--no-prefetch": ("cluster.prefetch", False, "leave the candidate buffers out: pool to decode directly"),
+    "--verify-kv": ("kv_pool.verify", True, "compare a checksum of every KV block after each copy"),
+    "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
+    "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),
+}
+
+
+_KEY_HELP = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster itself reads)"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"alignedserve: error: {message} (see `{self.prog} --help`)", file=sys.stderr)
+        raise SystemExit(2)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """The command that was given does not know these."""
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        flags = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+        if nearest := difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1):
+            message += f"; the nearest is {nearest[0]}"
+        self.error(message)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What is unknown is refused by the command that it was given to, which names its own `--help`."""
+    parser, commands = make_parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[options.command].refuse(unknown)
+    return options
+
+
+def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
+    """The parser, and those of the commands by name."""
+    parser = _Parser(
+        prog="alignedserve", description="Serve a language model with prefill and decode apart.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, summary: str) -> _Parser:
+        return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+
+    serve = add("serve", "Start a cluster and serve a model until Ctrl-C.")
+    _add_configuration(serve)
+    for flag, feature in REFUSED_FLAGS.items():
+        serve.add_argument(flag, nargs="?", const=True, help=argparse.SUPPRESS, metavar=feature)
+    config = add("config", "Print the configuration that results, each key with its line of documentation.")
+    _add_configuration(config)
+    status = add("status", "List the processes of the newest running cluster of this user.")
+    status.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+    status.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
+    status.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    stop = add("stop", "End a running cluster: no more requests are taken, open ones have gateway.drain_s.")
+    scale = add("scale", "Have another number of instances in a running cluster.")
+    scale.add_argument("--prefill", type=int, metavar="N", help="prefill instances; not given: as many as there are")
+    scale.add_argument("--decode", type=int, metavar="N", help="decode instances; not given: as many as there are")
+    restart = add("restart", "Replace every process of a running cluster, one after the other; no request notices.")
+    restart.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        choices=("decode", "prefill", "kv_pool", "scheduler", "node_agent", "gateway", "supervisor"),
+        help="only these; may be given several times",
+    )
+    for command in (stop, scale, restart):
+        command.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+        command.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
+        command.add_argument("--timeout", type=float, metavar="S", help="wait so long at most, in seconds")
+    idle = add("wait-idle", "Return when no request is open: what a container does before it is ended.")
+    idle.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway (default http://127.0.0.1:8000)")
+    idle.add_argument("--timeout", type=float, default=25.0, metavar="S", help="wait so long at most (default 25)")
+    doctor = add("doctor", "Say what this machine offers, and what is missing.")
+    _add_configuration(doctor)
+    doctor.add_argument("--live", action="store_true", help="have a running cluster recount its stores and books")
+    doctor.add_argument("--url", help="with --live: the gateway to ask (default: this user's newest cluster)")
+    doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    _add_profile(add("profile", "Measure this machine with a model, and write a cost model that predicts its passes."))
+    from alignedserve.simulator.options import SUMMARY, add_options
+
+    add_options(add("simulate", SUMMARY))
+    policies = add("policies", "List the policies that --policy takes, one a line.")
+    policies.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    add("version", "Print the version.")
+    return parser, commands.choices
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, 2 where it could not begin (configuration), 1 for failures later."""
+    if not sys.platform.startswith("linux"):
+        print(f"alignedserve: error: only Linux is supported, this is {sys.platform}", file=sys.stderr)
+        return 2
+    options = parse(argv)
+    try:
+        return _run(options, sys.argv[1:] if argv is None else argv)
+    except (ConfigError, ModelError) as error:
+        return _fail(error, 2)
+    except AlignedServeError as error:
+        return _fail(error, 1)
+    except BrokenPipeError:  # `alignedserve config | head`
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    match options.command:
+        case "version":
+            print(f"alignedserve {__version__}")
+            return 0
+        case "status":
+            from alignedserve.cluster.cli.status_command import show_status
+
+            return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
+        case "stop" | "scale" | "wait-idle" | "restart":
+            return _order(options)
+        case "policies":
+            from alignedserve.cluster.cli.policies_command import list_policies
+
+            return list_policies(as_json=options.json)
+        case "config":
+            from alignedserve.config_sources import to_yaml
+
+            print(to_yaml(_configuration(options)), end="")
+            return 0
+        case "profile":
+            from alignedserve.cluster.cli.profile_command import run_profile
+
+            return run_profile(_configuration(options), options.out, options.seconds, not options.no_cluster)
+        case "simulate":
+            from alignedserve.simulator.cli import simulate_command
+
+            return simulate_command(options, argv)
+        case "doctor":
+            if options.live:
+                from alignedserve.cluster.cli.live_command import check_live
+
+                key_file = getattr(options, "gateway.api_key_file")
+                return check_live(options.url, as_json=options.json, api_key_file=key_file)
+            from alignedserve.cluster.cli.doctor import run_doctor
+
+            return run_doctor(_configuration(options), as_json=options.json)
+        case _:
+            from alignedserve.cluster.cli.serve_command import serve
+
+            refuse_unsupported(vars(options))
+            return serve(_configuration(options))
+
+
+def _order(options: argparse.Namespace) -> int:
+    """What is asked of a cluster that runs."""
+    match options.command:
+        case "stop":
+            from alignedserve.cluster.cli.stop_command import stop
+
+            return stop(options.url, options.timeout, options.api_key_file)
+        case "scale":
+            from alignedserve.cluster.cli.scale_command import scale
+
+            return scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
+        case "wait-idle":
+            from alignedserve.cluster.cli.idle_command import wait_idle
+
+            return wait_idle(options.url, options.timeout)
+        case _:
+            from alignedserve.cluster.cli.restart_command import restart
+
+            return restart(options.role, options.url, options.timeout, options.api_key_file)
+
+
+def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+    """Flags that set configuration keys. Not given, they are None, so that the layers below show through."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration")
+    for flag, (key, how) in SERVE_FLAGS.items():
+        if only is None or flag in only:
+            parser.add_argument(flag, dest=key, default=None, **how)
+    for flag, (key, value, summary) in SERVE_SWITCHES.items():
+        if only is None or flag in only:
+            parser.add_argument(flag, dest=key, action="store_const", const=value, default=None, help=summary)
+    parser.add_argument(
+        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other key of the configuration"
+    )
+
+
+def _add_profile(profile: argparse.ArgumentParser) -> None:
+    _add_configuration(profile, PROFILE_FLAGS)
+    profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
+    seconds = "measure for so long (default 60, on a GPU 25); starts are extra"
+    profile.add_argument("--seconds", type=float, metavar="S", help=seconds)
+    profile.add_argument("--no-cluster", action="store_true", help="only passes alone: no small cluster that serves")
+
+
+def _configuration(options: argparse.Namespace) -> Any:
+    from alignedserve.cluster.cli.refused_flags import explain_unknown_key
+    from alignedserve.config_sources import load, value_of
+    from alignedserve.errors import UnknownKeyError
+    from alignedserve.scheduler.systems import served_settings
+
+    try:
+        flags: dict[str, Any] = {}
+        for assignment in options.set:
+            key, separator, text = assignment.partition("=")
+            if not separator:
+                raise ConfigError(f"--set takes SECTION.KEY=VALUE, not {assignment!r}")
+            flags[key] = value_of(key, text, "--set")
+        # A flag of its own says more than --set.
+        flags |= {key: value for key, value in vars(options).items() if "." in key and value is not None}
+        return load(options.config, flags=flags, settings_of=served_settings)
+    except UnknownKeyError as error:
+        raise explain_unknown_key(error) from error
+
+
+def _fail(error: AlignedServeError, status: int) -> int:
+    print(f"alignedserve: error: {' '.join(error.message.split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""`alignedserve serve`: deploys the application, tells how far it is, waits, and ends what it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from alignedserve import __version__
+from alignedserve.cluster.cli.console import Console
+from alignedserve.cluster.launch.descendants import Descendants
+from alignedserve.cluster.launch.gpus import count_gpus
+from alignedserve.cluster.launch.preflight import (
+    check_api_keys,
+    check_channel,
+    check_cost_model,
+    check_machine,
+    check_model,
+    check_ports,
+    check_request_log,
+    check_tls,
+    model_note,
+    open_door_note,
+    policy_note,
+)
+from alignedserve.cluster.records import fetch_json, read_records
+from alignedserve.cluster.runtime_dir import clean_stale, temp_dir
+from alignedserve.cluster.serve.ray_session import RaySession
+from alignedserve.cluster.serve.stopped_processes import StoppedWatch
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, resolve_device
+from alignedserve.config import Config
+from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.model import resolve_model
+from alignedserve.scheduler.systems import FOLDER_VARIABLE
+
+POLL_S = 0.1
+LOOK_S = 0.5
+WATCH_S = 5.0
+ATTEND_S = 1.0
+SILENCE_S = 10.0  # a supervisor that has not answered for so long is not asked any more
+NEWS_S = 1.5  # how old a gateway's word of its open requests may be: it comes with its heartbeats
+DRAIN_LATE_S = 3.0  # a gateway that has not said so long after its time that it is done is not waited for
+KILL_SIGNALS = 3  # the first drains, the second ends what is open, this one kills
+CLEAR_UP_S = 3.0
+CLEAN_END_S = 20.0  # what has not ended by itself after so long is killed
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def serve(config: Config) -> int:
+    """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
+    os.environ.setdefault(FOLDER_VARIABLE, str(Path.cwd()))
+    folder = check_model(config)
+    check_api_keys(config)
+    check_request_log(config)
+    check_cost_model(config)
+    check_tls()
+    config = _absolute(config, folder)
+    session = RaySession(config)
+    if session.owned:
+        check_machine(config)
+        check_ports(config)
+        if note := check_channel(config):
+            print(note, file=sys.stderr)
+        clean_stale()
+    return _ServeCommand(config, session).run(str(folder))
+
+
+def _absolute(config: Config, folder: Path) -> Config:
+    """Workers have another working directory, and a model that was fetched is not to be fetched again."""
+    model = config.model
+    if model.path != "tiny":
+        name = config.served_model_name
+        model = replace(model, path=str(folder), served_name=name)
+    if model.chat_template:
+        model = replace(model, chat_template=str(Path(model.chat_template).expanduser().resolve()))
+    scheduler = config.scheduler
+    if scheduler.cost_model and Path(scheduler.cost_model).expanduser().exists():
+        scheduler = replace(scheduler, cost_model=str(Path(scheduler.cost_model).expanduser().resolve()))
+    log = config.log
+    if log.dir:
+        log = replace(log, dir=str(Path(log.dir).expanduser().resolve()))
+    gateway = config.gateway
+    if gateway.api_key_file:
+        gateway = replace(gateway, api_key_file=str(Path(gateway.api_key_file).expanduser().resolve()))
+    if gateway.request_log:
+        gateway = replace(gateway, request_log=str(Path(gateway.request_log).expanduser().resolve()))
+    return replace(config, model=model, scheduler=scheduler, log=log, gateway=gateway)
+
+
+class _ServeCommand:
+    """The main thread shows and waits; a second one does what blocks, so that signals are answered at once.
+
+    The second thread lives as long as the process: the kernel ends Ray's own processes with the thread that started
+    them (PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self, config: Config, session: RaySession) -> None:
+        self._config = config
+        self._session = session
+        self._console = Console()
+        self._descendants = Descendants()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._stopping = threading.Event()
+        self._signals = 0
+        self._served = False
+        self._nothing_open = True
+        self._drained = threading.Event()
+        self._failure: AlignedServeError | None = None
+        self._broken = False  # Ray cannot end anything any more
+        self._looked_s = 0.0
+        self._deployed = threading.Event()
+        self._handle_signals_again = threading.Event()
+        self._shown: dict[str, str] = {}
+
+    def run(self, folder: str) -> int:
+        self._greet(folder)
+        log = temp_dir() / f"serve-{os.getpid()}.log"
+        self._console.divert(log)
+        # Ray lets workers import from this folder first, whatever is called alignedserve there.
+        os.chdir(temp_dir())
+        self._handle_signals()
+        self._worker.submit(self._start)
+        threading.Thread(target=self._end_stopped, name="stopped", daemon=True).start()
+        try:
+            if self._wait_ready():
+                self._served = True
+                self._announce()
+                self._wait_for_end()
+        except Exception as error:
+            traceback.print_exc()
+            self._failure = AlignedServeError(f"{type(error).__name__}: {error}")
+        status = 1 if self._failure is not None else 0
+        if self._failure is not None:
+            self._console.error(self._failure.message)
+            if self._session.logs_dir:
+                self._console.line(f"logs: {self._session.logs_dir}")
+        self._end()
+        if status == 0:
+            self._session.forget_session()
+            log.unlink(missing_ok=True)
+        return status
+
+    # ---- start
+
+    def _start(self) -> None:
+        """In the second thread."""
+        try:
+            self._session.start()
+            self._handle_signals_again.set()
+            begun = "Ray is up" if self._session.owned else "joined the Ray cluster of RAY_ADDRESS"
+            self._console.step(f"{begun}; starting the gateway and the supervisor")
+            if self._session.note:
+                self._console.line(self._session.note)
+            if not self._stopping.is_set():
+                self._session.deploy()
+        except AlignedServeError as error:
+            self._failure = error
+        finally:
+            self._deployed.set()
+
+    def _wait_ready(self) -> bool:
+        """True once the gateway answers that it can serve."""
+        while not self._stopping.is_set():
+            if self._handle_signals_again.is_set():  # ray.init has put its own handler in place of ours
+                self._handle_signals_again.clear()
+                self._handle_signals()
+            if self._failure is not None:
+                return False
+            progress = self._session.progress()
+            if progress is not None and self._show(progress) and self._deployed.is_set() and self._answers():
+                return True
+            if self._has_ended(progress):
+                return False
+            self._stopping.wait(POLL_S)
+        return False
+
+    def _show(self, progress: dict[str, Any]) -> bool:
+        """A line for each role that comes up, and for each that loads the model; whether all are up."""
+        for role in progress["roles"]:
+            loads = role["state"] == "loading" and role["role"] in MODEL_ROLES
+            if loads or role["state"] in ("ready", "failed"):
+                label = f"{role['id']:<14} {role['state']}"
+                if self._shown.get(role["id"]) != label:
+                    self._shown[role["id"]] = label
+                    self._console.step(f"{label}  pid {role['pid']}  {role['holds']}".rstrip())
+                elif loads and role["holds"]:
+                    self._console.passing(f"{label}  {role['holds']}")
+        if progress["failure"] is not None:
+            self._failure = AlignedServeError(progress["failure"]["message"])
+        return progress["state"] in ("ready", "degraded")
+
+    def _answers(self) -> bool:
+        try:
+            health = fetch_json(self._url() + "/health", 2.0)
+        except UnavailableError:
+            return False
+        return health.get("missing") == []
+
+    def _url(self) -> str:
+        return self._session.url()
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether everything is to be killed."""
+        return self._signals >= KILL_SIGNALS
+
+    # ---- running
+
+    def _wait_for_end(self) -> None:
+        """Returns on a signal, on `alignedserve stop`, when the application is gone, or when Ray is broken."""
+        attended_s = 0.0
+        while not self._stopping.wait(LOOK_S):
+            progress = None
+            if time.monotonic() - attended_s >= ATTEND_S:
+                attended_s = time.monotonic()
+                progress = self._session.progress()
+            if self._has_ended(progress):
+                return
+
+    def _has_ended(self, progress: dict[str, Any] | None) -> bool:
+        """Whether the cluster is to end: by `alignedserve stop`, or since a part of Ray or the application has gone."""
+        if part := self._session.dead_part():
+            self._broken = True
+            self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")
+            return True
+        if progress is not None and progress["stop"]:
+            self._console.line("ending: `alignedserve stop` was given")
+            return True
+        if not self._deployed.is_set() or time.monotonic() - self._looked_s < WATCH_S:
+            return False
+        self._looked_s = time.monotonic()
+        self._descendants.note()  # orphans of a raylet are not to be found any more
+        if not self._session.is_alive() and not self._stopping.is_set():
+            self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
+            return True
+        return False
+
+    def _end_stopped(self) -> None:
+        """In a thread of its own: while Serve's controller is stopped, whoever asks it anything waits."""
+        watch = StoppedWatch(Descendants())
+        while True:
+            try:
+                for line in watch.look():
+                    self._console.line(line)
+            except OSError as error:  # no descriptor is free, say: it looks again
+                self._console.line(f"what is stopped cannot be looked for: {error.strerror}")
+                time.sleep(WATCH_S)
+            time.sleep(LOOK_S)
+
+    # ---- end
+
+    def _end(self) -> None:
+        """Everything that was started is gone when this returns."""
+        ending = None if self._broken else self._worker.submit(self._stop)
+        late_s = 0.0
+        if ending is not None:
+            self._drained.wait(self._config.gateway.drain_s + DRAIN_LATE_S)
+            # What the supervisor did not answer for drains while Serve deletes the application.
+            late_s = 0.0 if self._nothing_open else self._config.gateway.drain_s
+        deadline = time.monotonic() + CLEAN_END_S + late_s
+        while ending is not None and not ending.done() and not self._at_once and time.monotonic() < deadline:
+            wait([ending], timeout=POLL_S)
+        if self._session.owned:
+            self._descendants.note()
+            self._descendants.end(0.0 if self._at_once or self._broken else CLEAR_UP_S)
+            read_records()  # removes those of clusters that have ended, and their sockets
+        self._session.close()
+        if ending is None or not ending.done():
+            os._exit(1)  # Ray hangs on what was just killed
+
+    def _stop(self) -> None:
+        """In the second thread, after `_start`."""
+        if self._session.owned:
+            self._descendants.note()
+        try:
+            self._drain()
+        finally:
+            self._drained.set()
+        self._session.stop()
+
+    def _drain(self) -> None:
+        """Returns once no request is open (when the last has ended, or its time was over), or nobody answers."""
+        if not self._served or self._failure is not None:
+            return
+        grace_s = self._config.gateway.drain_s
+        begun = answered = time.monotonic()
+        deadline = answered + grace_s + DRAIN_LATE_S
+        told = self._nothing_open = False
+        while time.monotonic() < min(deadline, answered + SILENCE_S) and not self._at_once:
+            left = self._session.drain(0.0 if self._signals > 1 else grace_s)
+            if left is None:
+                time.sleep(POLL_S)
+                continue
+            answered = time.monotonic()
+            if left["drained"]:
+                self._nothing_open = True
+                return
+            if left["open"] and not told and time.monotonic() - begun > NEWS_S:
+                told = True
+                self._console.line(f"{left['open']} open requests have {grace_s:g} s; once more to end them now")
+            time.sleep(POLL_S)
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started to outlive its terminal
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._console.line("\nending" if number == signal.SIGINT else "ending")
+        elif self._signals == KILL_SIGNALS:
+            self._drained.set()
+        self._stopping.set()
+
+    # ---- words
+
+    def _greet(self, folder: str) -> None:
+        cluster = self._config.cluster
+        # What a cluster of others has is seen when the supervisor is there.
+        device = resolve_device(self._config, count_gpus()) if self._session.owned else cluster.device
+        self._console.line(
+            f"alignedserve {__version__}: {self._config.served_model_name} ({folder}), {cluster.prefill} prefill and "
+            f"{cluster.decode} decode instances, device {device}"
+        )
+        if note := model_note(Path(folder)):
+            self._console.line(note)
+        if note := policy_note(self._config):
+            self._console.line(note)
+        if note := open_door_note(self._config.gateway):
+            self._console.line(note)
+
+    def _announce(self) -> None:
+        url = self._url()
+        # Every model takes a completion: text where its folder has a tokenizer, else token ids.
+        folder = resolve_model(self._config.model.path, self._config.model.trust_remote_code)
+        has_text = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        prompt = "Return a list of" if has_text else [1, 2, 3]
+        body = {"model": self._config.served_model_name, "prompt": prompt, "max_tokens": 48, "stream": True}
+        self._console.step("ready")
+        self._console.line(f"serving {self._config.served_model_name} on {url}")
+        if live := self._session.live_url():
+            self._console.line(f"/live, /health and /metrics also on {live}, which clients cannot fill")
+        header = "-H 'Content-Type: application/json'"
+        if self._config.gateway.api_key_file:
+            header += " -H 'Authorization: Bearer KEY'"
+        self._console.line(f"  curl -N {url}/v1/completions {header} -d '{json.dumps(body)}'")
+        self._console.line("Ctrl-C ends it")

@@ -1,0 +1,181 @@
+"""Runs `alignedserve serve` as a user would: a process of its own, on free ports, ended cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from alignedserve.cluster.serve.haproxy import free_ports
+from alignedserve.errors import AccountingError
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    return free_ports(1)[0]
+
+
+class ServeProcess:
+    """`with ServeProcess("--model", path) as server:` is ready to answer inside, and gone after.
+
+    `start_s` is the time from the start to a healthy answer. `environment` is added to this process's; None: a variable
+    is left out. `folder`: that the command is given in; else this process's. `log`: a file for what it prints; else one
+    among the temporary files, which stays.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str | None] | None = None,
+        folder: Path | None = None,
+        log: Path | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.port, self.grpc_port = free_ports(2)
+        self.start_s = 0.0
+        self._timeout_s = timeout_s
+        self._arguments = arguments
+        self._folder = folder
+        merged = {**os.environ, **(environment or {})}
+        self._environment = {name: value for name, value in merged.items() if value is not None}
+        if log is None:
+            descriptor, name = tempfile.mkstemp(prefix="alignedserve-serve-", suffix=".log")
+            os.close(descriptor)
+            log = Path(name)
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def command(self) -> Sequence[str]:
+        ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
+        return (sys.executable, "-m", "alignedserve.cluster.cli.main", "serve", *ports, *self._arguments)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def output(self) -> str:
+        """What the command has printed so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def start(self) -> None:
+        """Start the command, without waiting for it."""
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                cwd=self._folder,
+            )
+
+    def __enter__(self) -> Self:
+        begun = time.monotonic()
+        self.start()
+        try:
+            self._wait_healthy(begun + self._timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - begun
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_healthy(self, deadline: float) -> None:
+        while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"`alignedserve serve` ended with {self.process.returncode}:\n{self.output}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not healthy within {self._timeout_s:g} s:\n{self.output}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
+                    if response.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+        """Signal the command and wait for its end; its exit status. Raises TimeoutExpired where it does not end."""
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+
+    def get(self, path: str) -> Any:
+        """The parsed JSON of a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=30.0) as response:
+            return json.loads(response.read())
+
+    def metrics(self) -> str:
+        """Its `/metrics`: Prometheus text."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
+            return str(response.read().decode())
+
+    def post(self, path: str, body: Any) -> Any:
+        """The parsed JSON of a POST."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300.0) as response:
+            return json.loads(response.read())
+
+    def check_integrity(self) -> None:
+        """Every process recounts its stores and books. Raises AccountingError where one does not add up."""
+        found = self.get("/alignedserve/integrity")
+        if not found["sound"]:
+            raise AccountingError(f"{self.url}: {[book for book in found['books'] if book['problem']]}")
+
+    def pids(self, word: str) -> list[int]:
+        """Processes that the command has started, directly or not, whose command line has the word."""
+        parents: dict[int, int] = {}
+        matching: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    if word.encode() in (entry / "cmdline").read_bytes():
+                        matching.append(int(entry.name))
+        return [pid for pid in matching if pid != self.process.pid and self.process.pid in _ancestors(pid, parents)]
+
+    def roles(self) -> list[dict[str, Any]]:
+        """What `alignedserve status --json` lists."""
+        roles: list[dict[str, Any]] = self.get("/alignedserve/status")["roles"]
+        return roles
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> list[int]:
+    found = []
+    while (pid := parents.get(pid, 0)) and pid not in found:
+        found.append(pid)
+    return found

@@ -1,0 +1,62 @@
+"""Host memory that nodes have free, and on which of them instances that are to be started fit.
+
+An instance runs on one node, and those of a unit (`units.py`) on the same one: what counts is never the sum of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from alignedserve.cluster.launch.units import Unit
+from alignedserve.memory import describe_bytes
+
+
+class Room:
+    """What is left on each node; `choose` takes of it. A node that is not named has no room, as far as is known."""
+
+    def __init__(self, free_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> None:
+        """`free_bytes` by node; `needed_bytes` by instance, one that is not named needs none."""
+        self._free = dict(free_bytes)
+        self._needed = needed_bytes
+
+    def needed(self, unit: Unit) -> int:
+        return sum(self._needed.get(name, 0) for name in unit.instances)
+
+    def fits(self, units: Iterable[Unit]) -> bool:
+        """Whether all of them find a node: the largest first, each where least is left over."""
+        return _packs(self._free, [self.needed(unit) for unit in units])
+
+    def choose(self, unit: Unit, others: Iterable[Unit], nodes: Sequence[str]) -> str | None:
+        """The first of `nodes` that has room for the unit, and leaves room for `others`; its room is taken then."""
+        rest = [self.needed(other) for other in others]
+        needed = self.needed(unit)
+        for node in nodes:
+            left = {**self._free, node: self._free.get(node, 0) - needed}
+            if left[node] >= 0 and _packs(left, rest):
+                self._free = left
+                return node
+        return None
+
+    def renamed(self, names: Mapping[str, str]) -> Room:
+        """With other names of nodes; those that have none are left out."""
+        return Room({names[node]: free for node, free in self._free.items() if node in names}, self._needed)
+
+    def __str__(self) -> str:
+        known = sorted(self._free.items())
+        if len(known) == 1:
+            node, free = known[0]
+            return f"{describe_bytes(free)} are" + (f" available on node {node}" if node else " available")
+        return ", ".join(f"{describe_bytes(free)} on node {node}" for node, free in known) + " are available"
+
+
+def _packs(free_bytes: Mapping[str, int], needed: Iterable[int]) -> bool:
+    left = sorted(free_bytes.values())
+    for size in sorted(needed, reverse=True):
+        if not size:
+            break
+        fitting = [number for number, free in enumerate(left) if free >= size]
+        if not fitting:
+            return False
+        left[fitting[0]] -= size
+        left.sort()
+    return True

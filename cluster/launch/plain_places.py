@@ -1,0 +1,40 @@
+"""Where instances run where nobody but this process places them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import Node
+
+
+class PlainPlaces:
+    """An instance stays on its node for as long as there is that node."""
+
+    def __init__(self, nodes: Sequence[Node], fixed: Mapping[str, str]) -> None:
+        """`nodes` is the caller's list, and may change; its first is the supervisor's. `fixed`: by instance."""
+        self._nodes = nodes
+        self._fixed = fixed
+        self._where: dict[str, str] = {}
+        self._instances: tuple[str, ...] = ()
+
+    def place(self, instances: Iterable[str]) -> None:
+        """These, and no others."""
+        self._instances = tuple(instances)
+
+    def placement(self) -> Placement:
+        alive = [node.node_id for node in self._nodes]
+        self._where = {name: self._where[name] for name in self._instances if self._where.get(name) in alive}
+        waiting = {}
+        for name in self._instances:
+            fixed = self._fixed.get(name)
+            if name in self._where:
+                continue
+            if fixed is None:
+                on = list(self._where.values())
+                self._where[name] = min(alive, key=on.count)
+            elif fixed in alive:
+                self._where[name] = fixed
+            else:
+                waiting[name] = f"waits for node {fixed}"
+        return Placement(tuple(self._nodes), dict(self._where), waiting)

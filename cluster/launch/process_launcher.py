@@ -1,0 +1,207 @@
+"""Roles as plain child processes: for tests, and where Ray is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignedserve.cluster.launch.environment import role_environment
+from alignedserve.cluster.launch.launcher import Launcher, Running
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.plain_places import PlainPlaces
+from alignedserve.cluster.launch.vetting import vet_node
+from alignedserve.cluster.node.node_agent import VIEW_INFO
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, resolve_device
+from alignedserve.config import Config
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import AlignedServeError, UnavailableError
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.transfer.segments import SegmentClient
+
+NODE_ID = "local"
+
+
+@dataclass(slots=True)
+class _Child:
+    settings: RoleSettings
+    process: asyncio.subprocess.Process
+    reaper: asyncio.Task[int]
+
+
+class ProcessLauncher(Launcher):
+    """Each role runs `role_main` in a session of its own, so that Ctrl-C reaches only whoever started the cluster.
+
+    The children end when this process does. `environment` is added to theirs; their output goes to `output_dir`
+    (a file each), or where this process's goes. `gpus` is how many this machine has. `module` is what they run: tests
+    have one with roles of their own.
+
+    `nodes`: several, which are all this machine, but have a name, an address and an agent each; `gpus` does not count
+    then. `placed` has the node of instances, by id; others go where the fewest are.
+    """
+
+    def __init__(
+        self,
+        *,
+        gpus: int = 0,
+        nodes: Sequence[Node] = (),
+        placed: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        output_dir: Path | None = None,
+        module: str = "alignedserve.cluster.launch.role_main",
+    ) -> None:
+        self._module = module
+        self._nodes = list(nodes) or [Node(NODE_ID, "127.0.0.1", gpus)]
+        self._places = PlainPlaces(self._nodes, placed or {})
+        self._environment = dict(environment or {})
+        self._output_dir = output_dir
+        self._children: dict[str, _Child] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the children that have not ended."""
+        return {role_id: child.process.pid for role_id, child in self._children.items() if not child.reaper.done()}
+
+    async def nodes(self) -> Sequence[Node]:
+        return list(self._nodes)
+
+    async def place(
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+    ) -> None:
+        self._places.place([role_id for _, role_id in ids])
+
+    async def placement(self) -> Placement:
+        return self._places.placement()
+
+    async def vet(self, config: Config) -> None:
+        gpus = sum(node.gpus for node in self._nodes)
+        check_gpus(config, gpus)
+        await asyncio.to_thread(vet_node, config, resolve_device(config, gpus))
+
+    async def release(self) -> None:
+        self._places.place([])
+
+    def add_node(self, node: Node) -> None:
+        """From now on there is one more."""
+        self._nodes.append(node)
+
+    async def kill_node(self, node_id: str) -> None:
+        """All of its processes die at once, and it is no more. Whoever is placed on it by name has no place then."""
+        self._nodes[:] = [node for node in self._nodes if node.node_id != node_id]
+        for role_id, child in self._children.items():
+            if child.settings.node_id == node_id:
+                await self.kill(role_id)
+
+    async def find(self) -> Sequence[Running]:
+        living = [child for child in self._children.values() if not child.reaper.done()]
+        told = (child.settings for child in living)
+        agents = list({settings.agent_socket: settings for settings in told if settings.agent_socket}.values())
+        views = await asyncio.gather(*(asyncio.to_thread(_ask_agent, settings) for settings in agents))
+        newest = max(views, key=lambda view: view.version, default=sv.ClusterView())
+        return [Running(child.settings, newest, child.process.pid) for child in living]
+
+    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+        if all(node.node_id != settings.node_id for node in self._nodes):
+            raise UnavailableError(f"{settings.id} could not be started: there is no node {settings.node_id}")
+        old = self._children.get(settings.id)
+        if old is not None:
+            await old.reaper
+        spare = self._children.pop(spare_id, None)
+        if spare is not None and not spare.reaper.done():
+            spare.settings = settings
+            self._children[settings.id] = spare
+            await self._tell(spare.process, json.dumps({"assume": settings.to_dict()}))
+            return
+        environment = {**os.environ, **role_environment(settings), **self._environment}
+        try:
+            with self._output(settings.id) as output:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    self._module,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise UnavailableError(f"{settings.id} could not be started: {error}") from error
+        reaper = asyncio.get_running_loop().create_task(process.wait())
+        self._children[settings.id] = _Child(settings, process, reaper)
+        await self._tell(process, json.dumps(settings.to_dict()))
+
+    def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:
+        child = self._children[role_id]
+        child.reaper.add_done_callback(
+            lambda reaper: None if reaper.cancelled() else on_exit(_describe_exit(reaper.result()))
+        )
+
+    async def kill(self, role_id: str) -> None:
+        child = self._children.get(role_id)
+        if child is not None and not child.reaper.done():
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
+
+    async def announce(self, supervisor_address: str, *, leave: bool = False) -> None:
+        said = json.dumps({"supervisor_address": supervisor_address, "leave": leave})
+        for child in self._children.values():
+            if not child.reaper.done():
+                await self._tell(child.process, said)
+
+    async def close(self) -> None:
+        """Forgets the children; `end` ends them."""
+
+    async def end(self) -> None:
+        """Kill every child that is left, and collect all of them."""
+        for role_id in list(self._children):
+            await self.kill(role_id)
+        await asyncio.gather(*(child.reaper for child in self._children.values()))
+        self._children.clear()
+
+    async def _tell(self, process: asyncio.subprocess.Process, line: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and its reaper says so
+            process.stdin.write(line.encode() + b"\n")
+            await process.stdin.drain()
+
+    def _output(self, role_id: str) -> contextlib.AbstractContextManager[int | None]:
+        if self._output_dir is None:
+            return contextlib.nullcontext(None)
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        return _opened(self._output_dir / f"{role_id}.out")
+
+
+def _ask_agent(settings: RoleSettings) -> sv.ClusterView:
+    """What the roles were told last, as their node's agent has it; empty where it does not answer."""
+    try:
+        info = SegmentClient(settings.agent_socket, settings.token).info()
+    except (AlignedServeError, OSError):
+        return sv.ClusterView()
+    return sv.ClusterView.FromString(base64.b64decode(info.get(VIEW_INFO, "")))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"its process ended with status {status}"
+    try:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"its process was ended by signal {-status}"

@@ -1,0 +1,340 @@
+"""Roles as Ray actors, found again by their names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from alignedserve.cancellation import end_tasks
+from alignedserve.cluster.launch.actors import ACTORS, RoleActor
+from alignedserve.cluster.launch.launcher import Launcher, Running
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.processes import end_process, is_stopped
+from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
+from alignedserve.cluster.launch.units import describe_resources, gpu_share, plan_units
+from alignedserve.cluster.launch.unresponsive_actors import Silent, look_at_silent
+from alignedserve.cluster.launch.vetting import eligible, vet_node
+from alignedserve.cluster.supervisor.hang_detector import STOPPED_S
+from alignedserve.cluster.supervisor.nodes import Placement
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Node, Shape, check_gpus, resolve_device
+from alignedserve.config import Config
+from alignedserve.config_sources import Tree, from_tree, to_tree
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import AlignedServeError, UnavailableError, by_code
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+NAME_WAIT_S = 10.0
+DESCRIBE_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 2.0
+ASK_TIMEOUT_S = 10.0
+UNAVAILABLE_RETRY_S = 0.5
+LOOPBACK = "127.0.0.1"
+ALL_DEVICES_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+
+
+class RayLauncher(Launcher):
+    """`namespace` is the cluster's own within its Ray cluster. Blocking calls of Ray run in threads."""
+
+    def __init__(self, namespace: str, config: Config, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:
+        self._classes = actors
+        self.namespace = namespace
+        self._config = config
+        self._actors: dict[str, Any] = {}
+        self._node_ids: dict[str, str] = {}
+        self._here = ""
+        self._gpus = 0
+        self._placed: dict[str, Any] = {}  # what was asked of `_places`
+        self._places: RayPlaces | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def nodes(self) -> Sequence[Node]:
+        own = ray.get_runtime_context().get_node_id()
+        alive = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+        alive.sort(key=lambda node: node["NodeID"] != own)
+        nodes = []
+        for node in alive:
+            name = f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}"
+            self._node_ids[name] = node["NodeID"]
+            resources = node["Resources"]
+            nodes.append(Node(name, node["NodeManagerAddress"], int(resources.get("GPU", 0)), resources))
+        self._gpus = max(node.gpus for node in nodes)
+        self._here = nodes[0].node_id
+        self.elastic = nodes[0].host != LOOPBACK  # nobody can join a Ray that listens on loopback
+        return nodes
+
+    async def place(
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+    ) -> None:
+        self._places = self._places or RayPlaces(self.namespace, cluster_id, self._config)
+        asked: dict[str, Any] = {"shape": shape, "ids": ids, "on_gpu": on_gpu}
+        room = room.renamed(self._node_ids)
+        try:
+            await asyncio.to_thread(self._places.place, **asked, room=room, elastic=self.elastic)
+        except RayError as error:
+            raise UnavailableError(f"Ray does not answer: {_brief(error)}") from error
+        self._placed = asked
+
+    async def placement(self) -> Placement:
+        assert self._places is not None
+        instances = [role_id for _, role_id in self._placed["ids"]]
+        try:
+            found = await self._look()
+            if not found.keys() >= set(instances):
+                logger.warning("a placement group is no more, whoever removed it: there is to be another")
+                await asyncio.to_thread(self._places.place, **self._placed, room=Room({}, {}), elastic=self.elastic)
+                found = await self._look()
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                nodes = tuple(await self.nodes())
+        except (RayError, TimeoutError) as error:
+            raise UnavailableError(f"Ray does not answer: {_brief(error)}") from error
+        names = {self._node_ids[node.node_id]: node.node_id for node in nodes}
+        placed = {name: found[name].node for name in instances if name in found}
+        where = {name: names[node] for name, node in placed.items() if node in names}
+        waiting = {
+            name: "waits for a node with " + (describe_resources(found[name].resources) if name in found else "room")
+            for name in instances
+            if name not in where
+        }
+        return Placement(nodes, where, waiting, elastic=self.elastic)
+
+    async def _look(self) -> Mapping[str, Bundle]:
+        assert self._places is not None
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            return await asyncio.to_thread(self._places.look)
+
+    async def vet(self, config: Config) -> None:
+        shape = Shape.configured(config)
+        try:
+            nodes = await asyncio.to_thread(RayPlaces(self.namespace, "", config).could_give)
+            gpus = [int(resources.get("GPU", 0)) for resources in nodes.values()]
+            check_gpus(config, sum(gpus), shape)
+            device = resolve_device(config, max(gpus))
+            share = gpu_share(config, shape, gpus) if device == "cuda" else 0.0
+            first, *others = eligible(nodes, plan_units(config, shape.ids(), share))
+            failed = await self._vet_on(first, config, device)
+            if failed is not None and others:  # a model need not lie where no instance ever runs
+                said = await asyncio.gather(*(self._vet_on(node_id, config, device) for node_id in others))
+                failed = None if None in said else failed
+        except RayError as error:
+            raise UnavailableError(f"Ray does not answer: {_brief(error)}") from error
+        if failed is not None:
+            raise failed
+
+    async def _vet_on(self, node_id: str, config: Config, device: str) -> AlignedServeError | None:
+        """What is wrong on that node; None: nothing."""
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        task = ray.remote(_vet_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        said: tuple[str, str] | None = await task.remote(to_tree(config), device)
+        return None if said is None else by_code(said[0])(said[1])
+
+    async def release(self) -> None:
+        if self._places is not None:
+            await asyncio.to_thread(self._places.release)
+
+    async def find(self) -> Sequence[Running]:
+        """One that does not answer runs all the same while Ray counts its node alive. Who that is may be unknown: it is
+        asked again for `supervisor.orphan_after_s`, and killed after that, or where others on its node answer."""
+        named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        names = [entry["name"] for entry in named if entry["namespace"] == self.namespace]
+        answered: list[Running] = []
+        until = time.monotonic() + self._config.supervisor.orphan_after_s
+        while True:
+            alive = {self._node_ids[node.node_id]: node for node in await self.nodes()}
+            found = await asyncio.gather(*(self._describe(name, alive) for name in names))
+            answered += [running for running in found if isinstance(running, Running)]
+            silent = [each for each in found if isinstance(each, Silent)]
+            known = [(each, each.identify(answered, self._device)) for each in silent]
+            unknown = [each for each, running in known if running is None]
+            waiting = [
+                each for each in unknown if time.monotonic() < until and not any(map(each.shares_node, answered))
+            ]
+            await asyncio.gather(*(self._end_silent(each) for each in unknown if each not in waiting))
+            if not waiting:
+                break
+            names = [each.name for each in silent if each in waiting or each not in unknown]
+            await asyncio.sleep(UNAVAILABLE_RETRY_S)
+        self._actors |= {running.settings.id: each.actor for each, running in known if running is not None}
+        return [*answered, *(running for _, running in known if running is not None)]
+
+    async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
+        if spare_id and await self._assume(spare_id, settings):
+            return
+        options = self._options(settings)
+        deadline = time.monotonic() + NAME_WAIT_S
+        while True:
+            try:
+                self._actors[settings.id] = await asyncio.to_thread(self._create, settings, options)
+            except ValueError as error:  # Ray has not yet noticed that the last one of this name has ended
+                if time.monotonic() > deadline:
+                    raise UnavailableError(f"{settings.id} could not be started: {error}") from error
+                await asyncio.sleep(0.05)
+                await self._clear(settings.id)
+            except RayError as error:
+                raise UnavailableError(f"{settings.id} could not be started: {error}") from error
+            else:
+                return
+
+    async def _clear(self, role_id: str) -> None:
+        """One that was never placed, or whose node was given up, has its name still: it is not to come any more."""
+        with contextlib.suppress(ValueError, RayError):
+            old = await asyncio.to_thread(ray.get_actor, role_id, namespace=self.namespace)
+            await asyncio.to_thread(ray.kill, old)
+
+    async def _end_silent(self, silent: Silent) -> None:
+        """`_clear`, once its process is dead where that can be seen to: Ray calls an actor dead that it has only told
+        to end, and one that is stopped holds on to what its successor needs."""
+        if silent.node.node_id == self._here and not await end_process(sv.Peer(pid=silent.pid), END_TIMEOUT_S):
+            logger.warning("%s (pid %d) does not end", silent.name, silent.pid)
+        await self._clear(silent.name)
+
+    def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:
+        self._keep(self._watch(self._actors[role_id], on_exit))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def kill(self, role_id: str) -> None:
+        actor = self._actors.get(role_id)
+        if actor is not None:
+            await asyncio.to_thread(ray.kill, actor)
+
+    async def announce(self, supervisor_address: str, *, leave: bool = False) -> None:
+        """Who does not answer now is told again until it does, or has ended."""
+        telling = [self._keep(self._tell(role_id, supervisor_address, leave=leave)) for role_id in self._actors]
+        if telling:
+            await asyncio.wait(telling, timeout=DESCRIBE_TIMEOUT_S)
+
+    async def _tell(self, role_id: str, supervisor_address: str, *, leave: bool) -> None:
+        actor = self._actors[role_id]
+        while True:
+            try:
+                said = actor.set_supervisor.remote(supervisor_address, *([leave] if leave else []))
+                async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                    await said
+            except (ActorUnavailableError, TimeoutError) as error:
+                logger.warning("%s could not be told of the new supervisor yet: %s", role_id, _brief(error))
+                await asyncio.sleep(UNAVAILABLE_RETRY_S)
+            except RayError as error:
+                logger.warning("%s could not be told of the new supervisor: %s", role_id, _brief(error))
+                return
+            else:
+                return
+
+    async def close(self) -> None:
+        await end_tasks(self._tasks)
+
+    async def _assume(self, spare_id: str, settings: RoleSettings) -> bool:
+        """Whether the spare has taken the role; one that cannot is killed."""
+        spare = self._actors.pop(spare_id, None)
+        if spare is None:
+            return False
+        try:
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                await spare.assume.remote(settings.to_dict())
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s did not become %s: %s", spare_id, settings.id, _brief(error))
+            await asyncio.to_thread(ray.kill, spare)
+            return False
+        self._actors[settings.id] = spare
+        return True
+
+    def _options(self, settings: RoleSettings) -> dict[str, Any]:
+        # A spare's name is nobody's place: it keeps it when it has taken a role, and the next spare is there already.
+        name = f"{settings.id}-{secrets.token_hex(4)}" if settings.role == SPARE else settings.id
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": self.namespace,
+            "lifetime": "detached",
+            "max_restarts": 0,
+            "num_cpus": 0,
+        }
+        if settings.role in MODEL_ROLES and self._places is not None:
+            options |= self._places.options(settings.role, settings.id)
+        elif (node_id := self._node_ids.get(settings.node_id)) is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        if settings.device.startswith("cuda"):
+            # Memory of another process's GPU can be opened only where that GPU is visible.
+            options["runtime_env"] = ALL_DEVICES_VISIBLE
+        elif settings.role == SPARE and resolve_device(self._config, self._gpus) == "cuda":
+            options["runtime_env"] = ALL_DEVICES_VISIBLE
+        return options
+
+    def _create(self, settings: RoleSettings, options: dict[str, Any]) -> Any:
+        return ray.remote(self._classes[settings.role]).options(**options).remote(settings.to_dict(), self.namespace)
+
+    async def _describe(self, name: str, alive: Mapping[str, Node]) -> Running | Silent | None:
+        """None where it has ended, or can never come up: then it is killed. `alive`: nodes by Ray's id."""
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace=self.namespace)
+            asked: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(actor.describe.remote())
+            await asyncio.wait([asked], timeout=min(STOPPED_S, DESCRIBE_TIMEOUT_S))
+            silent = None if asked.done() else await asyncio.to_thread(look_at_silent, name, actor, alive)
+            if silent is not None and silent.node.node_id == self._here and is_stopped(silent.pid):
+                asked.cancel()
+                logger.warning("%s was found, and is stopped", name)
+                return silent
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                said = await asked
+        except ValueError:
+            return None  # it has just ended
+        except (ActorUnavailableError, TimeoutError) as error:
+            logger.warning("%s was found, but does not answer: %s", name, _brief(error))
+            silent = await asyncio.to_thread(look_at_silent, name, actor, alive)
+            if silent is None:
+                await self._clear(name)
+            return silent
+        except RayError as error:
+            logger.warning("%s was found, but cannot answer: %s", name, _brief(error))
+            await self._clear(name)
+            return None
+        settings = RoleSettings(**said["settings"])
+        self._actors[settings.id] = actor  # a spare that has taken a role still has its own name in Ray
+        return Running(settings, sv.ClusterView.FromString(said["view"]), int(said["pid"]))
+
+    @property
+    def _device(self) -> str:
+        return "cuda:0" if resolve_device(self._config, self._gpus) == "cuda" else "cpu"
+
+    async def _watch(self, actor: Any, on_exit: Callable[[str], None]) -> None:
+        reason = ""
+        while True:
+            try:
+                await actor.wait_ended.remote()
+            except ActorUnavailableError:  # its node is cut off: Ray says later what became of it
+                await asyncio.sleep(UNAVAILABLE_RETRY_S)
+            except RayTaskError as error:  # its role failed; the process ends a moment later
+                reason = reason or str(error.cause)
+                await asyncio.sleep(0.1)
+            except RayError as error:
+                on_exit(reason or _brief(error))
+                return
+
+
+def _vet_here(tree: Tree, device: str) -> tuple[str, str] | None:
+    """A task of Ray's: the code and the message of what is wrong here."""
+    try:
+        vet_node(from_tree(tree), device)
+    except AlignedServeError as error:
+        return error.code, error.message
+    return None
+
+
+def _brief(error: BaseException) -> str:
+    """The line of Ray's many that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if "cause:" in line.lower() or "Error" in line), lines[0] if lines else "")
+    return f"{type(error).__name__}: {said}"[:300]

@@ -1,0 +1,207 @@
+"""Where Ray places instances: a placement group with a bundle for each unit (ADR 37), found again by its name.
+
+The first group spreads all units that a cluster starts with; what is added later has a group each, and gives it back
+when it has gone. `ray_groups.py` has their names, and what becomes of them where no supervisor releases them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.ray_groups import Group, group_name, groups, handle, remove_abandoned
+from alignedserve.cluster.launch.units import Unit, gpu_share, in_pairs, plan_units, resources_of
+from alignedserve.cluster.supervisor.plan import Shape
+from alignedserve.config import Config
+from alignedserve.errors import ResourceError, UnavailableError
+from alignedserve.scheduler.core.pairing import pair_up
+
+SETTLE_S = 0.5  # Ray takes milliseconds where there is room
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One bundle of a group. `node` is Ray's id of the node that it is on; empty: on none yet."""
+
+    group: str
+    index: int
+    instances: tuple[str, ...]
+    resources: Mapping[str, float]
+    node: str
+
+
+class RayPlaces:
+    """All methods block. `namespace` is the cluster's own in Ray; `cluster_id` tells it from one that had the same."""
+
+    def __init__(self, namespace: str, cluster_id: str, config: Config) -> None:
+        self._namespace = namespace
+        self._cluster_id = cluster_id
+        self._config = config
+        self._bundles: dict[str, Bundle] = {}
+        self._changing = threading.Lock()
+        self._released = False
+        self._swept = False
+
+    def place(self, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool, elastic: bool) -> None:
+        """Have a bundle for each of these instances and for no others, as far as groups can be divided.
+
+        `room`: the host memory of nodes, by Ray's ids; `elastic`: further nodes may come. Raises ResourceError where
+        there would have to be more, and none can come; UnavailableError after `release`.
+        """
+        with self._changing:
+            if self._released:
+                raise UnavailableError("this cluster has ended, and takes no room any more")
+            if not self._swept:
+                remove_abandoned(but=self._namespace)
+                self._swept = True
+            self._place(shape, ids, room, on_gpu=on_gpu, elastic=elastic)
+
+    def _place(self, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool, elastic: bool) -> None:
+        wanted = {role_id for _, role_id in ids}
+        for group in groups():
+            if group.namespace == self._namespace and not (self._owns(group) and group.instances & wanted):
+                group.remove()  # of a cluster that is dead, or of instances that have gone
+        self.look()
+        new = [(role, role_id) for role, role_id in ids if role_id not in self._bundles]
+        if not new:
+            return
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+        share = gpu_share(self._config, shape, gpus) if on_gpu else 0.0
+        units = plan_units(self._config, new, share)
+        if not elastic:
+            _require([node["Resources"] for node in nodes], units)
+        if not self._bundles:
+            self._create(units, strategy="SPREAD")
+        else:
+            self._add(units, shape, {node["NodeID"]: node["Resources"] for node in nodes}, room, on_gpu=on_gpu)
+        self._settle(new)
+
+    def look(self) -> Mapping[str, Bundle]:
+        """The bundle of each instance, as Ray has it now."""
+        found: dict[str, Bundle] = {}
+        for group in filter(self._owns, groups()):
+            for index, instances in enumerate(group.units):
+                node = group.entry["bundles_to_node_id"].get(index, "") if group.entry["state"] != "PENDING" else ""
+                bundle = Bundle(group.identity, index, instances, group.entry["bundles"][index], node)
+                found.update(dict.fromkeys(instances, bundle))
+        self._bundles = found  # at once: `options` reads it in another thread
+        return found
+
+    def options(self, role: str, role_id: str) -> dict[str, Any]:
+        """Options of the actor of an instance: its bundle, and its part of what that holds.
+
+        Raises UnavailableError where it has none now.
+        """
+        bundle = self._bundles.get(role_id)
+        if bundle is None:
+            raise UnavailableError(f"Ray has no room for {role_id} now")
+        asked = resources_of(self._config, role, _share(bundle.resources.get("GPU", 0.0), len(bundle.instances)))
+        own: dict[str, Any] = {"num_cpus": asked.pop("CPU", 0), "num_gpus": asked.pop("GPU", 0)}
+        if "memory" in asked:
+            own["memory"] = asked.pop("memory")
+        strategy = PlacementGroupSchedulingStrategy(handle(bundle.group), bundle.index)
+        return {**own, "resources": asked, "scheduling_strategy": strategy}
+
+    def could_give(self) -> dict[str, dict[str, float]]:
+        """What each node has for a cluster in the place of this one, by Ray's id: all that groups of others leave."""
+        nodes = {node["NodeID"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+        for group in groups():
+            if group.namespace == self._namespace or group.entry["state"] == "PENDING":
+                continue
+            for index, node in group.entry["bundles_to_node_id"].items():
+                if node in nodes:
+                    nodes[node] = _less(nodes[node], [group.entry["bundles"][index]])
+        return nodes
+
+    def release(self) -> None:
+        """Give back all room, for good: nothing is placed after it."""
+        with self._changing:
+            self._released = True
+            for group in filter(self._owns, groups()):
+                group.remove()
+
+    def _owns(self, group: Group) -> bool:
+        return (group.namespace, group.cluster_id) == (self._namespace, self._cluster_id)
+
+    def _add(
+        self,
+        units: Sequence[Unit],
+        shape: Shape,
+        nodes: Mapping[str, Mapping[str, float]],
+        room: Room,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        """A group for each unit: of the nodes that have what it asks for beside what the cluster has there, on one of
+        those that it is paired with, or else on the one that the fewest units are on; all as far as `room` allows.
+        Where others have taken a node's resources, Ray takes another."""
+        paired = in_pairs(self._config, on_gpu=on_gpu)
+        bundles = {(bundle.group, bundle.index): bundle for bundle in self._bundles.values()}
+        taken = [(bundle.node, bundle.resources) for bundle in bundles.values()]
+        for number, unit in enumerate(units):
+            partners = self._partners(unit, shape) if paired else set()
+            used = Counter(where for where, _ in taken)
+            lacking = {
+                node
+                for node, had in nodes.items()
+                if not unit.fits(_less(had, [own for where, own in taken if where == node]))
+            }
+            wished = sorted(nodes, key=lambda node: (node in lacking, node not in partners, used[node]))
+            target = room.choose(unit, units[number + 1 :], wished) or room.choose(unit, (), wished) or wished[0]
+            taken.append((target, unit.resources))
+            self._create([unit], strategy="STRICT_PACK", _soft_target_node_id=target)
+
+    def _partners(self, unit: Unit, shape: Shape) -> set[str]:
+        """The nodes of those that it is paired with."""
+        pairs = [pair for pair in pair_up(shape.prefill, shape.decode) if set(pair) & set(unit.instances)]
+        return {self._bundles[name].node for pair in pairs for name in pair if name in self._bundles}
+
+    def _create(self, units: Sequence[Unit], **options: Any) -> None:
+        name = group_name(self._namespace, self._cluster_id, [unit.instances for unit in units])
+        placement_group([dict(unit.resources) for unit in units], name=name, lifetime="detached", **options)
+
+    def _settle(self, instances: Sequence[tuple[str, str]]) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            found = self.look()
+            if all(role_id in found and found[role_id].node for _, role_id in instances):
+                return
+            time.sleep(0.01)
+
+
+def _share(gpus: float, instances: int) -> float:
+    """What each of a bundle's instances takes of a GPU: Ray has no part of one process's share on another GPU."""
+    if gpus <= 1.0:
+        return int(1000 * gpus / instances) / 1000
+    return min(1.0, int(1000 / -(-instances // int(gpus))) / 1000)
+
+
+def _less(had: Mapping[str, float], taken: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    left = dict(had)
+    for resources in taken:
+        for name, amount in resources.items():
+            left[name] = left.get(name, 0.0) - amount
+    return left
+
+
+def _require(nodes: Sequence[Mapping[str, float]], units: Sequence[Unit]) -> None:
+    """Raises ResourceError where the nodes do not have what all units ask for together, of some resource."""
+    for name in sorted({name for unit in units for name in unit.resources}):
+        asked = sum(unit.resources.get(name, 0.0) for unit in units)
+        had = sum(node.get(name, 0.0) for node in nodes)
+        if asked > had:
+            raise ResourceError(
+                f"the instances ask for {asked:g} {name} (cluster.prefill_resources, cluster.decode_resources), but "
+                f"this Ray has {had:g}, and no further node can join it; ask for less, or join a Ray cluster with "
+                "RAY_ADDRESS"
+            )

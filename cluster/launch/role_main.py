@@ -1,0 +1,122 @@
+"""A role as a plain process: settings as JSON on the first line of stdin, then what its launcher has to say.
+
+Later lines have `supervisor_address`, where the supervisor is now (`leave`: go there at once), or `assume`, the
+settings of the role that a spare takes.
+
+`python -m alignedserve.cluster.launch.role_main` ends when its role ends, on SIGTERM, and when stdin closes. A closed
+stdin means that its launcher has ended; no process may outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from alignedserve.cancellation import end_tasks
+from alignedserve.cluster.launch.spare import SpareServer
+from alignedserve.cluster.node.supervisor_guard import guard_supervisor
+from alignedserve.control.runtime import RoleServer, RoleSettings, new_role
+from alignedserve.errors import UnavailableError
+
+
+async def host_role(role: RoleServer) -> None:
+    """Run a role from its start to its end. An agent guards the supervisor itself."""
+    guarding = [] if role.role == "node_agent" else [asyncio.get_running_loop().create_task(guard_supervisor(role))]
+    try:
+        await role.start()
+        await role.wait()
+    finally:
+        await end_tasks(guarding)
+        await role.close()
+
+
+class Seat:
+    """Where a process runs its role: the one it was started with or, if that was a spare's, the one it was given."""
+
+    def __init__(self, settings: RoleSettings, make: Callable[[RoleSettings], RoleServer]) -> None:
+        self.settings = settings
+        self.role = make(settings)
+        self._make = make
+        self._given: asyncio.Future[RoleSettings] = asyncio.get_running_loop().create_future()
+
+    def assume(self, settings: RoleSettings) -> None:
+        """Take this role. Raises UnavailableError where the process has one."""
+        if not isinstance(self.role, SpareServer) or self._given.done():
+            raise UnavailableError(f"this process is {self.settings.id}, and cannot become {settings.id}")
+        self._given.set_result(settings)
+
+    async def run(self) -> None:
+        """Returns when the role has ended."""
+        loop = asyncio.get_running_loop()
+        hosted = [loop.create_task(host_role(self.role))]
+        try:
+            first: list[asyncio.Future[Any]] = [hosted[0], self._given]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self._given.done() and isinstance(spare := self.role, SpareServer):
+                self.settings = self._given.result()
+                self.role = self._make(self.settings)
+                hosted.append(loop.create_task(host_role(self.role)))
+                spare.leave()
+            await asyncio.gather(*hosted)
+        finally:
+            for task in hosted:
+                task.cancel()
+            await asyncio.gather(*hosted, return_exceptions=True)
+
+
+async def _main() -> None:
+    lines = await _stdin()
+    seat = Seat(RoleSettings(**json.loads(await lines.readline())), new_role)
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(seat.run())
+    ends = [running, loop.create_task(_follow(lines, seat))]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ends[1].cancel)
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
+    await asyncio.wait(ends, timeout=5.0)
+    if running.done() and not running.cancelled() and (error := running.exception()) is not None:
+        raise error
+
+
+async def _stdin() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+async def _follow(lines: asyncio.StreamReader, seat: Seat) -> None:
+    """Takes in what the launcher says; returns when it is gone."""
+    while line := await lines.readline():
+        said = json.loads(line)
+        if "assume" in said:
+            seat.assume(RoleSettings(**said["assume"]))
+        else:
+            follow = seat.role.leave_for if said["leave"] else seat.role.set_supervisor
+            follow(said["supervisor_address"])
+
+
+def main() -> None:
+    try:
+        asyncio.run(_main())
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    else:
+        status = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the engine or of a native library must not hold up the end of a process whose role is over.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A warm spare: a process that has imported everything and waits for its role, in which it is a worker at once.
+
+What it does not do before: read a model (which one, and on which device, its role says), or touch a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from alignedserve.cluster.supervisor.plan import SPARE, SPARED_ROLES
+from alignedserve.control import runtime
+from alignedserve.control.runtime import RoleServer
+
+logger = logging.getLogger(__name__)
+
+
+class SpareServer(RoleServer):
+    """Role `spare`: joins, so that it is listed and watched like any other; `leave` ends it, not its process."""
+
+    role: ClassVar[str] = SPARE
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return []
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        begun = time.monotonic()
+        await asyncio.to_thread(_import_roles)
+        logger.info("imported everything in %.1f s", time.monotonic() - begun)
+        self.set_state("ready")
+
+    def leave(self) -> None:
+        self._on_end("its process has a role now")
+
+
+def _import_roles() -> None:
+    for role in SPARED_ROLES:
+        runtime.ROLES.get(role)

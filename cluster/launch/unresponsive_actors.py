@@ -1,0 +1,64 @@
+"""Actors that do not answer a supervisor that has just started: who they are, as far as that can be known.
+
+Their node may be cut off for a moment; that it has gone, Ray says. Until then they run, and are fenced as all others
+that are silent. Ray knows an actor's name, node and process; the roles that answer were told which role that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray._private.state import actors
+
+from alignedserve.cluster.launch.actors import ACTORS
+from alignedserve.cluster.launch.launcher import Running
+from alignedserve.cluster.supervisor.handover import newest_view
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """An actor that runs, as far as Ray knows, and does not answer."""
+
+    name: str
+    actor: Any
+    node: Node
+    pid: int
+
+    def identify(self, answered: Sequence[Running], device: str) -> Running | None:
+        """What runs in it; None where nobody knows. `answered` are the roles that do; `device`: where instances run of
+        which nobody says it. What roles are started with alike, it has of another, of its own role if there is one."""
+        told = newest_view(answered)
+        peers = [peer for peer in told.peers if (peer.node_id, peer.pid) == (self.node.node_id, self.pid)]
+        role_id = peers[0].process.id if peers else self.name  # a spare that has taken a role keeps its name
+        role = role_id.rpartition("-")[0]
+        if not answered or (role == SPARE and not peers) or role not in ACTORS:
+            return None
+        if any(running.settings.id == role_id for running in answered):
+            return None
+        like = next((running.settings for running in answered if running.settings.role == role), answered[0].settings)
+        sockets = [running.settings.agent_socket for running in answered if self.shares_node(running)]
+        settings = replace(
+            like,
+            role=role,
+            id=role_id,
+            node_id=self.node.node_id,
+            host=self.node.host,
+            agent_socket=sockets[0] if sockets else "",
+            device=(peers[0].device if peers else "") or (device if role in MODEL_ROLES else "cpu"),
+            pinned=False,
+            after=0,
+        )
+        return Running(settings, pid=self.pid)
+
+    def shares_node(self, running: Running) -> bool:
+        return running.settings.node_id == self.node.node_id
+
+
+def look_at_silent(name: str, actor: Any, nodes: Mapping[str, Node]) -> Silent | None:
+    """What Ray knows of it; None where it runs on none of `nodes`, which are alive, by Ray's id. Blocks."""
+    record = actors(actor._actor_id.hex())
+    node = nodes.get(record["Address"]["NodeID"]) if record.get("State") == "ALIVE" else None
+    return Silent(name, actor, node, int(record["Pid"])) if node is not None else None

@@ -1,0 +1,1 @@
+"""Ray, Ray Serve and HAProxy as this cluster needs them."""

@@ -1,0 +1,371 @@
+"""Starting Ray and Serve, or joining those that RAY_ADDRESS names; and ending what was started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from alignedserve.cluster.launch.processes import is_alive
+from alignedserve.cluster.runtime_dir import temp_dir
+from alignedserve.cluster.serve import haproxy, haproxy_exec
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.errors import AlignedServeError, ConfigError
+from alignedserve.gateway.serve import serve_ports
+from alignedserve.memory import usable_cores
+
+GRPC_SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
+WORKER_SETUP = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray's own name for what its workers run first
+LOOPBACK = "127.0.0.1"
+OLD_SESSION_S = 24 * 3600.0
+
+# Set before Ray is imported, and inherited by what it starts.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 would leave a cluster a thirtieth of what anybody else gets
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.3",  # a proxy is replaced after the third that fails
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+}
+# For replicas only: handles of this process, which has no event loop, work in their router's own.
+REPLICA_ENVIRONMENT = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
+
+class RaySession:
+    """`owned` tells whether Ray was started here, and is to end here. All methods block; one thread uses it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._address = os.environ.get("RAY_ADDRESS", "").strip()
+        self.owned = self._address in ("", "local")
+        self.app_name = config.cluster.name
+        self._folder = temp_dir() / "ray"
+        self._started = False
+        self._deployed = False
+        self._serve_ran = False
+        self._session_dir: Path | None = None
+        self._haproxy: haproxy.HaProxyFolder | None = None
+        self.note = ""  # what the user should know of how it was started
+
+    @property
+    def logs_dir(self) -> str:
+        """Where Ray keeps what its processes, and ours in them, write."""
+        return str(self._session_dir / "logs") if self._session_dir else ""
+
+    def start(self) -> None:
+        """Raises AlignedServeError where Ray cannot be started or joined."""
+        for name, value in (ENVIRONMENT | self._proxy_environment()).items():
+            os.environ.setdefault(name, value)
+        if self.owned:
+            os.environ.pop("RAY_ADDRESS", None)
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home folder
+            self._clean_sessions()
+        import ray
+        import ray.serve
+
+        for name, value in REPLICA_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+        try:
+            if self.owned:
+                _leave_out_services()
+                _stay_on_loopback()
+                os.environ[WORKER_SETUP] = f"{serve_ports.__name__}.{serve_ports.set_up_worker.__name__}"
+                os.environ[serve_ports.GRPC_HOST] = self._grpc_host()
+                _own_process_groups()
+                options = common | {
+                    "address": "local",
+                    "include_dashboard": False,
+                    "_node_ip_address": LOOPBACK,
+                    "object_store_memory": OBJECT_STORE_BYTES,
+                    "_temp_dir": str(self._folder),
+                }
+                _twice(lambda: ray.init(**options), ray.shutdown)
+            else:
+                ray.init(address=self._address, **common)
+        except Exception as error:  # Ray raises a dozen types, from ConnectionError to plain Exception
+            doing = (
+                "Ray cannot be started"
+                if self.owned
+                else f"the Ray cluster at RAY_ADDRESS={self._address} cannot be joined"
+            )
+            raise AlignedServeError(f"{doing}: {_reason(error)}{_busy()}") from error
+        self._started = True
+        with contextlib.suppress(Exception):  # only for telling where logs are
+            worker: Any = ray._private.worker
+            self._session_dir = Path(worker._global_node.get_session_dir_path())
+
+    def _proxy_environment(self) -> dict[str, str]:
+        """Which proxy Serve has. In a cluster that is joined, that cluster's own environment says."""
+        if not self.owned or not haproxy.wanted(self._config):
+            return {}
+        self._haproxy = haproxy.prepare(self._config)
+        if self._haproxy is None:
+            self.note = "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place"
+            os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
+            return {}
+        environment = self._haproxy.environment(self._config)
+        for name in haproxy.OURS:
+            os.environ[name] = environment[name]  # whatever they were
+        return environment
+
+    def deploy(self) -> None:
+        """Start Serve where it does not run, and the application on it. Returns when its replicas are up."""
+        from ray import serve
+
+        from alignedserve.config_sources import to_tree
+
+        try:
+            self._serve_ran = not self.owned and _serve_runs()
+            self._refuse_taken_name(serve)
+            _twice(lambda: self._start_serve(serve), lambda: None)
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            self._deployed = True
+            serve.run(
+                self.build(to_tree(self._config)),
+                name=self.app_name,
+                route_prefix=self._config.gateway.route_prefix,
+                blocking=False,
+            )
+        except AlignedServeError:
+            raise
+        except Exception as error:  # as above
+            reason = _replica_reason(self.app_name) or _reason(error)
+            raise AlignedServeError(f"the application could not be deployed: {reason}{_busy()}") from error
+
+    def _start_serve(self, serve: Any) -> None:
+        serve.start(
+            http_options={"host": self._serve_host(), "port": self._config.gateway.port},
+            grpc_options={"port": self._config.gateway.grpc_port, "grpc_servicer_functions": GRPC_SERVICERS},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+
+    def _serve_host(self) -> str:
+        host = self._config.gateway.host
+        return host if self._haproxy is None else haproxy.serve_host(host)
+
+    def _grpc_host(self) -> str:
+        """Where Serve's own gRPC ports listen; HAProxy, where it runs, is in front of them."""
+        host = self._config.gateway.host
+        if self._haproxy is not None:
+            return LOOPBACK
+        return f"[{host or '::'}]" if ":" in host or not host else host
+
+    @staticmethod
+    def build(tree: dict[str, Any]) -> Any:
+        """The application; `alignedserve.testing.fake_serve` has another."""
+        from alignedserve.cluster.app import application
+
+        return application(from_tree(tree), wait_ready=False)
+
+    def progress(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
+        """What the supervisor says; None while there is none. It hears that somebody here sees to the end."""
+        return self._ask("progress", timeout_s, os.getpid(), socket.gethostname())
+
+    def drain(self, grace_s: float) -> dict[str, Any] | None:
+        """Have gateways take nothing new, and end what they have within `grace_s`; None where nobody answers.
+
+        To be called again until `drained`; `open` says how many requests are left.
+        """
+        return self._ask("drain", 5.0, grace_s)
+
+    def _ask(self, method: str, timeout_s: float, *arguments: Any) -> dict[str, Any] | None:
+        from ray import serve
+
+        if not self._deployed:
+            return None
+        try:
+            handle = serve.get_deployment_handle("Supervisor", self.app_name)
+            said: dict[str, Any] = getattr(handle, method).remote(*arguments).result(timeout_s=timeout_s)
+        except Exception:  # it is not there yet, or not any more: the caller decides how long to wait
+            return None
+        return said
+
+    def url(self) -> str:
+        """Where HTTP is served."""
+        from alignedserve.cluster.app import http_url
+
+        return http_url(self._config)
+
+    def live_url(self) -> str:
+        """Where `/live`, `/health` and `/metrics` answer however many clients there are; "" without HAProxy."""
+        if self._haproxy is None:
+            return ""
+        front = urlsplit(self.url())
+        return front._replace(netloc=f"{front.netloc.rpartition(':')[0]}:{os.environ[haproxy_exec.LIVE]}").geturl()
+
+    def dead_part(self) -> str:
+        """The name of a process of Ray's own, started here, that has ended; "" while none has.
+
+        Without its raylet or its GCS a cluster serves on for a while, and cannot replace anything any more.
+        """
+        if not self.owned or not self._started:
+            return ""
+        with contextlib.suppress(Exception):  # its place in Ray is not a public one
+            import ray
+
+            worker: Any = ray._private.worker
+            for name, _ in worker._global_node.dead_processes():
+                return str(name)
+        return ""
+
+    def is_alive(self) -> bool:
+        """Whether the application is still deployed."""
+        from ray import serve
+
+        try:
+            return self.app_name in serve.status().applications
+        except Exception:  # whatever it is, nothing answers
+            return False
+
+    def stop(self) -> None:
+        """End the application; and Serve and Ray, where they were started here."""
+        if not self._started:
+            return
+        import ray
+        from ray import serve
+
+        if self._deployed:
+            with contextlib.suppress(Exception):  # go on ending, whatever is broken
+                serve.delete(self.app_name)
+            with contextlib.suppress(Exception):
+                if self.owned or not (self._serve_ran or serve.status().applications):
+                    serve.shutdown()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+    def close(self) -> None:
+        """Remove what ended processes leave that nobody will read."""
+        if self._haproxy is not None:
+            self._haproxy.remove()
+            self._haproxy = None
+
+    def forget_session(self) -> None:
+        """Remove what Ray wrote: nothing went wrong."""
+        if self.owned and self._session_dir is not None:
+            shutil.rmtree(self._session_dir, ignore_errors=True)
+
+    def _refuse_taken_name(self, serve: Any) -> None:
+        if not self.owned and self.app_name in serve.status().applications:
+            raise ConfigError(
+                f"the Ray cluster runs an application called {self.app_name!r} already; set cluster.name to another"
+            )
+
+    def _clean_sessions(self) -> None:
+        """Remove what sessions that have ended left a day ago; a session's name ends in its starter's pid."""
+        for session in self._folder.glob("session_*_*"):
+            pid = session.name.rpartition("_")[2]
+            with contextlib.suppress(OSError):
+                old = time.time() - session.stat().st_mtime > OLD_SESSION_S
+                if session.is_dir() and not session.is_symlink() and pid.isdigit() and old and not is_alive(int(pid)):
+                    shutil.rmtree(session, ignore_errors=True)
+
+
+def _leave_out_services() -> None:
+    """Do without Ray's dashboard, autoscaler and log monitor: a third of the start, 300 MB, and its only network probe.
+
+    There is no option for it, so their starters are taken out of this process's Ray, where it has them.
+    """
+    from ray._private.node import Node
+
+    def start_nothing(self: object, *arguments: object, **options: object) -> None:
+        return None
+
+    for name in ("start_monitor", "start_api_server", "start_log_monitor"):
+        if callable(getattr(Node, name, None)):
+            setattr(Node, name, start_nothing)
+
+
+def _stay_on_loopback() -> None:
+    """Have Ray's own processes listen on loopback only, and leave out the job API that each node's agent serves.
+
+    Ray binds every interface unless the node's address is 127.0.0.1, which it takes for a mistake and replaces; and it
+    has no option to do without the agent's HTTP server but to lack what that imports.
+    """
+    from ray._private import services, utils
+
+    services.resolve_ip_for_localhost = lambda host: host
+    utils.get_dashboard_dependency_error = lambda: ImportError("left out")
+
+
+def _own_process_groups() -> None:
+    """Keep signals to the command's process group from Ray's processes: they are needed to end the others cleanly.
+
+    They cannot outlive the command all the same: Ray has the kernel end them with it.
+    """
+    from ray._private import services
+
+    class OwnGroupPopen(services.ConsolePopen):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, process_group=0, **options)
+
+    services.ConsolePopen = OwnGroupPopen  # type: ignore[misc]
+
+
+def _replica_reason(app_name: str) -> str:
+    """Why a replica could not start, in its own words: the last line of the traceback that Serve keeps; "" without."""
+    from ray import serve
+
+    with contextlib.suppress(Exception):
+        for deployment in serve.status().applications[app_name].deployments.values():
+            lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+            found = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
+            if found:
+                return re.sub(r"^[\w.]*\.", "", re.sub(r"\x1b\[[0-9;]*m", "", found[-1]))
+    return ""
+
+
+def _serve_runs() -> bool:
+    """Whether somebody has started Serve in this Ray cluster already."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _reason(error: BaseException) -> str:
+    """What a person can use of an error: Ray's carry a traceback, whose last line says what happened, in colour."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    traced = any(line.startswith(("Traceback", "File ")) for line in lines)
+    return lines[-1] if traced else lines[0]
+
+
+def _twice(begin: Callable[[], object], clear_up: Callable[[], object]) -> None:
+    """Ray gives its processes fixed times to come up, which a busy machine may miss once."""
+    try:
+        begin()
+    except Exception as error:  # Ray raises a dozen types
+        if not any(sign in str(error) for sign in ("timed out", "died", "unavailable")):
+            raise
+        clear_up()
+        begin()
+
+
+def _busy() -> str:
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load < 2 * cores:
+        return ""
+    return f" (this machine is busy: a load of {load:.0f} on {cores} cores; try again when it is less so)"

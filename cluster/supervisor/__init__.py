@@ -1,0 +1,1 @@
+"""Decides which role processes run, and replaces those that die."""

@@ -1,0 +1,61 @@
+"""Metrics of this moment: every role is asked to report, and their pages become one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from alignedserve.cluster.supervisor.metrics_text import merge
+from alignedserve.cluster.supervisor.roster import Roster
+from alignedserve.control.link import Outbox
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+
+REPORT_WAIT_S = 0.5
+
+
+class Collector:
+    """`outboxes` are the open streams by role id."""
+
+    def __init__(self, outboxes: Mapping[str, Outbox[sv.RoleOrder]]) -> None:
+        self._outboxes = outboxes
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._round: asyncio.Task[None] | None = None
+
+    def heard(self, role_id: str) -> None:
+        """A heartbeat came."""
+        if (event := self._waiting.get(role_id)) is not None:
+            event.set()
+
+    async def refresh(self) -> None:
+        """Have every role report now. One round serves all who ask meanwhile; who is late is left out."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.get_running_loop().create_task(self._ask_all())
+        await asyncio.shield(self._round)
+
+    async def _ask_all(self) -> None:
+        self._waiting = {role_id: asyncio.Event() for role_id in self._outboxes}
+        for outbox in self._outboxes.values():
+            outbox.put(sv.RoleOrder(report=pb.Empty()))
+        waits = [asyncio.ensure_future(event.wait()) for event in self._waiting.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=REPORT_WAIT_S)
+            for wait in late:
+                wait.cancel()
+        self._waiting = {}
+
+
+def cluster_metrics(roster: Roster, launches: int) -> str:
+    """What all roles said last, and what the supervisor knows itself."""
+    ready: dict[str, int] = {}
+    for slot in roster.slots.values():
+        ready[slot.planned.role] = ready.get(slot.planned.role, 0) + slot.ready
+    own = [
+        "# HELP alignedserve_ready_instances Instances of a role that are ready.",
+        "# TYPE alignedserve_ready_instances gauge",
+        *(f'alignedserve_ready_instances{{role="{role}"}} {count}' for role, count in ready.items()),
+        "# HELP alignedserve_role_starts_total Processes that the supervisor has started.",
+        "# TYPE alignedserve_role_starts_total counter",
+        f"alignedserve_role_starts_total {launches}",
+    ]
+    return merge([*(member.beat.metrics for member, _ in roster.members()), "\n".join(own)])

@@ -1,0 +1,499 @@
+"""The supervisor's decisions, without I/O: events in, a list of actions out. Time is an argument."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from alignedserve.cluster.launch.processes import Sight
+from alignedserve.cluster.supervisor.actions import Action, End, Fence, Launch
+from alignedserve.cluster.supervisor.hang_detector import LATE_S, Vigil
+from alignedserve.cluster.supervisor.hung_gateways import hung_guests
+from alignedserve.cluster.supervisor.members import Member, Phase, Slot
+from alignedserve.cluster.supervisor.nodes import NodeBook, Placement
+from alignedserve.cluster.supervisor.plan import SPARE, SPARED_ROLES, Node, PlannedRole, Shape
+from alignedserve.cluster.supervisor.rolling import Rolling
+from alignedserve.cluster.supervisor.roster import Roster
+from alignedserve.cluster.supervisor.scaling import Scaling, next_shape
+from alignedserve.cluster.supervisor.store_planner import StorePlanner
+from alignedserve.cluster.supervisor.views import status_of, view_of
+from alignedserve.config import Config
+from alignedserve.control.role import SERVING_STATES
+from alignedserve.errors import AlignedServeError, ConfigError, ModelError, StaleError, UnavailableError, by_code
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+ADOPTION_S = 15.0
+STEADY_S = 5.0
+END_S = 8.0
+LONGEST_BACKOFF_S = 30.0
+
+
+class SupervisorCore:
+    """Which processes should run, which do, and what everyone is to know of everyone.
+
+    `view_version` grows with each change that others must hear of; it begins at the clock's time, so that it goes on
+    growing when the supervisor itself is replaced.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        planned: Sequence[PlannedRole],
+        *,
+        shape: Shape | None = None,
+        gpus: int = 0,
+        first_version: int = 1,
+        agent_socket: Callable[[Node, int], str] | None = None,
+    ) -> None:
+        """`gpus`: of the one node that there is until `located`; `agent_socket`: `NodeBook`'s."""
+        self.config = config
+        self.view_version = first_version
+        self.roster = Roster(planned)
+        self.nodes = NodeBook(self.roster, gpus, agent_socket)
+        self.scaling = Scaling(config, self.roster, self.nodes, shape or Shape.configured(config))
+        self.planner = StorePlanner(config, self.roster, self.nodes)
+        longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
+        self.rolling = Rolling(self.roster, self.scaling, longest_step_s)
+        self.was_ready = False
+        self.has_served = False  # ready once, under this supervisor or an earlier one
+        self.paused = False
+        """A successor is about to take over: nothing is started or ended any more."""
+        self.ending = self.stop_asked = False
+        self.grace_s = 0.0
+        self.failure: pb.Failure | None = None
+        self.supervisor: sv.Peer | None = None
+        """Itself, for agents that may end it when it hangs."""
+        self.incarnation = 0
+        self.own_pid = 0
+        self._ticked_at: float | None = None
+
+    # ---- events
+
+    def expect(self, known: Iterable[sv.Peer], now: float) -> None:
+        """What an earlier supervisor told of processes that may join: before `begin`, and before any can."""
+        for peer in known:
+            if (slot := self.roster.slots.get(peer.process.id)) is not None:
+                slot.found = Member.told(peer, now)
+            elif peer.process.role == "gateway":
+                self.roster.found_guests[peer.process.id] = Member.told(peer, now)
+
+    def begin(self, now: float, running: Iterable[str] = ()) -> list[Action]:
+        """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
+        found = set(running)
+        for slot in self.roster.slots.values():
+            if slot.planned.id in found and slot.phase is Phase.WAITING:  # else it has joined already
+                slot.enter(Phase.STARTING, now)
+                slot.deadline = now + max(ADOPTION_S, self.config.supervisor.fence_after_s)
+                self.nodes.expect(slot.planned.node_id, now)
+        return self.tick(now)
+
+    def located(self, placement: Placement, now: float) -> list[Action]:
+        """What nodes there are, and where instances are to run. Who was on a node that has gone counts as ended."""
+        changed = self.settle(placement, now)
+        return self.tick(now) if changed else []
+
+    def settle(self, placement: Placement, now: float) -> bool:
+        """`located` before `begin`: nothing is started. Whether nodes came or went."""
+        lost = self.nodes.take_in(placement)
+        for slot in [slot for node_id in lost for slot in self.nodes.on(node_id)]:
+            self._lost_with_node(slot, now)
+        for member in [member for member in self.roster.guests.values() if member.hello.node_id in lost]:
+            self.roster.drop_guest(member.key.id)
+        added = self.nodes.open(now)
+        if lost or added:
+            self.scaling.pair()
+            self._touch()
+        return bool(lost or added)
+
+    def joined(self, hello: sv.RoleHello, now: float, unix_s: float = 0.0) -> pb.Failure | None:
+        """A process said hello on a new stream. Returns why it is refused, or None."""
+        key = hello.process
+        if hello.node_id in self.nodes.gone:  # whatever its place is, others may have it by now
+            return _refusal(f"node {hello.node_id} was given up")
+        slot = self.roster.slots.get(key.id)
+        if slot is None:
+            return self._guest_joined(hello, now, unix_s)
+        if slot.planned.role != key.role:
+            return _refusal(f"{key.id} is a {slot.planned.role}, not a {key.role}")
+        old = slot.member
+        if key.incarnation < slot.incarnation:
+            return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
+        if slot.planned.node_id not in ("", hello.node_id):
+            return _refusal(f"{key.id} belongs on node {slot.planned.node_id}, not on {hello.node_id!r}")
+        same = old is not None and old.key.incarnation == key.incarnation
+        if self.closing or (same and slot.phase is Phase.ENDING):
+            return _refusal(f"{key.id} is being ended")
+        if not same:
+            found = self.roster.found(key)  # ready as before: others go on with it, while its first heartbeat comes
+            slot.member = Member(hello, Vigil(now), unix_s, found.beat if found is not None else sv.Heartbeat())
+            slot.device = hello.device
+            slot.incarnation = key.incarnation
+            slot.was_ready = False
+            slot.deadline = now + self.config.supervisor.start_timeout_s
+        elif old is not None:
+            old.vigil.heard(None, now)
+        slot.enter(Phase.JOINED, now)
+        self._pair(now)
+        self._touch()
+        return None
+
+    def heard(self, key: pb.ProcessKey, beat: sv.Heartbeat, now: float) -> list[Action]:
+        """A heartbeat of a process that has joined; one of another incarnation says nothing."""
+        member = self.roster.member(key)
+        if member is None:
+            return []
+        before, reached = member.news, list(member.beat.reaches)
+        member.vigil.heard(beat, now)
+        member.beat = beat
+        if list(beat.reaches) != reached:
+            self._pair(now)
+        if member.news != before:
+            self._touch()
+        slot = self.roster.slots.get(key.id)
+        if slot is None:
+            return []
+        actions = self._note_state(slot, member, now)
+        self._note_model(member)
+        return [*actions, *self._let_go(now)]
+
+    def broke(self, key: pb.ProcessKey, now: float) -> list[Action]:
+        """The stream of a process that had joined is gone."""
+        if self.roster.member(key) is None:
+            return []
+        slot = self.roster.slots.get(key.id)
+        if slot is None:
+            self.roster.lost_guests[key.id] = now + RECONNECT_S
+        elif slot.phase is Phase.JOINED:
+            slot.enter(Phase.LOST, now)
+        self._touch()
+        return []
+
+    def seen(self, sights: Mapping[tuple[str, int], Sight], now: float) -> None:
+        """What the kernel says of processes, by id and incarnation. Of those that are not here nothing is known."""
+        for member in self.roster.watched():
+            sight = sights.get((member.key.id, member.key.incarnation))
+            if sight is not None:
+                member.vigil.seen(sight, now)
+
+    def process_ended(self, key: pb.ProcessKey, reason: str, now: float) -> list[Action]:
+        """This process of a role or guest is known to be dead, whoever fills its place by now."""
+        if self.roster.member(key) is None and self.roster.found(key) is None:
+            return []
+        slot = self.roster.slots.get(key.id)
+        if slot is not None:
+            return self.ended(key.id, slot.generation, reason, now)
+        self.roster.drop_guest(key.id)
+        self._touch()
+        return []
+
+    def ended(self, role_id: str, generation: int, reason: str, now: float) -> list[Action]:
+        """This process is known to be dead."""
+        slot = self.roster.slots.get(role_id)
+        if slot is None or slot.phase is Phase.WAITING or slot.generation != generation:
+            return []
+        reason = slot.end_reason or reason
+        slot.end_reason = ""
+        meant = self.ending or slot.draining
+        self.rolling.note_end(role_id, reason)
+        logger.log(logging.INFO if meant else logging.WARNING, "%s has ended: %s", role_id, reason)
+        if slot.draining:
+            self.scaling.forget(slot)
+            self._touch()
+            return self.tick(now)
+        failure = slot.member.beat.failure if slot.member and slot.member.beat.HasField("failure") else None
+        steady = slot.found is not None or (slot.was_ready and now - slot.ready_at > STEADY_S)
+        slot.failures = 0 if steady else slot.failures + 1
+        if not slot.was_ready and not self.has_served and slot.failures >= self.config.supervisor.max_start_failures:
+            cause = failure.message if failure else reason
+            self._fail(failure, f"{role_id} failed to start {slot.failures} times: {cause}")
+        if self.scaling.is_new(slot) and self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
+            self.scaling.give_up(f"{role_id} failed to start: {failure.message if failure else reason}", now)
+        # The first death after being ready is answered at once; a process that keeps dying waits longer each time.
+        doubling = max(0, slot.failures - (1 if slot.was_ready else 0))
+        slot.launch_at = now + (min(LONGEST_BACKOFF_S, 0.25 * 2**doubling) if doubling else 0.0)
+        slot.member = None
+        slot.was_ready = slot.used = False
+        slot.enter(Phase.WAITING, now)
+        self._touch()
+        return self.tick(now)
+
+    def _lost_with_node(self, slot: Slot, now: float) -> None:
+        """It can reach nobody any more: others may take its place, whether or not it has ended yet."""
+        logger.warning("%s has gone with its node", slot.planned.id)
+        slot.device = slot.end_reason = ""
+        if slot.draining:
+            self.scaling.forget(slot)
+            return
+        slot.member = None
+        slot.was_ready = slot.used = False
+        slot.launch_at = now
+        slot.enter(Phase.WAITING, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: launch what is due, fence what is silent."""
+        slept_s = now - self._ticked_at if self._ticked_at is not None else 0.0
+        self._ticked_at = now
+        if slept_s > min(LATE_S, self.config.supervisor.fence_after_s / 2):
+            self.roster.forgive(slept_s, now)  # nobody else is to blame for what was not heard meanwhile
+        limits = self.config.supervisor
+        self.nodes.follow(max(2 * limits.heartbeat_s, limits.fence_after_s / 2), now)
+        if self.roster.drop_lost_guests(now, lambda node, until: self._is_cut_off(node, until - RECONNECT_S, now)):
+            self._touch()
+        if self.closing or self.paused:
+            return []
+        leaving = [*self._let_go(now), *self._roll(now)]
+        due = [self._due(slot, now) for slot in self.roster.slots.values()]
+        if guests := hung_guests(self.roster, limits, self.own_pid, self._is_cut_off, now):
+            self._touch()
+        return [action for action in (*leaving, *due, *guests) if action is not None]
+
+    def scale(self, prefill: int, decode: int, free_bytes: Mapping[str, int], now: float) -> list[Action]:
+        """Have other numbers of instances; 0: as it is. `free_bytes` of host memory by node, as far as nodes say it.
+
+        Raises AlignedServeError, and changes nothing, where that cannot be.
+        """
+        shape = next_shape(self.scaling.shape, prefill, decode)
+        self._require_running("it cannot be scaled now")
+        self.rolling.refuse_others()
+        self.scaling.check(shape, self.planner.model_info, self.planner.store_plan, free_bytes)
+        if shape == self.scaling.shape:
+            return []
+        self.scaling.change(shape, now)
+        self._touch()
+        return self.tick(now)
+
+    def restart(self, roles: Collection[str], free_bytes: Mapping[str, int], now: float, unix_ns: int) -> list[Action]:
+        """Replace every process of these roles that there is now, at `unix_ns`, one after the other (`rolling.py`).
+
+        Raises AlignedServeError, and changes nothing, where that cannot be.
+        """
+        self._require_running("nothing can be restarted now")
+        model, plan = self.planner.model_info, self.planner.store_plan
+        self.rolling.begin(
+            roles, unix_ns, now, lambda shape: self.scaling.check(shape, model, plan, free_bytes), self.incarnation
+        )
+        self._touch()
+        return self.tick(now)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Gateways take nothing new, and have `grace_s` for what they have; then nothing is started any more.
+
+        Called again it can only make the time shorter.
+        """
+        if not self.ending or grace_s < self.grace_s:
+            self.ending = True
+            self.grace_s = grace_s
+            self._touch()
+
+    @property
+    def closing(self) -> bool:
+        """Nothing is replaced or let in any more. Before that, while gateways drain, their requests need everybody."""
+        return self.ending and (self.grace_s <= 0.0 or not self.was_ready or self.roster.guests_drained())
+
+    # ---- what others see
+
+    def view(self) -> sv.ClusterView:
+        return view_of(self)
+
+    def state(self) -> str:
+        if self.failure is not None:
+            return "failed"
+        if not self.was_ready:
+            return "starting"
+        return "degraded" if self.roster.missing() or self.degraded() else "ready"
+
+    def degraded(self) -> list[str]:
+        """What is not as it should be though its role is served, and who waits for a node."""
+        return [*self.roster.degraded(), *self.nodes.waiting(), *self.nodes.silent()]
+
+    def status(self, cluster_id: str) -> sv.ClusterStatus:
+        """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
+        return status_of(self, cluster_id)
+
+    # ---- inside
+
+    def _require_running(self, otherwise: str) -> None:
+        if self.paused:  # the successor has seen already what there is to be
+            raise UnavailableError(
+                "the application is being updated, and another supervisor is taking this cluster over: nothing was "
+                "changed; try again in a few seconds"
+            )
+        if self.ending or self.failure is not None or not self.was_ready:
+            raise UnavailableError(f"the cluster is still starting, or ending: {otherwise}")
+
+    def _touch(self) -> None:
+        self.view_version += 1
+        if not self.was_ready and self.roster.all_ready():
+            self.was_ready = self.has_served = True
+
+    def _guest_joined(self, hello: sv.RoleHello, now: float, unix_s: float) -> pb.Failure | None:
+        """Gateways are started by Ray Serve: any may join, and nobody here replaces one."""
+        key = hello.process
+        if key.role != "gateway":
+            return _refusal(f"no {key.role} with the id {key.id} belongs to this cluster")
+        old = self.roster.guests.get(key.id)
+        if old is not None and key.incarnation < old.key.incarnation:
+            return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
+        if old is None or old.key.incarnation != key.incarnation:
+            self.roster.drop_guest(key.id)
+            self.roster.guests[key.id] = Member(hello, Vigil(now), unix_s)
+        self.roster.found_guests.pop(key.id, None)
+        self.roster.lost_guests.pop(key.id, None)
+        self._touch()
+        return None
+
+    def _pair(self, now: float) -> None:
+        """Where instances are has become known: who is paired with whom, and whether they can have their channel."""
+        self.scaling.pair()
+        problem = self.scaling.channel_problem()
+        if problem is None:
+            return
+        if not self.was_ready:
+            self._fail(pb.Failure(code=problem.code), problem.message)
+        elif self.scaling.growing:
+            self.scaling.give_up(problem.message, now)
+
+    def _note_state(self, slot: Slot, member: Member, now: float) -> list[Action]:
+        if member.state in SERVING_STATES and not slot.was_ready:
+            slot.was_ready = slot.used = True
+            slot.ready_at = now
+            self.scaling.settle()
+        if member.state != "failed" or slot.phase is Phase.ENDING or self.paused:
+            return []
+        failure = member.beat.failure
+        if not self.has_served and issubclass(by_code(failure.code), ModelError | ConfigError):
+            self._fail(failure, failure.message)  # starting it again changes nothing
+        return [self._fence(slot, f"it failed: {failure.message}", now)]
+
+    def _note_model(self, member: Member) -> None:
+        if self.failure is not None:
+            return
+        try:
+            news = self.planner.note(member)
+        except AlignedServeError as error:
+            self._fail(pb.Failure(code=error.code), error.message)
+        else:
+            if news:
+                self._touch()
+
+    def _let_go(self, now: float) -> list[Action]:
+        """End the instances that were to go, and that nothing needs any more."""
+        actions: list[Action] = []
+        if self.ending or self.paused:
+            return actions
+        for slot, late in self.scaling.due(now):
+            if slot.phase is Phase.WAITING:
+                self.scaling.forget(slot)
+                self._touch()
+            elif late or slot.phase is Phase.STARTING:
+                reason = "it was to go, and requests still needed it" if late else "it was to go before it was there"
+                actions.append(self._fence(slot, reason, now))
+            else:
+                slot.end_reason = "it was to go"
+                slot.deadline = now + END_S
+                slot.enter(Phase.ENDING, now)
+                actions.append(End(slot.planned.id))
+        return actions
+
+    def _roll(self, now: float) -> list[Action]:
+        """Go on with a rolling restart."""
+        if self.ending or not self.was_ready:
+            return []
+        before = self.rolling.state.SerializeToString(deterministic=True)
+        due = self.rolling.step(now, self.incarnation)
+        if self.rolling.state.SerializeToString(deterministic=True) != before:
+            self._touch()
+        return [self._fence(slot, "a rolling restart replaces it", now) for slot in due]
+
+    def _due(self, slot: Slot, now: float) -> Action | None:
+        limits = self.config.supervisor
+        if slot.phase is Phase.WAITING and now >= slot.launch_at and self.failure is None:
+            return self._launch(slot, now)
+        if slot.phase is Phase.ENDING and slot.draining and 0.0 < slot.deadline < now:
+            slot.deadline = 0.0
+            return self._fence(slot, "it was to go, and did not", now)
+        member = slot.member
+        if slot.phase is Phase.LOST and now - slot.since >= RECONNECT_S:
+            if member is not None and self._is_cut_off(member.hello.node_id, slot.since, now):
+                return None
+            return self._fence(slot, "its connection broke", now)
+        if slot.phase is Phase.JOINED and member:
+            hung = member.vigil.verdict(member.beat, limits, now)
+            if hung and not self._is_cut_off(member.hello.node_id, member.vigil.heard_at, now):
+                return self._fence(slot, hung, now)
+        if slot.awaited:
+            return self._due_to_join(slot, now)
+        if slot.phase in (Phase.STARTING, Phase.JOINED) and not slot.was_ready and now > slot.deadline:
+            if slot.phase is Phase.JOINED and not self.planner.store_plan and self.nodes.waiting():
+                slot.deadline = now + limits.start_timeout_s  # memory is divided once all instances have a node
+                return None
+            state = slot.member.state if slot.member else "not joined"
+            reason = f"{slot.planned.id} was not ready in time ({state})"
+            if not self.has_served and slot.planned.role in self.roster.missing():
+                self._fail(None, f"{reason}; supervisor.start_timeout_s is {limits.start_timeout_s:g}")
+            return self._fence(slot, reason, now)
+        return None
+
+    def _due_to_join(self, slot: Slot, now: float) -> Action | None:
+        if slot.found is not None and (stopped := slot.found.vigil.stopped(now)):
+            return self._fence(slot, stopped, now)
+        if now <= slot.deadline or self._is_cut_off(slot.planned.node_id, slot.since, now):
+            return None
+        return self._fence(slot, "it was found running, and has not joined in time", now)
+
+    def _is_cut_off(self, node_id: str, silent_since: float, now: float) -> bool:
+        """Whether it is its node that is not reached. Whoever places instances says in time whether that has gone;
+        after `orphan_after_s` processes there have ended themselves. A node without an agent has less credit.
+        """
+        limits = self.config.supervisor
+        credit_s = limits.orphan_after_s if self.nodes.number(node_id) is not None else limits.fence_after_s
+        return now - silent_since < credit_s and self.nodes.is_cut_off(node_id, now)
+
+    def _launch(self, slot: Slot, now: float) -> Launch | None:
+        role = slot.planned.role
+        if role == SPARE and (self.ending or not self.roster.all_ready()):
+            return None  # it would take the processor from those that start
+        planned = self.nodes.planned(slot)
+        if planned is None:
+            late = now - slot.launch_at > self.config.supervisor.start_timeout_s
+            if late and self.was_ready and self.scaling.is_new(slot):
+                self.scaling.give_up(f"there is no room for {slot.planned.id}", now)
+            return None
+        if planned.node_id != slot.planned.node_id:
+            slot.device = ""  # another node's
+        slot.planned = planned
+        spare = self.roster.ready_spare(planned.node_id) if role in SPARED_ROLES else None
+        slot.enter(Phase.STARTING, now)
+        slot.deadline = now + self.config.supervisor.start_timeout_s
+        slot.generation += 1
+        if spare is None:
+            return Launch(slot.planned, slot.generation)
+        spare.member = None
+        spare.was_ready = False
+        spare.failures = 0
+        spare.enter(Phase.WAITING, now)
+        self._touch()
+        return Launch(slot.planned, slot.generation, spare.planned.id)
+
+    def _fence(self, slot: Slot, reason: str, now: float) -> Fence:
+        member = slot.member or slot.found
+        hello = member.hello if member else None
+        slot.end_reason = reason
+        slot.deadline = 0.0
+        slot.enter(Phase.ENDING, now)
+        self._touch()
+        return Fence(slot.planned.id, slot.generation, hello, reason)
+
+    def _fail(self, failure: pb.Failure | None, message: str) -> None:
+        if self.failure is None:
+            logger.error("the cluster cannot start: %s", message)
+            self.failure = pb.Failure(code=failure.code if failure else AlignedServeError.code, message=message)
+            self._touch()
+
+
+def _refusal(message: str) -> pb.Failure:
+    return pb.Failure(code=StaleError.code, message=message)

@@ -1,0 +1,127 @@
+"""What a supervisor that starts finds of its application, and what becomes of it under its own configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from alignedserve.cluster.launch.launcher import Launcher, Running
+from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_cluster_dir
+from alignedserve.cluster.supervisor.handover import Predecessor, newest_view
+from alignedserve.cluster.supervisor.plan import SPARE, Shape
+from alignedserve.cluster.supervisor.redeploy import EVERYBODY, NO_CHANGE, Change, compare, compare_all
+from alignedserve.cluster.supervisor.supervisor import Identity, Supervisor
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree, known_keys
+from alignedserve.proto import supervisor_pb2 as sv
+
+logger = logging.getLogger(__name__)
+
+ROLES_END_S = 8.0
+LOOK_S = 0.25
+UNHEALTHY_S = 5.0  # until Ray Serve has a gateway end that calls itself unhealthy
+
+
+@dataclass(frozen=True, slots=True)
+class Inheritance:
+    """`before` is the configuration that what runs was started with; None: nothing runs."""
+
+    identity: Identity
+    change: Change = NO_CHANGE
+    predecessor: Predecessor | None = None
+    before: Config | None = None
+
+
+def from_nothing() -> Inheritance:
+    """A cluster of its own."""
+    return Inheritance(Identity(new_cluster_id(), new_token()))
+
+
+async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
+    """What runs of the application; a supervisor that leads it pauses. `code`: what this process runs.
+
+    Raises AlignedServeError where what runs would have to end for a cluster that could not start.
+    """
+    found = await launcher.find()
+    if compare_all(_started_with(found), _on_their_device(config, found)).replaced_for:
+        await launcher.vet(config)  # before anybody hears of this one: where it cannot be, what runs goes on
+        found = await launcher.find()  # after what may have taken long
+    if not found:
+        return from_nothing()
+    settings = found[0].settings
+    started_with, wanted = _started_with(found), _on_their_device(config, found)
+    change = compare_all(started_with, wanted)
+    told = newest_view(found)
+    predecessor, said = await _predecessor(told, settings.token, launcher)
+    if said is not None:
+        led = compare(_read(json.loads(said.config)), wanted)
+        if led.replaced_for and not change.replaced_for:
+            await launcher.vet(config)
+        shape = led.shape or (Shape.configured(wanted) if said.resizing else None)
+        rolled = change.rolled | led.rolled | (EVERYBODY if said.code != code else frozenset())
+        change = Change(change.replaced_for or led.replaced_for, shape, rolled)
+    elif told.followed_prefill and Shape(told.followed_prefill, told.followed_decode) != Shape.configured(wanted):
+        change = replace(change, shape=Shape.configured(wanted))
+    identity = Identity(settings.cluster_id, settings.token)
+    before = started_with[0][1] if started_with else wanted
+    return Inheritance(identity, change, predecessor, before)
+
+
+async def end_predecessors(inheritance: Inheritance, launcher: Launcher) -> None:
+    """End the cluster that runs: its gateways leave first, in the time that their open requests have. Ray Serve has
+    their successors up by then, or starting: requests that come meanwhile wait before its proxies."""
+    before = inheritance.before
+    assert before is not None
+    logger.warning("%s", inheritance.change)
+    supervisor = Supervisor(before, launcher, inheritance.identity, replaceable=True)
+    supervisor.predecessor = inheritance.predecessor
+    await supervisor.start()
+    deadline = time.monotonic() + UNHEALTHY_S + before.gateway.drain_s + ROLES_END_S
+    joined_by = time.monotonic() + UNHEALTHY_S
+    while (supervisor.retire_gateways() or time.monotonic() < joined_by) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+    await supervisor.end_all(ROLES_END_S)
+    await supervisor.close()
+    remove_cluster_dir(inheritance.identity.cluster_id)
+
+
+def _started_with(found: Sequence[Running]) -> list[tuple[str, Config]]:
+    """Each role that runs, and its configuration."""
+    living = [running.settings for running in found if running.settings.role != SPARE]
+    return [(settings.role, _read(settings.config)) for settings in living]
+
+
+def _on_their_device(config: Config, found: Sequence[Running]) -> Config:
+    on_gpu = any(running.settings.device.startswith("cuda") for running in found)
+    return config.on_device("cuda" if on_gpu else "cpu")
+
+
+async def _predecessor(
+    told: sv.ClusterView, token: str, launcher: Launcher
+) -> tuple[Predecessor | None, sv.HandOverReply | None]:
+    """One that may live though it does not answer is told to let go all the same."""
+    if not told.HasField("supervisor"):
+        return None, None
+    alive = {node.node_id for node in await launcher.nodes()}
+    if told.supervisor.node_id and told.supervisor.node_id not in alive:
+        logger.info("the supervisor at %s has gone with its node", told.supervisor.address)
+        return None, None
+    predecessor = Predecessor(told.supervisor, token)
+    said = await predecessor.pause()
+    return (None, None) if predecessor.ended else (predecessor, said)
+
+
+def _read(tree: Mapping[str, Mapping[str, Any]]) -> Config:
+    """A configuration of another version of the package, too: keys that are none here are left out."""
+    known = set(known_keys())
+    return from_tree(
+        {
+            section: {key: value for key, value in keys.items() if f"{section}.{key}" in known}
+            for section, keys in tree.items()
+        }
+    )

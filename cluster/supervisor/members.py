@@ -1,0 +1,148 @@
+"""One process that the supervisor keeps: where it is in its life, and what it last said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from alignedserve.cluster.supervisor.hang_detector import Vigil
+from alignedserve.cluster.supervisor.plan import PlannedRole
+from alignedserve.control.role import SERVING_STATES
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.transfer.topology import Place
+
+
+class Phase(StrEnum):
+    """WAITING -> STARTING -> JOINED -> LOST -> ENDING -> WAITING
+                                 ^________|
+    From each of them a process that is known to have ended leads back to WAITING.
+    """
+
+    WAITING = "waiting"  # no process; one is started at `launch_at`
+    STARTING = "starting"  # launched, has not joined yet
+    JOINED = "joined"
+    LOST = "lost"  # its stream broke; it may come back in the same incarnation
+    ENDING = "ending"  # being killed; not to be replaced before it is known to be dead
+
+
+@dataclass(slots=True)
+class Member:
+    """A process that has joined: who it is, and what it said last."""
+
+    hello: sv.RoleHello
+    vigil: Vigil
+    joined_unix_s: float
+    beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)
+
+    @classmethod
+    def told(cls, peer: sv.Peer, now: float) -> Member:
+        """A process of an earlier supervisor, as that told of it: its state and its stores hold until it says more."""
+        hello = sv.RoleHello(
+            process=peer.process,
+            pid=peer.pid,
+            node_id=peer.node_id,
+            address=peer.address,
+            device=peer.device,
+            started_ticks=peer.started_ticks,
+        )
+        serving = peer.state in SERVING_STATES
+        beat = sv.Heartbeat(state=peer.state, stores=peer.stores) if serving else sv.Heartbeat()
+        return cls(hello, Vigil(now), peer.started_unix_s, beat)
+
+    @property
+    def key(self) -> pb.ProcessKey:
+        return self.hello.process
+
+    @property
+    def state(self) -> str:
+        return self.beat.state or "starting"
+
+    @property
+    def news(self) -> tuple[object, ...]:
+        """What others are told of its last heartbeat."""
+        beat = self.beat
+        return self.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms), list(beat.reaches)
+
+    def peer(self, *, lost: bool, fenced: bool = False, detailed: bool = False) -> sv.Peer:
+        """As others see it; what changes all the time is left out but where `detailed`."""
+        peer = sv.Peer(
+            process=self.key,
+            pid=self.hello.pid,
+            node_id=self.hello.node_id,
+            address=self.hello.address,
+            device=self.hello.device,
+            state="lost" if lost else self.state,
+            stores=self.beat.stores,
+            started_unix_s=self.joined_unix_s,
+            fenced=fenced,
+            started_ticks=self.hello.started_ticks,
+            alarms=self.beat.alarms,
+        )
+        if detailed:
+            peer.holds = self.beat.holds
+        if self.beat.HasField("failure"):
+            peer.failure.CopyFrom(self.beat.failure)
+        return peer
+
+
+@dataclass(slots=True)
+class Slot:
+    """A planned process and whoever fills it now. `since` is when the phase began."""
+
+    planned: PlannedRole
+    phase: Phase = Phase.WAITING
+    since: float = 0.0
+    launch_at: float = 0.0
+    deadline: float = 0.0
+    generation: int = 0
+    """Counts the processes that filled this slot: what is said of an earlier one does not touch its successor."""
+    incarnation: int = 0
+    """Of its last process: a successor's is larger, though it may be on a node whose clock is behind."""
+    device: str = ""
+    """Where the model of its process lay, for the successor to take its place."""
+    member: Member | None = None
+    found: Member | None = None
+    """Who was found running here, as far as that is known, until it has joined or ended."""
+    was_ready: bool = False
+    used: bool = False
+    """Requests may be with this process: it has been ready, or was found running."""
+    ready_at: float = 0.0
+    failures: int = 0
+    """Ends in a row before it was ready, or soon after."""
+    end_reason: str = ""
+    """Why it is being ended, where it was us."""
+    draining_since: float | None = None
+    """It is to end once no request needs it, and is not to be replaced."""
+
+    def enter(self, phase: Phase, now: float) -> None:
+        self.phase = phase
+        self.since = now
+        if phase in (Phase.WAITING, Phase.JOINED):
+            self.found = None
+
+    @property
+    def awaited(self) -> bool:
+        """Its process was found running: this supervisor has started none, and it has not joined yet."""
+        return self.phase is Phase.STARTING and self.generation == 0
+
+    @property
+    def draining(self) -> bool:
+        return self.draining_since is not None
+
+    @property
+    def ready(self) -> bool:
+        if self.draining:
+            return False
+        return self.phase is Phase.JOINED and self.member is not None and self.member.state == "ready"
+
+    @property
+    def place(self) -> Place:
+        """Where its model lies, or is to lie, as far as is known."""
+        node_id = self.member.hello.node_id if self.member is not None else self.planned.node_id
+        return Place(node_id, self.device or self.planned.device)
+
+    @property
+    def reaches(self) -> tuple[str, ...]:
+        """The devices whose memory its own reads; none: it has not said."""
+        return tuple(self.member.beat.reaches) if self.member is not None else ()

@@ -1,0 +1,147 @@
+"""What a changed configuration asks of a cluster that runs: nothing, other numbers of instances, a rolling restart, or
+another cluster in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from alignedserve.cluster.supervisor.plan import Shape
+from alignedserve.cluster.supervisor.rolling import PROCESS_ROLES
+from alignedserve.config import SECTIONS, Config
+from alignedserve.errors import AlignedServeError, UnavailableError
+
+if TYPE_CHECKING:
+    from alignedserve.cluster.supervisor.core import SupervisorCore
+    from alignedserve.cluster.supervisor.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
+SERVES = frozenset({"cluster.name", "model.chat_template"})  # beside gateway.*: Ray Serve replaces gateways anyway
+INSTANCES = frozenset({"prefill", "decode"})
+EVERYBODY = frozenset({*INSTANCES, *PROCESS_ROLES})
+# What a process reads when it starts, and what leaves the sizes of stores and what the tokens are as they were.
+ROLLED: Mapping[str, frozenset[str]] = {
+    "kv_pool.growth_reserve": frozenset({"kv_pool", "scheduler"}),
+    "kv_pool.copy_timeout_s": INSTANCES,
+    "prefill.max_requests": frozenset({"prefill"}),
+    "prefill.queue_tokens": frozenset({"prefill", "scheduler"}),
+    "prefill.layerwise_tokens": frozenset({"prefill"}),
+    "decode.watermark_blocks": frozenset({"decode"}),
+    "decode.overlap": frozenset({"decode"}),
+    "decode.join_iterations": frozenset({"decode", "scheduler"}),
+    "cluster.threads": INSTANCES,
+}
+SCHEDULER = frozenset({"scheduler", "decode", "prefill"})  # instances plan their own iterations by these
+DIVIDES_MEMORY = frozenset({"scheduler.max_batch_share", "scheduler.max_batch_blocks"})
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`replaced_for`: keys for which nothing that runs can go on; empty: it can. `shape`: other numbers of instances.
+    `rolled`: roles whose processes are to be replaced one after the other."""
+
+    replaced_for: tuple[str, ...] = ()
+    shape: Shape | None = None
+    rolled: frozenset[str] = frozenset()
+
+    @property
+    def is_none(self) -> bool:
+        return self == NO_CHANGE
+
+    def __str__(self) -> str:
+        if self.replaced_for:
+            return f"another cluster takes its place, for {', '.join(self.replaced_for)}"
+        parts = [f"going to {self.shape}"] if self.shape else []
+        parts += [f"a rolling restart of {', '.join(sorted(self.rolled))}"] if self.rolled else []
+        return "; ".join(parts) or "everything goes on"
+
+
+NO_CHANGE = Change()
+
+
+def compare(old: Config, new: Config) -> Change:
+    """What it takes to go from one configuration to the other. For a key that is not known here, everything is new."""
+    replaced, rolled, counts = [], frozenset[str](), False
+    for key in differing(old, new):
+        section = key.partition(".")[0]
+        if key in COUNTS:
+            counts = True
+        elif section == "gateway" or key in SERVES:
+            continue
+        elif section in ("supervisor", "log"):
+            rolled |= EVERYBODY
+        elif section == "scheduler" and key not in DIVIDES_MEMORY:
+            rolled |= SCHEDULER
+        elif key in ROLLED:
+            rolled |= ROLLED[key]
+        else:
+            replaced.append(key)
+    if replaced:
+        return Change(tuple(replaced))
+    return Change(shape=Shape.configured(new) if counts else None, rolled=rolled)
+
+
+def compare_all(old: Iterable[tuple[str, Config]], new: Config) -> Change:
+    """Of processes, each a role and what it was started with: all that one of them asks for itself. Numbers of
+    instances are nobody's own, and left out."""
+    changes = [(role, compare(one, new)) for role, one in old]
+    replaced = {key: None for _, change in changes for key in change.replaced_for}
+    return Change(tuple(replaced), rolled=frozenset(role for role, change in changes if role in change.rolled))
+
+
+def differing(old: Config, new: Config) -> list[str]:
+    """Keys whose values differ."""
+    return [
+        f"{name}.{key.name}"
+        for name in SECTIONS
+        for key in fields(getattr(new, name))
+        if _value(old, name, key.name) != _value(new, name, key.name)
+    ]
+
+
+def _value(config: Config, section: str, key: str) -> Any:
+    return getattr(getattr(config, section), key)
+
+
+async def follow(change: Change, supervisor: Supervisor) -> None:
+    """Have what runs follow a changed configuration, one thing after the other; returns when the last is under way."""
+    logger.info("the configuration has changed: %s", change)
+    if change.shape is not None:
+        try:
+            await _when_at_rest(supervisor, partial(supervisor.scale, change.shape.prefill, change.shape.decode))
+        except AlignedServeError as error:
+            logger.error("%s cannot be had: %s", change.shape, error.message)
+            supervisor.core.scaling.failure = error.message
+        supervisor.core.scaling.followed = change.shape
+        supervisor.core.view_version += 1
+    if change.rolled:
+        await _when_at_rest(supervisor, partial(supervisor.restart, change.rolled))
+
+
+async def _when_at_rest(supervisor: Supervisor, begin: Callable[[], Awaitable[object]]) -> None:
+    """Begin once nothing else is under way. In a pause nothing is: what a successor has not seen would be lost."""
+    core = supervisor.core
+    while True:
+        while not core.was_ready or not _at_rest(core) or core.paused:
+            await supervisor.wait_changed(0.5)
+        try:
+            await begin()
+        except UnavailableError as error:  # an order came meanwhile, or no agent answered
+            if core.ending or core.failure is not None:
+                raise
+            logger.warning("the changed configuration is followed later: %s", error.message)
+            await asyncio.sleep(RETRY_S)
+        else:
+            return
+
+
+def _at_rest(core: SupervisorCore) -> bool:
+    return core.roster.all_ready() and not core.scaling.draining and not core.rolling.running

@@ -1,0 +1,147 @@
+"""Who is planned, who has joined, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from alignedserve.cluster.supervisor.members import Member, Phase, Slot
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, REQUIRED_ROLES, SPARE, PlannedRole
+from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.proto import common_pb2 as pb
+
+DRAINED = "drained"
+
+
+class Roster:
+    """The planned processes, each in a slot, and guests: gateways, which Ray Serve starts and replaces."""
+
+    def __init__(self, planned: Sequence[PlannedRole]) -> None:
+        self.slots = {role.id: Slot(role) for role in planned}
+        self._generations: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}  # of the last process of who has no slot now
+        self.guests: dict[str, Member] = {}
+        self.lost_guests: dict[str, float] = {}
+        """Guests whose stream is gone, and until when they may come back."""
+        self.ending_guests: set[str] = set()
+        self.found_guests: dict[str, Member] = {}
+        """Guests of an earlier supervisor that have not come to this one."""
+
+    def member(self, key: pb.ProcessKey) -> Member | None:
+        """The live process of this role, id and incarnation."""
+        slot = self.slots.get(key.id)
+        member = slot.member if slot is not None else self.guests.get(key.id)
+        return member if member is not None and member.key == key else None
+
+    def found(self, key: pb.ProcessKey) -> Member | None:
+        """The process of this key, where an earlier supervisor had it and it has not joined this one."""
+        slot = self.slots.get(key.id)
+        member = slot.found if slot is not None else self.found_guests.get(key.id)
+        return member if member is not None and member.key == key else None
+
+    def watched(self) -> list[Member]:
+        """Everyone whom the kernel is asked about: who has joined, and who may come."""
+        expected = [slot.found for slot in self.slots.values() if slot.found is not None]
+        return [member for member, _ in self.members()] + expected + list(self.found_guests.values())
+
+    def add(self, planned: PlannedRole) -> Slot:
+        """One more process. What is said late of one that had this id before is not said of it."""
+        generation = self._generations.get(planned.id, 0)
+        slot = Slot(planned, generation=generation, incarnation=self._incarnations.pop(planned.id, 0))
+        self.slots[planned.id] = slot
+        return slot
+
+    def sort(self) -> None:
+        """By role, in the order in which people read them."""
+        order = {role: rank for rank, role in enumerate((*REQUIRED_ROLES, SPARE))}
+        slots = sorted(self.slots.values(), key=lambda slot: order[slot.planned.role])
+        self.slots.clear()
+        self.slots.update({slot.planned.id: slot for slot in slots})
+
+    def remove(self, role_id: str) -> None:
+        slot = self.slots.pop(role_id)
+        self._generations[role_id], self._incarnations[role_id] = slot.generation, slot.incarnation
+
+    def adopt(self, incarnations: Mapping[str, int]) -> None:
+        """Those of an earlier supervisor's roster."""
+        self._incarnations |= incarnations
+        for role_id in self._incarnations.keys() & self.slots.keys():
+            self.slots[role_id].incarnation = self._incarnations.pop(role_id)
+
+    def incarnations(self) -> dict[str, int]:
+        """Of the last process that joined, by id: also of instances that have gone, since their ids are used again."""
+        gone = {name: last for name, last in self._incarnations.items() if name.rpartition("-")[0] in MODEL_ROLES}
+        there = {name: slot.incarnation for name, slot in self.slots.items()}
+        return {name: last for name, last in (gone | there).items() if last}
+
+    def newest(self) -> int:
+        """The greatest incarnation that was heard of."""
+        there = (slot.incarnation for slot in self.slots.values())
+        guests = (member.key.incarnation for member in self.guests.values())
+        return max((*self._incarnations.values(), *there, *guests), default=0)
+
+    def members(self) -> list[tuple[Member, bool]]:
+        """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
+        planned = [
+            (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
+        ]
+        return planned + [(member, member.key.id in self.lost_guests) for member in self.guests.values()]
+
+    def open_requests(self) -> int:
+        """What gateways hold, as they said last."""
+        return int(sum(member.beat.gauges[OPEN_GAUGE] for member in self.guests.values()))
+
+    def guests_drained(self) -> bool:
+        """Whether no gateway holds a request or takes one."""
+        return all(member.state == DRAINED for member in self.guests.values())
+
+    def drop_lost_guests(self, now: float, spared: Callable[[str, float], bool]) -> bool:
+        """Forget those whose time is over, but for those of whose node and time `spared` is true; whether there were
+        any."""
+        due = [(role_id, until) for role_id, until in self.lost_guests.items() if now >= until]
+        over = [role_id for role_id, until in due if not spared(self.guests[role_id].hello.node_id, until)]
+        for role_id in over:
+            self.drop_guest(role_id)
+        return bool(over)
+
+    def drop_guest(self, role_id: str) -> None:
+        self.guests.pop(role_id, None)
+        self.found_guests.pop(role_id, None)
+        self.lost_guests.pop(role_id, None)
+        self.ending_guests.discard(role_id)
+
+    def is_fenced(self, role_id: str) -> bool:
+        """Whether it is being ended: nothing that it says counts any more."""
+        slot = self.slots.get(role_id)
+        return slot.phase is Phase.ENDING if slot is not None else role_id in self.ending_guests
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """Nobody is to blame for what was not heard in so many seconds until now."""
+        for member in self.watched():
+            member.vigil.forgive(seconds, now)
+        for slot in self.slots.values():
+            if slot.phase is Phase.LOST:
+                slot.since = now
+
+    def all_ready(self) -> bool:
+        """Whether every role that the cluster needs is; spares come after that."""
+        return all(slot.ready or slot.draining for slot in self.slots.values() if slot.planned.role != SPARE)
+
+    def ready_spare(self, node_id: str = "") -> Slot | None:
+        """One on that node, where it matters."""
+        spares = (slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready)
+        return next((slot for slot in spares if not node_id or slot.planned.node_id == node_id), None)
+
+    def missing(self) -> list[str]:
+        """Roles of which no instance is ready."""
+        ready = {slot.planned.role for slot in self.slots.values() if slot.ready}
+        return [role for role in REQUIRED_ROLES if role not in ready]
+
+    def degraded(self) -> list[str]:
+        """Instances that are not ready though another of their role is, as "decode-1: starting"; and all alarms."""
+        missing = set(self.missing())
+        late = [
+            f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"
+            for slot in self.slots.values()
+            if not slot.ready and not slot.draining and slot.planned.role not in (*missing, SPARE)
+        ]
+        return late + [f"{member.key.id}: {alarm}" for member, _ in self.members() for alarm in member.beat.alarms]

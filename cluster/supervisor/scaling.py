@@ -1,0 +1,284 @@
+"""How many instances there are, and how that changes: whether there is room, who comes, who goes, who pairs with whom.
+
+The numbers of instances count from 0, so the ones that go are those with the highest. One that goes drains first: it
+stays a part of the cluster, with its pairs, until neither it nor the scheduler knows of a request that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.units import Unit, plan_units
+from alignedserve.cluster.supervisor.members import Phase, Slot
+from alignedserve.cluster.supervisor.nodes import NodeBook
+from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, resolve_device
+from alignedserve.cluster.supervisor.roster import DRAINED, Roster
+from alignedserve.config import Config
+from alignedserve.errors import ConfigError, ResourceError, UnavailableError
+from alignedserve.memory import describe_bytes
+from alignedserve.model import ModelInfo
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.scheduler.core.pairing import pair_up
+from alignedserve.sizing import StorePlan
+from alignedserve.transfer.pair_choice import choose_pair_channel
+from alignedserve.transfer.topology import PeerAccess, Place, link_rank
+
+logger = logging.getLogger(__name__)
+
+PROCESS_BYTES = 300 << 20  # a worker without a model: interpreter, torch, gRPC
+DRAIN_LIMIT_S = 120.0
+
+
+class Scaling:
+    """Changes the roster's slots. What is to be done with their processes, the core decides."""
+
+    def __init__(self, config: Config, roster: Roster, nodes: NodeBook, shape: Shape) -> None:
+        self.shape = shape
+        self.followed = Shape.configured(config)
+        """What the configuration asked for that was followed last: this one's numbers may still be to come."""
+        self.pairs: list[tuple[str, str]] = []
+        self.failure = ""
+        self._config = config
+        self._roster = roster
+        self._nodes = nodes
+        self._before = shape  # what a growth that fails goes back to
+        self.pair()
+
+    # ---- a change
+
+    def grows(self, shape: Shape) -> bool:
+        return shape.prefill > self.shape.prefill or shape.decode > self.shape.decode
+
+    def check(self, shape: Shape, model_info: str, store_plan: str, free_bytes: Mapping[str, int]) -> None:
+        """Raises UnavailableError where it is not the time for it, ResourceError where there is no room."""
+        if draining := [slot.planned.id for slot in self._draining()]:
+            raise UnavailableError(f"{', '.join(draining)} must have ended first; try again in a moment")
+        if not model_info or not store_plan:
+            raise UnavailableError("the cluster is still starting; try again when it is ready")
+        if self.grows(shape):
+            self._check_gpus(shape)
+            self._check_memory(shape, model_info, store_plan, free_bytes)
+
+    def _check_gpus(self, shape: Shape) -> None:
+        if self._nodes.elastic:
+            return  # they may come with further nodes
+        check_gpus(self._config, self._nodes.gpus, shape)
+        if self._on_cpu() or not self._config.cluster.share_gpu:
+            return
+        each = -(-Shape.configured(self._config).instances // self._nodes.gpus)
+        if shape.instances > each * self._nodes.gpus:
+            raise ResourceError(
+                f"{shape} are more than {self._nodes.gpus} GPUs hold: each was divided for {each} instances at the "
+                "start; start the cluster with as many as there may be"
+            )
+
+    def _check_memory(self, shape: Shape, model_info: str, store_plan: str, free_bytes: Mapping[str, int]) -> None:
+        if not free_bytes:
+            raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+        new = self._new(shape)
+        room, units = self.room(new, model_info, store_plan, free_bytes), self._units(new)
+        if room.fits(units):
+            return
+        needed = [room.needed(unit) for unit in units]
+        largest = f", {describe_bytes(max(needed))} of it on one node" if len(needed) > 1 else " on one node"
+        them = f"{len(new)} more instances need" if len(new) > 1 else f"{new[0][1]} needs"
+        raise ResourceError(
+            f"{them} {describe_bytes(sum(needed))} of host memory{largest} (weights, cache, "
+            f"buffers and processes), but only {room}"
+        )
+
+    def room(
+        self, instances: Sequence[tuple[str, str]], model_info: str, store_plan: str, free_bytes: Mapping[str, int]
+    ) -> Room:
+        """What nodes have for these new instances, `(role, id)`; before the stores are planned they need nothing.
+
+        A node on which nothing of the cluster runs yet has what Ray says of it, without the shard that it would get;
+        it counts where all of the instances may run there.
+        """
+        if not model_info or not store_plan:
+            return Room(free_bytes, {})
+        model, plan = ModelInfo.from_json(model_info), StorePlan.from_json(store_plan)
+        shard_bytes = 2 * PROCESS_BYTES + plan.pool * model.geometry(plan.block_size).block_bytes
+        asked = [unit.resources for unit in self._units(instances)]
+        fresh = {
+            node.node_id: max(0, int(node.resources.get("memory", 0)) - shard_bytes)
+            for node in self._nodes.unused()
+            if all(node.resources.get(name, 0) >= amount for resources in asked for name, amount in resources.items())
+        }
+        needed = {role_id: self._needed_bytes(role, model, plan) for role, role_id in instances}
+        return Room({**fresh, **free_bytes}, needed)
+
+    def _units(self, instances: Sequence[tuple[str, str]]) -> list[Unit]:
+        """Of a GPU they ask for a thousandth at least: what one gets of it, its launcher says."""
+        return plan_units(self._config, instances, 0.0 if self._on_cpu() else 0.001)
+
+    def _needed_bytes(self, role: str, model: ModelInfo, plan: StorePlan) -> int:
+        """Host memory of an instance: on a CPU its weights, cache and buffers, too; on GPUs those lie there."""
+        if not self._on_cpu():
+            return PROCESS_BYTES
+        buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
+        blocks = plan.prefill_cache + buffers if role == "prefill" else plan.decode_cache
+        return PROCESS_BYTES + blocks * model.geometry(plan.block_size).block_bytes + model.weight_bytes
+
+    def _on_cpu(self) -> bool:
+        return resolve_device(self._config, self._nodes.gpus) == "cpu"
+
+    def change(self, shape: Shape, now: float) -> None:
+        """Add the slots that are missing, and mark those that are too many."""
+        logger.info("from %s to %s", self.shape, shape)
+        wanted = {role_id for _, role_id in shape.ids()}
+        for role, role_id in self._new(shape):
+            slot = self._roster.add(PlannedRole(role, role_id, self._device()))
+            slot.launch_at = now
+        for _, role_id in self.shape.ids():
+            if role_id not in wanted:
+                self._roster.slots[role_id].draining_since = now
+        self._before, self.shape = self.shape, shape
+        self.failure = ""
+        self.pair()
+
+    def give_up(self, reason: str, now: float) -> None:
+        """An instance that was added cannot start: back to what there was before."""
+        failed, before = self.shape, self._before
+        self.change(before, now)
+        self.failure = f"{reason}; the cluster stays with {before}"
+        logger.error("%s cannot be had: %s", failed, self.failure)
+
+    def settle(self) -> None:
+        """Once all are there, the change has come about: nothing goes back to what there was before."""
+        if self._roster.all_ready():
+            self._before = self.shape
+
+    @property
+    def growing(self) -> bool:
+        """Whether a change is under way that added instances."""
+        return not set(self.shape.ids()) <= set(self._before.ids())
+
+    def is_new(self, slot: Slot) -> bool:
+        """Whether it was added by a change that has not come about yet."""
+        return not slot.draining and (slot.planned.role, slot.planned.id) not in self._before.ids()
+
+    def has_place(self, slot: Slot) -> bool:
+        """Whether there is a node for its next process."""
+        return self._nodes.planned(slot) is not None
+
+    def adopt(self, view: sv.ClusterView, found: Iterable[PlannedRole], now: float) -> None:
+        """Go on with what an earlier supervisor told everyone. `found` are the processes that run."""
+        for planned in found:
+            slot = self._roster.slots.get(planned.id)
+            if slot is not None:
+                slot.planned, slot.used = planned, True
+            elif planned.id in view.draining:
+                slot = self._roster.add(planned)
+                slot.draining_since, slot.used = now, True
+        self.pairs = [(pair.decode_id, pair.prefill_id) for pair in view.pairs]
+        self.pair()
+
+    # ---- those that go
+
+    def _draining(self) -> list[Slot]:
+        return [slot for slot in self._roster.slots.values() if slot.draining]
+
+    @property
+    def draining(self) -> list[str]:
+        return [slot.planned.id for slot in self._draining()]
+
+    def due(self, now: float) -> list[tuple[Slot, bool]]:
+        """Those of which nobody needs anything any more; True: though requests may be lost with it."""
+        due = []
+        for slot in self._draining():
+            if not slot.used and slot.phase in (Phase.WAITING, Phase.STARTING, Phase.JOINED):
+                due.append((slot, False))  # it never had a request
+            elif slot.phase is Phase.JOINED:
+                late = slot.draining_since is not None and now - slot.draining_since > DRAIN_LIMIT_S
+                if late or (self._is_drained(slot) and self._scheduler_agrees(slot)):
+                    due.append((slot, late))
+        return due
+
+    @staticmethod
+    def _is_drained(slot: Slot) -> bool:
+        return slot.member is not None and slot.member.state == DRAINED
+
+    def _scheduler_agrees(self, slot: Slot) -> bool:
+        schedulers = (other for other in self._roster.slots.values() if other.planned.role == "scheduler")
+        return any(
+            other.ready and other.member is not None and slot.planned.id in other.member.beat.drained
+            for other in schedulers
+        )
+
+    def forget(self, slot: Slot) -> None:
+        """The process of one that was to go has ended. In a rolling restart another takes its place."""
+        self._roster.remove(slot.planned.id)
+        if (slot.planned.role, slot.planned.id) in self.shape.ids():
+            self._roster.add(slot.planned)
+        self.pair()
+
+    # ---- inside
+
+    def pair(self) -> None:
+        """Those that have both served stay paired as they are: requests may lie in the buffers between them.
+
+        A pair is added for an instance that would have none, but with one that is to go.
+        """
+        if not self._config.cluster.prefetch:
+            return
+        slots = self._roster.slots
+        kept = [pair for pair in self.pairs if all(name in slots and slots[name].used for name in pair)]
+        lasting = {name for pair in kept if not any(slots[name].draining for name in pair) for name in pair}
+        where = {name: (slot.place, slot.reaches) for name, slot in slots.items()}
+        wanted = pair_up(self.shape.prefill, self.shape.decode, lambda d, p: _known_rank(*where[d], *where[p]))
+        added = [pair for pair in wanted if not lasting.issuperset(pair)]
+        self.pairs = sorted(kept + added)  # whoever joined first
+
+    def link_rank(self, decode_id: str, prefill_id: str) -> int:
+        """How good the link of two instances is, 0 the best, as far as it is known where they are."""
+        ours, theirs = self._roster.slots[decode_id], self._roster.slots[prefill_id]
+        return _known_rank(ours.place, ours.reaches, theirs.place, theirs.reaches)
+
+    def channel_problem(self) -> ResourceError | None:
+        """Why a pair whose processes have both joined cannot have the channel that is configured."""
+        cluster, slots = self._config.cluster, self._roster.slots
+        for names in self.pairs:
+            ours, theirs = (slots[name] for name in names)
+            if not (ours.member and theirs.member):
+                continue
+            reach, places = _reach(ours.reaches, theirs.reaches), (ours.place, theirs.place)
+            first, second = zip(names, places, strict=True)
+            try:
+                choose_pair_channel(cluster.channel, first, second, reach, allow_slow=cluster.allow_slow_channel)
+            except ResourceError as error:
+                return error
+        return None
+
+    def _new(self, shape: Shape) -> list[tuple[str, str]]:
+        return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
+
+    def _device(self) -> str:
+        """Of a new instance, until it is known on which node it is to run."""
+        return "cpu" if self._on_cpu() else self._nodes.free_device()
+
+
+@lru_cache(4096)
+def _known_rank(first: Place, reached: tuple[str, ...], second: Place, reached_back: tuple[str, ...]) -> int:
+    """What is not known yet is taken for the best: one node, devices that reach each other."""
+    node_id = first.node_id if first.node_id and second.node_id else second.node_id
+    return link_rank(replace(first, node_id=node_id), second, _reach(reached, reached_back))
+
+
+def _reach(reached: tuple[str, ...], reached_back: tuple[str, ...]) -> PeerAccess:
+    def reach(device: str, other: str) -> bool:
+        return not (reached or reached_back) or other in reached or device in reached_back
+
+    return reach
+
+
+def next_shape(shape: Shape, prefill: int, decode: int) -> Shape:
+    """`shape` with other numbers; 0: as it is. Raises ConfigError for numbers that no cluster can have."""
+    wanted = Shape(prefill or shape.prefill, decode or shape.decode)
+    if not (1 <= wanted.prefill <= 1024 and 1 <= wanted.decode <= 1024):
+        raise ConfigError(f"there must be between 1 and 1024 instances of a role; {wanted} were asked for")
+    return wanted

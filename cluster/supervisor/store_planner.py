@@ -1,0 +1,90 @@
+"""How many blocks each store gets: decided once for a cluster's life, as soon as model and memory are known."""
+
+from __future__ import annotations
+
+import logging
+
+from alignedserve.cluster.supervisor.members import Member
+from alignedserve.cluster.supervisor.nodes import NodeBook
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
+from alignedserve.cluster.supervisor.roster import Roster
+from alignedserve.config import Config
+from alignedserve.device_memory import FREE_GAUGE, TOTAL_GAUGE, DeviceMemory, describe_plan
+from alignedserve.model import ModelInfo
+from alignedserve.sizing import HostMemory, plan_stores
+
+logger = logging.getLogger(__name__)
+
+MEMORY_GAUGE = "memory_available_bytes"
+
+
+class StorePlanner:
+    """`model_info` and `store_plan` are JSON, as the view carries them; empty until they are known."""
+
+    def __init__(self, config: Config, roster: Roster, nodes: NodeBook) -> None:
+        self.model_info = ""
+        self.store_plan = ""
+        self._config = config
+        self._roster = roster
+        self._nodes = nodes
+        self._devices: dict[str, tuple[str, DeviceMemory]] = {}  # instance -> role, and its GPU
+        self._memory_bytes: dict[str, int] = {}  # of each node, by its agent
+
+    def adopt(self, model_info: str, store_plan: str) -> None:
+        """What an earlier supervisor decided holds on: the stores exist."""
+        self.model_info = self.model_info or model_info
+        self.store_plan = self.store_plan or store_plan
+
+    def note(self, member: Member) -> bool:
+        """Take in what a process says of the model or of memory; whether something became known by it.
+
+        Raises ResourceError where the stores do not fit.
+        """
+        before = (self.model_info, self.store_plan)
+        # The first word of the agent counts: it was up before any weights were loaded.
+        if MEMORY_GAUGE in member.beat.gauges:
+            self._memory_bytes.setdefault(member.key.id, int(member.beat.gauges[MEMORY_GAUGE]))
+        self.model_info = self.model_info or member.beat.model_info
+        self._note_device(member)
+        if self.model_info and not self.store_plan and (hosts := self._hosts()) is not None:
+            self._plan(ModelInfo.from_json(self.model_info), hosts)
+        return before != (self.model_info, self.store_plan)
+
+    def _hosts(self) -> list[HostMemory] | None:
+        """What each node has, and how many instances are there; None while that is not all known."""
+        slots = self._roster.slots.values()
+        planned = [self._nodes.planned(slot) for slot in slots if slot.planned.role in MODEL_ROLES]
+        instances = [role for role in planned if role is not None]
+        if len(instances) < len(planned):
+            return None
+        if any(role.on_gpu and role.id not in self._devices for role in instances):
+            return None
+        hosts = []
+        for agent in (slot.planned for slot in slots if slot.planned.role == "node_agent"):
+            if agent.id not in self._memory_bytes:
+                return None
+            here = [role.role for role in instances if role.node_id == agent.node_id]
+            spares = sum(slot.planned.role == SPARE and agent.node_id == self._nodes.home.node_id for slot in slots)
+            memory_bytes = self._memory_bytes[agent.id]
+            hosts.append(HostMemory(agent.node_id, memory_bytes, here.count("prefill"), here.count("decode"), spares))
+        return hosts or None
+
+    def _note_device(self, member: Member) -> None:
+        """A worker says what its GPU had before it loaded anything; its successor may say another figure."""
+        gauges, key = member.beat.gauges, member.key
+        slot = self._roster.slots.get(key.id)
+        if slot is None or not slot.planned.on_gpu or TOTAL_GAUGE not in gauges:
+            return
+        total, free = int(gauges[TOTAL_GAUGE]), int(gauges[FREE_GAUGE])
+        self._devices[key.id] = (
+            key.role,
+            DeviceMemory(key.id, member.hello.device, total, free, member.hello.node_id),
+        )
+
+    def _plan(self, model: ModelInfo, hosts: list[HostMemory]) -> None:
+        devices = [self._devices[instance] for instance in sorted(self._devices)]
+        plan = plan_stores(self._config, model, hosts, devices)
+        self.store_plan = plan.to_json()
+        logger.info("stores, in blocks: %s", self.store_plan)
+        for line in describe_plan(self._config, plan.devices, devices):
+            logger.info("%s", line)

@@ -1,0 +1,512 @@
+"""The supervisor's server: roles join it, hear of each other, and are started, watched and ended by it.
+
+It decides nothing itself (`core.py` does) and starts nothing itself (a `Launcher` does), and knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from alignedserve.cancellation import end_tasks
+from alignedserve.cluster.launch.launcher import Launcher, Running
+from alignedserve.cluster.node.watchdog import Watchdog
+from alignedserve.cluster.runtime_dir import agent_socket
+from alignedserve.cluster.supervisor import handover
+from alignedserve.cluster.supervisor.actions import Action, End, Fence, FenceGuest, Launch
+from alignedserve.cluster.supervisor.collector import Collector, cluster_metrics
+from alignedserve.cluster.supervisor.core import SupervisorCore
+from alignedserve.cluster.supervisor.fencer import Fencer
+from alignedserve.cluster.supervisor.integrity import check_cluster
+from alignedserve.cluster.supervisor.members import Phase, Slot
+from alignedserve.cluster.supervisor.metrics_text import with_label
+from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
+from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, Shape, check_gpus, plan_processes, resolve_device
+from alignedserve.cluster.supervisor.redeploy import NO_CHANGE, Change, follow
+from alignedserve.cluster.supervisor.rolling import ORDER, SERVE_ROLES
+from alignedserve.config import Config
+from alignedserve.config_sources import to_tree
+from alignedserve.control.convert import failure_to_proto
+from alignedserve.control.link import Outbox, first_message, serve_stream
+from alignedserve.control.role import new_incarnation, started_ticks
+from alignedserve.control.rpc import RpcServer
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.errors import AlignedServeError, ResourceError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
+logger = logging.getLogger(__name__)
+
+EXIT_NEWS_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What makes a cluster this one. A supervisor's successor goes on with the same."""
+
+    cluster_id: str
+    token: str = field(repr=False)
+
+
+class Supervisor(sv_grpc.SupervisorServicer):
+    """Life: `start` → `end_all` (ends every process) → `close`; without `end_all` the roles wait for a successor."""
+
+    def __init__(self, config: Config, launcher: Launcher, identity: Identity, *, replaceable: bool = False) -> None:
+        """`replaceable`: somebody starts a successor, so node agents may end this process when it hangs."""
+        self.config = config
+        self.identity = identity
+        self.address = ""
+        self.core: SupervisorCore
+        self._tree: Mapping[str, Any] = {}
+        self._launcher = launcher
+        self._replaceable = replaceable
+        self._process = pb.ProcessKey(role="supervisor", id="supervisor-0", incarnation=0)  # until it starts
+        self._started_unix_s = time.time()
+        self._outboxes: dict[str, Outbox[sv.RoleOrder]] = {}
+        self._told_version = 0
+        self._collector = Collector(self._outboxes)
+        self._fencer = Fencer(lambda: self.core.roster, launcher, identity.token)
+        self._watchdog = Watchdog(self._on_dead)
+        self._here = ""
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: RpcServer | None = None
+        self._launches = 0
+        self._following: asyncio.Task[None]
+        self._placing: Placing
+        self._leaving = handover.Leaving(self._pause)
+        self._closed = False
+        self.ticked_at = time.monotonic()
+        self.stop_asked = asyncio.Event()
+        self.code = ""
+        """What it runs beside its configuration: a successor that runs something else replaces every process."""
+        self.application = ""  # which metrics are labelled with, where there may be others
+        self.predecessor: handover.Predecessor | None = None
+        """Who leads the cluster up to now, where somebody does: it is told to let go, as late as possible."""
+        self.command = (0, "")  # pid and machine of the command that ends this cluster, where there is one
+
+    # ---- life
+
+    async def start(self, change: Change = NO_CHANGE) -> None:
+        """Serve, find what runs, start what does not; `change` is what becomes of what runs. Raises ResourceError where
+        no node has what is asked for."""
+        nodes = list(await self._launcher.nodes())
+        self._here = self._fencer.here = nodes[0].node_id
+        found = await self._launcher.find()
+        device = _device(self.config, nodes, found)
+        self.config = self.config.on_device(device)
+        self._tree = to_tree(self.config)
+        told = handover.newest_view(found, self.predecessor)
+        self._process.incarnation = new_incarnation(handover.newest_incarnation(told))
+        shape = Shape(told.prefill, told.decode) if told.prefill else Shape.configured(self.config)
+        self.core = SupervisorCore(
+            self.config,
+            plan_processes(self.config, device, shape),
+            shape=shape,
+            first_version=max(time.time_ns() // 1_000_000, told.version + 1_000_000),  # of a clock set back, too
+            agent_socket=self._agent_socket,
+        )
+        self._placing = Placing(
+            self.core, self._launcher, self.identity.cluster_id, self._fencer, self._carry_out, self._leaving
+        )
+        now = time.monotonic()
+        running_roles = [running.planned for running in found]
+        self.core.has_served = told.was_ready
+        self.core.roster.adopt(told.incarnations)
+        self.core.nodes.adopt(told, [(running.planned, running.settings.agent_socket) for running in found])
+        self.core.scaling.adopt(told, running_roles, now)
+        if change.shape is not None:
+            self.core.scaling.followed = Shape(told.followed_prefill, told.followed_decode)
+        self.core.planner.adopt(told.model_info, told.store_plan)
+        self.core.rolling.adopt(told, now)
+        if not self._launcher.elastic:
+            check_gpus(self.config, sum(node.gpus for node in nodes), shape)
+        await self._placing.settle(now)
+        self.core.expect(handover.known_processes(found, told), now)  # agents have their slots now
+        self._server = RpcServer(self.identity.token, nodes[0].host)
+        self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
+        self.address = await self._server.start()
+        self.core.own_pid = os.getpid()
+        self.core.incarnation = self._process.incarnation
+        if self._replaceable:
+            self.core.supervisor = self._as_peer()
+        for running in found:
+            slot = self.core.roster.slots.get(running.settings.id)
+            if slot is None:
+                await self._launcher.kill(running.settings.id)
+            else:
+                self._watch(running.settings.id, slot.generation)
+        if found:
+            logger.info("found running: %s", ", ".join(running.settings.id for running in found))
+        announced = self._launcher.announce(self.address)
+        if self.predecessor is None:
+            self._spawn(announced)
+        else:  # it lets go of the roles once they can find this one
+            await announced
+            has_let_go = await self.predecessor.leave_to(self.address)
+            leaving = self._launcher.announce(self.address, leave=True)
+            if has_let_go:
+                self._spawn(leaving)  # it does nothing for roles that have come
+            else:
+                await leaving
+                await handover.wait_followed(self._launcher, self._process.incarnation)
+        self._carry_out(self.core.begin(time.monotonic(), [running.settings.id for running in found]))
+        if not change.is_none:
+            self._spawn(follow(change, self))
+        if told.stop_asked and self.predecessor is None:
+            self._spawn(self._go_on_to_the_end())
+        self._spawn(self._tick())
+        self._following = self._spawn(self._placing.follow())
+
+    def announce_end(self, grace_s: float = 0.0) -> None:
+        """Tell everyone that `end_all` is near: gateways have `grace_s` for what they hold."""
+        self.core.end(grace_s)
+        self._publish()
+
+    def retire_gateways(self) -> bool:
+        """Have Ray Serve end all that there are; whether there are any."""
+        self.core.rolling.retire_all()
+        self.core.view_version += 1
+        self._publish()
+        return bool(self.core.roster.guests)
+
+    async def wait_drained(self, timeout_s: float) -> bool:
+        """Returns once no gateway holds a request, or after `timeout_s`; which of the two. After `announce_end`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.core.roster.guests_drained():
+            if time.monotonic() >= deadline:
+                return False
+            await self.wait_changed(0.2)
+        return True
+
+    async def end_all(self, grace_s: float = 8.0) -> None:
+        """Order every role to end, kill what has not within `grace_s`, agents last. Returns when all are dead."""
+        self.announce_end()
+        agents = [slot for slot in self.core.roster.slots.values() if slot.planned.role == "node_agent"]
+        others = [slot for slot in self.core.roster.slots.values() if slot.planned.role != "node_agent"]
+        try:
+            await self._end_slots(others, grace_s)
+        finally:  # before the agents have ended: they see to it where this process is killed
+            self._following.cancel()
+            await self._launcher.release()
+        await self._end_slots(agents, min(grace_s, 3.0))
+
+    async def close(self) -> None:
+        self._closed = True
+        self._let_roles_go()
+        if self._server is not None:
+            await self._server.stop()
+        await end_tasks(self._tasks)
+        self._watchdog.close()
+        await self._launcher.close()
+
+    def _let_roles_go(self) -> None:
+        """Their streams end: they look for the supervisor that leads now."""
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    @property
+    def left_to(self) -> str:
+        """The address of the successor that leads the cluster now; "" while it is this one."""
+        return self._leaving.address
+
+    def _pause(self, paused: bool) -> None:
+        self.core.paused = paused
+
+    async def wait_left(self) -> None:
+        """Returns once a successor leads the cluster: `close` lets the roles go to it."""
+        await self._leaving.wait()
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Returns when somebody's state changed, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    # ---- gRPC
+
+    async def Join(
+        self, requests: AsyncIterator[sv.RoleReport], context: grpc.aio.ServicerContext[sv.RoleReport, sv.RoleOrder]
+    ) -> AsyncIterator[sv.RoleOrder]:
+        hello: sv.RoleHello = await first_message(requests, "hello", context)
+        if self.left_to:  # not a refusal, which would end it: it finds the way as soon as it asks again
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the supervisor at {self.left_to} leads the cluster")
+        key = hello.process
+        refusal = self.core.joined(hello, time.monotonic(), time.time())
+        if refusal is not None:
+            logger.warning("refused %s/%d: %s", key.id, key.incarnation, refusal.message)
+            yield sv.RoleOrder(refused=refusal)
+            return
+        logger.info("%s joined: pid %d at %s", key.id, hello.pid, hello.address)
+        outbox: Outbox[sv.RoleOrder] = Outbox()
+        if (old := self._outboxes.get(key.id)) is not None:
+            old.close()
+        self._outboxes[key.id] = outbox
+        outbox.put(sv.RoleOrder(view=self.core.view()))
+        self._publish()
+        try:
+            async for order in serve_stream(requests, outbox, lambda report: self._on_report(key, report)):
+                yield order
+        finally:
+            if self._outboxes.get(key.id) is outbox:  # else it has joined again meanwhile
+                del self._outboxes[key.id]
+                self._carry_out(self.core.broke(key, time.monotonic()))
+
+    async def GetStatus(
+        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.ClusterStatus]
+    ) -> sv.ClusterStatus:
+        return await self.status()
+
+    async def CheckIntegrity(
+        self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.IntegrityReport]
+    ) -> sv.IntegrityReport:
+        return await self.check_integrity()
+
+    async def check_integrity(self) -> sv.IntegrityReport:
+        """Every process recounts its stores and books, now."""
+        return await check_cluster(self.core.roster, self.identity.token)
+
+    async def Scale(
+        self, request: sv.ScaleRequest, context: grpc.aio.ServicerContext[sv.ScaleRequest, sv.ScaleReply]
+    ) -> sv.ScaleReply:
+        try:
+            return await self.scale(request.prefill, request.decode)
+        except AlignedServeError as error:
+            return sv.ScaleReply(refused=failure_to_proto(error))
+
+    async def scale(self, prefill: int = 0, decode: int = 0) -> sv.ScaleReply:
+        """Begin to have other numbers of instances; 0: as it is. Raises AlignedServeError where that cannot be."""
+        free_bytes = await self._fencer.free_memory_bytes()
+        with self._leaving.finishes():
+            self._carry_out(self.core.scale(prefill, decode, free_bytes, time.monotonic()))
+            try:
+                await self._placing.look()
+            except ResourceError as error:
+                self.core.scaling.give_up(error.message, time.monotonic())
+                self._carry_out(self.core.tick(time.monotonic()))
+                raise
+        shape = self.core.scaling.shape
+        return sv.ScaleReply(prefill=shape.prefill, decode=shape.decode)
+
+    async def RestartRoles(
+        self, request: sv.RestartRequest, context: grpc.aio.ServicerContext[sv.RestartRequest, sv.RestartReply]
+    ) -> sv.RestartReply:
+        try:
+            await self.restart(list(request.roles))
+        except AlignedServeError as error:
+            return sv.RestartReply(refused=failure_to_proto(error))
+        return sv.RestartReply(restart=self.core.rolling.state)
+
+    async def restart(self, roles: Collection[str] = ()) -> None:
+        """Begin to replace every process of these roles; none: of all that somebody starts again. Raises
+        AlignedServeError where that cannot be."""
+        free_bytes = await self._fencer.free_memory_bytes()
+        known = ORDER if self._replaceable else ORDER[: -len(SERVE_ROLES)]
+        self._carry_out(self.core.restart(roles or known, free_bytes, time.monotonic(), time.time_ns()))
+
+    async def HandOver(
+        self, request: sv.HandOverRequest, context: grpc.aio.ServicerContext[sv.HandOverRequest, sv.HandOverReply]
+    ) -> sv.HandOverReply:
+        await self._leaving.asked(request.address)
+        if request.address:  # whatever else is still to end here, the roles are the successor's from now on
+            self._let_roles_go()
+        config, view = json.dumps(self._tree), self.core.view()
+        resizing = self.core.scaling.followed != Shape.configured(self.config)
+        return sv.HandOverReply(config=config, code=self.code, view=view, resizing=resizing)
+
+    async def Stop(self, request: pb.Empty, context: grpc.aio.ServicerContext[pb.Empty, sv.StopReply]) -> sv.StopReply:
+        self._stop()
+        grace_s, (pid, host) = self.config.gateway.drain_s, self.command
+        return sv.StopReply(grace_s=grace_s, command_pid=pid, command_host=host)
+
+    def _stop(self) -> None:
+        self.core.stop_asked = True
+        self.announce_end(self.config.gateway.drain_s)
+        self.stop_asked.set()
+
+    async def _go_on_to_the_end(self) -> None:
+        """The one before was asked for it, and died meanwhile. What is open needs every role once more."""
+        until_s = time.monotonic() + self.config.gateway.drain_s
+        while not self.core.was_ready and time.monotonic() < until_s:
+            await self.wait_changed(0.2)
+        self._stop()
+
+    async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
+        """Everyone who lives and, with `fresh`, the metrics of this moment."""
+        if fresh:
+            await self._collector.refresh()
+        status = self.core.status(self.identity.cluster_id)
+        status.peers.append(self._as_peer())
+        status.metrics = cluster_metrics(self.core.roster, self._launches)
+        if self.application:
+            status.metrics = with_label(status.metrics, "application", self.application)
+        return status
+
+    # ---- inside
+
+    def _as_peer(self) -> sv.Peer:
+        return sv.Peer(
+            process=self._process,
+            pid=os.getpid(),
+            node_id=self._here,
+            address=self.address,
+            state="ready",
+            holds=f"{len(self._outboxes)} roles",
+            started_unix_s=self._started_unix_s,
+            started_ticks=started_ticks(os.getpid()),
+        )
+
+    def _on_report(self, key: pb.ProcessKey, report: sv.RoleReport) -> None:
+        if report.WhichOneof("body") == "heartbeat":
+            self._carry_out(self.core.heard(key, report.heartbeat, time.monotonic()))
+            self._collector.heard(key.id)
+            if key.role == "node_agent" and key.id in self._outboxes:
+                self._outboxes[key.id].put(sv.RoleOrder(heard=pb.Empty()))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        if self._closed:  # whoever still tells it of an exit: the roles are a successor's
+            return
+        for action in actions:
+            match action:
+                case Launch():
+                    self._leaving.finish(self._spawn(self._launch(action)))
+                case End():
+                    self._order_end(action.role_id)
+                case Fence():
+                    self._spawn(self._end_process(action))
+                case FenceGuest():
+                    self._spawn(self._end_guest(action))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell everyone, where there is news."""
+        if self.core.view_version == self._told_version:
+            return
+        self._told_version = self.core.view_version
+        order = sv.RoleOrder(view=self.core.view())
+        for outbox in self._outboxes.values():
+            outbox.put(order)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _agent_socket(self, node: Node, number: int) -> str:
+        return agent_socket(self.identity.cluster_id, number, here=node.node_id == self._here)
+
+    def _settings(self, slot: Slot) -> RoleSettings:
+        node = self.core.nodes.node(slot.planned.node_id)
+        return RoleSettings(
+            role=slot.planned.role,
+            id=slot.planned.id,
+            config=self._tree,
+            cluster_id=self.identity.cluster_id,
+            token=self.identity.token,
+            node_id=node.node_id,
+            host=node.host,
+            agent_socket=self.core.nodes.agent_socket(node.node_id),
+            supervisor_address=self.address,
+            device=slot.device or slot.planned.device,
+            pinned=bool(slot.device),
+            after=self.core.roster.newest(),
+        )
+
+    async def _launch(self, action: Launch) -> None:
+        role_id = action.planned.id
+        self._launches += 1
+        try:
+            await self._placing.look(FRESH_S)
+            slot = self.core.roster.slots.get(role_id)
+            if slot is None or slot.phase is not Phase.STARTING or slot.generation != action.generation:
+                return  # its node has gone: that was why its predecessor ended
+            await self._launcher.launch(self._settings(slot), action.spare_id)
+        except AlignedServeError as error:
+            self._exited(role_id, action.generation, error.message)
+        except Exception as error:  # whatever it was, the slot must not wait for a process that nobody started
+            logger.exception("%s could not be started", role_id)
+            self._exited(role_id, action.generation, repr(error))
+        else:
+            self._watch(role_id, action.generation)
+
+    def _watch(self, role_id: str, generation: int) -> None:
+        self._launcher.watch(role_id, lambda reason: self._exited(role_id, generation, reason))
+
+    def _exited(self, role_id: str, generation: int, reason: str) -> None:
+        self._carry_out(self.core.ended(role_id, generation, reason, time.monotonic()))
+
+    async def _end_process(self, fence: Fence) -> None:
+        logger.warning("ending %s: %s", fence.role_id, fence.reason)
+        slots = self.core.roster.slots
+        slot = slots[fence.role_id]
+
+        def still_wanted() -> bool:
+            """One that was to go has left its slot when it has ended, and another may have its id."""
+            there = slots.get(fence.role_id) is slot
+            return there and slot.phase is Phase.ENDING and slot.generation == fence.generation
+
+        if await self._fencer.end(fence.role_id, fence.hello, still_wanted):
+            self._exited(fence.role_id, fence.generation, fence.reason)
+
+    async def _end_guest(self, fence: FenceGuest) -> None:
+        key = fence.hello.process
+        logger.warning("ending %s: %s", key.id, fence.reason)
+        roster = self.core.roster
+        if await self._fencer.end(key.id, fence.hello, lambda: bool(roster.member(key) or roster.found(key))):
+            self._carry_out(self.core.process_ended(key, fence.reason, time.monotonic()))
+
+    def _on_dead(self, key: pb.ProcessKey) -> None:
+        """The kernel says so, before anybody else; whoever started it may say why it ended, a moment later."""
+        asyncio.get_running_loop().call_later(EXIT_NEWS_S, self._process_ended, key)
+
+    def _process_ended(self, key: pb.ProcessKey) -> None:
+        self._carry_out(self.core.process_ended(key, "its process has ended", time.monotonic()))
+
+    async def _end_slots(self, slots: list[Slot], grace_s: float) -> None:
+        for slot in slots:
+            self._order_end(slot.planned.id)
+        await self._all_dead(slots, grace_s)
+        await asyncio.gather(*(self._fencer.kill(slot) for slot in slots if slot.phase is not Phase.WAITING))
+        await self._all_dead(slots, 5.0)
+
+    def _order_end(self, role_id: str) -> None:
+        if (outbox := self._outboxes.get(role_id)) is not None:
+            outbox.put(sv.RoleOrder(end=pb.Empty()))
+
+    async def _all_dead(self, slots: list[Slot], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(slot.phase is not Phase.WAITING for slot in slots) and time.monotonic() < deadline:
+            await self.wait_changed(min(0.2, timeout_s))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(min(0.25, self.config.supervisor.heartbeat_s / 2))
+            self.ticked_at = time.monotonic()
+            self._watchdog.follow(self._here, self.core.roster.watched())
+            self.core.seen(self._watchdog.look(), self.ticked_at)
+            self._carry_out(self.core.tick(self.ticked_at))
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the supervisor failed at its work", exc_info=error)
+
+
+def _device(config: Config, nodes: list[Node], found: Sequence[Running]) -> str:
+    """Where instances run, "cpu" or "cuda": as those do that run already."""
+    if any(running.settings.role in MODEL_ROLES and running.settings.device.startswith("cuda") for running in found):
+        return "cuda"
+    return resolve_device(config, max(node.gpus for node in nodes))

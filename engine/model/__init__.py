@@ -1,0 +1,1 @@
+"""Inspects, loads, optimises and proves a model."""

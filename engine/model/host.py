@@ -1,0 +1,70 @@
+"""Brings a model up in a worker's process, without blocking its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from alignedserve.config import Config
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
+from alignedserve.engine.runner import allocate_cache
+from alignedserve.geometry import KvGeometry
+from alignedserve.memory import usable_cores
+from alignedserve.model import ModelInfo, resolve_model
+from alignedserve.text import Tokenizer
+from alignedserve.transfer.block_store import BlockStore, HostBlockStore
+from alignedserve.transfer.device import DeviceBlockStore
+from alignedserve.transfer.segments import SegmentClient
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_process(config: Config) -> None:
+    """Settings of a process in which one thread computes and others pass messages."""
+    torch.set_num_threads(config.cluster.threads or usable_cores())
+    # The event loop must get the interpreter soon after the compute thread has let a kernel go.
+    sys.setswitchinterval(0.0005)
+
+
+async def inspect(config: Config, device: str) -> ModelInfo:
+    """Resolve and read the configured model. Raises ModelError."""
+    path = await asyncio.to_thread(resolve_model, config.model.path, config.model.trust_remote_code)
+    return await asyncio.to_thread(
+        inspect_model, config.served_model_name, path, config.model.dtype, device, config.model.trust_remote_code
+    )
+
+
+async def load(config: Config, info: ModelInfo, device: str) -> tuple[LoadedModel, Tokenizer | None]:
+    """The weights on `device`, and the tokenizer where the folder has one. Raises ModelError."""
+    begun = time.monotonic()
+    loaded = await asyncio.to_thread(load_model, info, device, config.model.trust_remote_code)
+    tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.path))
+    logger.info("loaded %s (%s) on %s in %.1f s", info.name, info.dtype, device, time.monotonic() - begun)
+    return loaded, tokenizer
+
+
+def cache_store(
+    store_id: str, geometry: KvGeometry, blocks: int, device: str, node_id: str
+) -> tuple[BlockStore, torch.Tensor]:
+    """An instance's own cache: the store that channels copy, and the same memory as the engine's tensor."""
+    if device == "cpu":
+        store = HostBlockStore.private(store_id, geometry, blocks, node_id=node_id)
+        return store, allocate_cache(geometry, blocks, device, store.as_memory())
+    tensor = allocate_cache(geometry, blocks, device)
+    return DeviceBlockStore(store_id, geometry, tensor, node_id=node_id), tensor
+
+
+def buffer_store(
+    store_id: str, geometry: KvGeometry, blocks: int, device: str, node_id: str, segments: SegmentClient
+) -> BlockStore:
+    """A store that other processes of the node attach: on the instance's device, or in a segment of the node agent."""
+    if device == "cpu":
+        return HostBlockStore.create(segments, store_id, geometry, blocks, node_id=node_id)
+    tensor = allocate_cache(geometry, blocks, device)
+    return DeviceBlockStore(store_id, geometry, tensor, node_id=node_id, shared=True)

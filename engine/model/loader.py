@@ -1,0 +1,102 @@
+"""Loads a model's weights, strictly, and proves that paged attention computes what the model means."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from alignedserve.engine import attention
+from alignedserve.engine.backends.base import AttentionNeeds
+from alignedserve.engine.model.cpu_linear import pack_linears
+from alignedserve.engine.model.probe import probe
+from alignedserve.errors import ModelError, ResourceError, UnsupportedModelError
+from alignedserve.model import ModelInfo, check_model_folder
+from alignedserve.weight_files import read_tensors, weight_files
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, whose attention is the paged one."""
+
+    info: ModelInfo
+    model: PreTrainedModel
+    device: torch.device
+    keeps_logits: bool
+    """Whether its forward takes `logits_to_keep` as a tensor of positions."""
+    needs: AttentionNeeds
+    """What its attention asks of a backend, as the probe found it in blocks of its own size."""
+
+
+def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: bool = False) -> LoadedModel:
+    """Load the safetensors weights of `info` on `device`.
+
+    Raises ModelError for weights that are missing, broken or of other shapes (nothing is ever left randomly
+    initialised), UnsupportedModelError where paged attention does not give the model's own logits.
+    """
+    folder = Path(info.path)
+    read_tensors(weight_files(folder, check_model_folder(folder)))  # it says more of a broken file than what follows
+    attention.register()
+    target = torch.device(device)
+    model: Any = _from_pretrained(info, trust_remote_code)
+    try:
+        model = model.eval().requires_grad_(False).to(target)
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{info.name} ({info.weight_bytes / 2**30:.1f} GiB of weights) has no room on {target}"
+        ) from error
+    parameters = python_inspect.signature(model.forward).parameters
+    needs = AttentionNeeds(
+        target.type, info.dtype, 0, info.kv_heads, info.head_dim, 0
+    )  # what is known before the probe
+    loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters, needs)
+    loaded = replace(loaded, needs=probe(loaded))
+    if target.type == "cpu":
+        pack_linears(model)
+    return loaded
+
+
+def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            dtype=getattr(torch, info.dtype),
+            attn_implementation=attention.SERVING,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
+        )
+    except (UnsupportedModelError, MemoryError):
+        raise
+    except Exception as error:  # safetensors, json, OS and transformers errors of a dozen types
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
+    model, report = loaded
+    for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
+        names = sorted(_tensor(entry) for entry in report.get(kind) or ())
+        if names:
+            raise ModelError(f"the checkpoint {info.path} {meaning} {len(names)} tensors: {', '.join(names[:5])}")
+    unexpected = sorted(report.get("unexpected_keys") or ())
+    if unexpected:
+        log.warning("%s has %d tensors that the model does not use: %s", info.path, len(unexpected), unexpected[:5])
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _tensor(entry: Any) -> str:
+    """A tensor's name; of a mismatch (name, its shape in the checkpoint, its shape in the model) with both shapes."""
+    if isinstance(entry, str):
+        return entry
+    name, *shapes = entry
+    return f"{name} ({' where the model has '.join(str(list(shape)) for shape in shapes)})"

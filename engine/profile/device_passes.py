@@ -1,0 +1,261 @@
+"""Measures passes and rates of a GPU: decodes as they are served, one launched while the one before runs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from alignedserve.config import Config
+from alignedserve.engine.backends.choice import AUTO, refusals
+from alignedserve.engine.batch import ForwardItem
+from alignedserve.engine.decode_engine import decode_engine
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.model.loader import LoadedModel
+from alignedserve.engine.profile.passes import (
+    BLOCK_SIZE,
+    LEAST_BLOCKS,
+    MOST_SHIFT,
+    Grid,
+    Measurement,
+    PassShape,
+    measure,
+    plan_measurements,
+)
+from alignedserve.engine.runner import ModelRunner, allocate_cache
+from alignedserve.engine.sampling.sampler import Sampler, SampleRow
+from alignedserve.request import SamplingParams
+from alignedserve.scheduler.cost.step import KERNEL_MODES
+
+# The paper's: 60 short requests and 4 of 4096 tokens, the new one among them, and lengths spread from 10 to 3790.
+MIXES = ((512,) * 60 + (4095,) * 4, tuple(10 + 60 * number for number in range(64)))
+GPU_GRID = Grid(
+    requests=(1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
+    lengths=(16, 128, 512, 1024, 2047, 4095, 8191, 16383, 32767),
+    chunks=(16, 61, 125, 250, 509, 1021, 2039, 4089, 8181),
+    cached=(0, 1024, 4096, 16384),
+    skews=tuple(
+        (count, short, far)
+        for count in (4, 16, 64, 256)
+        for short, far in ((128, 1024), (128, 4095), (512, 8191), (1024, 32767))
+    ),
+    held_out_requests=(1, 3, 12, 48, 100, 200),
+    most_tokens=1 << 20,
+    bends=(512.0, 4096.0),
+    bounds={"requests": [8.0, 32.0, 128.0], "long_share": [0.15, 0.4], "longest": [4096.0]},
+    mixes=MIXES,
+)
+
+NO_SPLIT = "triton_no_split"
+SPLIT_SHARE = 0.65  # of the time for passes: prompts are measured in that mode too
+LEAST_SHARE = 0.25  # of the whole time, for passes: compiling and capturing may take the rest
+LAUNCHES = 4  # of a pass that is timed, one after the other
+COPIED_BYTES = 1 << 30
+SQUARE = 8192  # rows and columns of the matrices that are multiplied
+RATE_REPEATS = 8
+WARM_REPEATS = 40
+
+
+class Timer(ABC):
+    """Seconds of work that is given to a device."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """After all that was given to it so far."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """From there to the end of all that was given to it by now; waits for that."""
+
+
+class CudaTimer(Timer):
+    """By the device's own clock, on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: Any = None
+
+    def begin(self) -> None:
+        with torch.cuda.device(self._device):
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+
+    def seconds(self) -> float:
+        with torch.cuda.device(self._device):
+            self._events[1].record()
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) * 1e-3
+
+
+class DevicePassBench:
+    """Runs passes of one runner, every request in blocks of its own. `run` is what `profile.measure` calls.
+
+    Decodes go through `engine`: one is launched before the tokens of the one before are asked for, so a pass takes what
+    the device computes, or what the host does for it where that is longer. Prompts are computed one pass at a time.
+    """
+
+    def __init__(self, runner: ModelRunner, engine: DecodeEngine, timer: Timer) -> None:
+        self.runner, self._engine, self._timer = runner, engine, timer
+        self._sampler = Sampler()
+        self._row = SampleRow(SamplingParams(temperature=0.0), [1], [])
+        self._order = list(range(runner.cache.shape[0]))
+        random.Random(0).shuffle(self._order)
+
+    def run(self, shape: PassShape) -> float:
+        """Seconds of one pass, its tokens chosen."""
+        return self._run_pass(shape) if shape.chunks else self._run_decodes(shape)
+
+    def _run_decodes(self, shape: PassShape) -> float:
+        used, items = 0, []
+        for length in shape.lengths:
+            blocks = self._take(used, length + 1)
+            used += len(blocks)
+            items.append(DecodeItem(self._row, 1, 0, length, blocks, 0))
+        before = self._engine.launch(items)  # the device is busy while the host prepares the next
+        self._timer.begin()
+        for _ in range(LAUNCHES):
+            step = self._engine.launch(items)
+            _require_tokens(before)
+            before = step
+        seconds = self._timer.seconds() / LAUNCHES
+        _require_tokens(before)
+        return seconds
+
+    def _run_pass(self, shape: PassShape) -> float:
+        used, items = 0, []
+        chunks = [(chunk.tokens, chunk.cached_tokens) for chunk in shape.chunks]
+        for tokens, start in (*chunks, *((1, length) for length in shape.lengths)):
+            blocks = self._take(used, tokens + start)
+            used += len(blocks)
+            items.append(ForwardItem([1] * tokens, start, blocks))
+        rows = [self._row] * len(items)
+        self._sampler.sample(self.runner.forward(items), rows)  # what is compiled for such a pass is no part of it
+        self._timer.begin()
+        self._sampler.sample(self.runner.forward(items), rows)
+        return self._timer.seconds()
+
+    def _take(self, used: int, tokens: int) -> list[int]:
+        return self._order[used : used - (-tokens // BLOCK_SIZE)]
+
+
+def _require_tokens(step: DecodeStep) -> None:
+    """Raises what a token could not be chosen for: the pass was none that is served."""
+    for result in step.tokens():
+        if isinstance(result, Exception):
+            raise result
+
+
+def blocks_needed(shapes: Iterable[PassShape]) -> int:
+    """Blocks of a store in which each pass has room, its chunks some tokens longer."""
+    return max(
+        sum(-(-(chunk.tokens + MOST_SHIFT + chunk.cached_tokens) // BLOCK_SIZE) for chunk in shape.chunks)
+        + sum(-(-(length + 1) // BLOCK_SIZE) for length in shape.lengths)
+        for shape in shapes
+    )
+
+
+@dataclass(slots=True)
+class DevicePasses:
+    """Passes measured in both kernel modes, `backends` by mode; `no_split` is empty where there is no such kernel."""
+
+    plan: list[Measurement]
+    no_split: list[Measurement]
+    rounds: int
+    backends: dict[str, str]
+    host_s: dict[int, float]
+
+
+def measure_passes(
+    loaded: LoadedModel,
+    grid: Grid,
+    limit_s: float,
+    benches: Mapping[str, Callable[[torch.Tensor], DevicePassBench]],
+    host_overhead_s: Callable[[ModelRunner, int, int], float],
+    host_requests: Sequence[int],
+) -> DevicePasses:
+    """Fill a store with noise, and run the plan's passes over it by each of `benches`, made by a backend's name.
+
+    The first is of the kernel that splits and has all kinds of passes; a second has decodes alone. `host_overhead_s` of
+    each of `host_requests` is measured last, on the first. What making benches takes is part of `limit_s`.
+    """
+    begun_s = time.monotonic()
+    plan = plan_measurements(loaded.info.max_positions, grid=grid)
+    store = allocate_cache(
+        loaded.info.geometry(BLOCK_SIZE),
+        max(LEAST_BLOCKS, blocks_needed(measurement.shape for measurement in plan)),
+        loaded.device,
+    )
+    store.normal_()
+    (split, make_split), *others = benches.items()
+    bench = make_split(store)
+    runner = bench.runner
+    found = DevicePasses(plan, [], 0, {KERNEL_MODES[0]: split}, {})
+    made_s = time.monotonic() - begun_s
+    passes_s = max(LEAST_SHARE * limit_s, limit_s - made_s * (1 + len(others)))  # another takes as long to make
+    found.rounds = measure(bench.run, plan, passes_s * (SPLIT_SHARE if others else 1.0), time.monotonic)
+    for name, make in others:
+        found.backends[KERNEL_MODES[1]] = name
+        found.no_split = [replace(one, seconds=[]) for one in plan if not one.shape.chunks]
+        other = make(store)
+        left_s = max((1.0 - SPLIT_SHARE) * LEAST_SHARE * limit_s, limit_s - (time.monotonic() - begun_s))
+        measure(other.run, found.no_split, left_s, time.monotonic)
+    found.host_s = {count: host_overhead_s(runner, store.shape[0], count) for count in host_requests}
+    return found
+
+
+def gpu_benches(
+    loaded: LoadedModel, config: Config, sizes: Sequence[int]
+) -> dict[str, Callable[[torch.Tensor], DevicePassBench]]:
+    """Of the configured attention backend, and of the one that does not split the KV where that can serve `loaded`.
+
+    Decodes run as they are served, from CUDA graphs of so many rows where the backend's passes can be captured.
+    """
+    graphs = replace(config.decode, graph_sizes=",".join(map(str, sizes)), max_running=sizes[-1])
+    as_served = replace(config, decode=graphs)
+
+    def bench(store: torch.Tensor, name: str) -> DevicePassBench:
+        runner = ModelRunner(loaded, store, name)
+        # What was worth compiling of the model is compiled once the first is made.
+        engine_config = as_served.engine if name == split else replace(as_served.engine, compile="off")
+        engine = decode_engine(runner, replace(as_served, engine=engine_config), lambda done, total: None)
+        engine.warm_up()
+        return DevicePassBench(runner, engine, CudaTimer(runner.loaded.device))
+
+    needs = replace(loaded.needs, block_size=BLOCK_SIZE)  # the model's own are of its probe's blocks
+    refused = {candidate.name: candidate.refusal for candidate in refusals(needs)}
+    split = config.engine.attention if config.engine.attention != NO_SPLIT else AUTO
+    names = [split] if refused[NO_SPLIT] else [split, NO_SPLIT]
+    return {name: partial(bench, name=name) for name in names}
+
+
+def device_rates(
+    device: torch.device, timer: Timer, copied: int = COPIED_BYTES, square: int = SQUARE
+) -> dict[str, float]:
+    """For reference, and to bring the clocks to what they are under load, before anything else is timed.
+
+    `matmul_flops`: of bf16 matrices, a second; `copy_bytes_s`: bytes read and written, a second.
+    """
+    left, right = (torch.randn(square, square, device=device).to(torch.bfloat16) for _ in range(2))
+    source = torch.randint(256, (copied,), dtype=torch.uint8, device=device)
+    destination = torch.empty_like(source)
+    for _ in range(WARM_REPEATS):
+        left @ right
+    multiply_s = _median_s(lambda: left @ right, timer)
+    copy_s = _median_s(lambda: destination.copy_(source), timer)
+    return {"matmul_flops": 2.0 * square**3 / multiply_s, "copy_bytes_s": 2.0 * copied / copy_s}
+
+
+def _median_s(work: Callable[[], object], timer: Timer) -> float:
+    taken = []
+    for _ in range(RATE_REPEATS):
+        timer.begin()
+        work()
+        taken.append(timer.seconds())
+    return statistics.median(taken)

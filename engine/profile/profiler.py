@@ -1,0 +1,116 @@
+"""`alignedserve profile`: this machine and a model as a cost model's file."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from alignedserve.config import Config
+from alignedserve.engine.model import host
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
+from alignedserve.engine.profile.copies import host_copies
+from alignedserve.engine.profile.fit import Profiled, fit_profile
+from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
+from alignedserve.engine.profile.passes import PassBench, measure, plan_measurements
+from alignedserve.engine.runner import ModelRunner
+from alignedserve.errors import ConfigError
+from alignedserve.memory import available_memory_bytes
+from alignedserve.model import ModelInfo, resolve_model
+from alignedserve.scheduler.cost.parts import ModelShape
+from alignedserve.sizing import StorePlan, plan_stores
+
+HOST_REQUESTS = (1, 4, 16, 64)  # at which the engine's own part of a pass is measured
+HostOverhead = Callable[[ModelRunner, int, int], float]
+
+
+def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead) -> dict[str, Any]:
+    """Load the configured model on `device`, measure for about `limit_s` seconds, fit.
+
+    Raises ModelError, and ConfigError where the device is CUDA, and torch has none.
+
+    `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of so many requests.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this torch finds no CUDA device here; use --device cpu")
+    memory_bytes = available_memory_bytes()
+    host.prepare_process(config)
+    path = resolve_model(config.model.path, config.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    info = inspect_model(config.served_model_name, path, config.model.dtype, device, trusted)
+    loaded = load_model(info, "cuda:0" if device == "cuda" else device, trusted)
+    shape = _shape(info, path, trusted)
+    if device == "cuda":
+        from alignedserve.engine.profile.profiler_gpu import profile_gpu  # needs Triton
+
+        return profile_gpu(config, loaded, shape, memory_bytes, limit_s, host_overhead_s)
+    plan = plan_measurements(info.max_positions)
+    bench = PassBench(loaded, plan, config.engine.attention)
+    others = OtherWork()
+    rounds = measure(bench.run, plan, limit_s, time.monotonic)
+    host_s = {requests: host_overhead_s(bench.runner, bench.blocks, requests) for requests in HOST_REQUESTS}
+    profiled = Profiled(
+        name=f"{info.name}-{loaded.device.type}",
+        model=info.name,
+        device=_processor(),
+        shape=shape,
+        sm_count=torch.get_num_threads(),  # so many (request, head) jobs run at once
+        measurements=plan,
+        hardware=_hardware(config, info, memory_bytes),
+        hardware_note="the stores that `alignedserve serve` would plan now; copies and overheads measured",
+        host_s=host_s,
+    )
+    content = fit_profile(profiled)
+    content["fit"] |= {"rounds": rounds, "passes_by_clock": dict(bench.clocks)}
+    content["dtype"] = info.dtype
+    return with_other_work(content, others)
+
+
+def with_other_work(content: dict[str, Any], others: OtherWork) -> dict[str, Any]:
+    """`content`, whose `fit` says how much of the processors other work took."""
+    busy = others.share()
+    content["fit"] |= {"other_work_share": round(busy, 3), "quiet": busy <= QUIET_SHARE}
+    return content
+
+
+def _shape(info: ModelInfo, path: Path, trusted: bool) -> ModelShape:
+    text = AutoConfig.from_pretrained(path, trust_remote_code=trusted).get_text_config(decoder=True)
+    itemsize = getattr(torch, info.dtype).itemsize
+    return ModelShape(info.layers, int(text.num_attention_heads), info.kv_heads, info.head_dim, itemsize)
+
+
+def _processor() -> str:
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _hardware(config: Config, info: ModelInfo, memory_bytes: int) -> dict[str, float]:
+    """Fields of the simulator's Hardware: what the stores would hold, and what copies reach."""
+    stores = plan_stores(config, info, memory_bytes)
+    bandwidth, latency_s = host_copies(info.geometry(stores.block_size))
+    return {
+        **store_fields(stores, info),
+        "pool_bandwidth": round(bandwidth),
+        "peer_bandwidth": round(bandwidth),
+        "copy_latency_s": round(latency_s, 9),
+    }
+
+
+def store_fields(stores: StorePlan, info: ModelInfo) -> dict[str, float]:
+    """Those of the simulator's Hardware that the plan decides."""
+    return {
+        "kv_tokens": stores.decode_cache * stores.block_size,
+        "kv_bytes_per_token": info.geometry(stores.block_size).token_bytes,
+        "pool_tokens": stores.pool * stores.block_size,
+        "block_size": stores.block_size,
+    }

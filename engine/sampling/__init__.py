@@ -1,0 +1,1 @@
+"""Chooses tokens from logits, reproducibly."""

@@ -1,0 +1,281 @@
+"""Chooses the next token of each row of a batch, and reports log-probabilities.
+
+Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, then greedy choice,
+or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own (log_softmax of its
+logits, before all of this).
+
+A draw takes the largest of `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position
+in the answer, token id): it depends neither on the batch nor on the other candidates, and where rounding moves a
+logit, two rows can differ only between tokens whose scores lie within that rounding. Filters keep all tokens that
+tie with the last one kept, so that they do not depend on the order of a sort either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from alignedserve.engine.sampling.noise import exponential_noise, row_keys
+from alignedserve.engine.sampling.penalties import PenaltyState, needs_penalties
+from alignedserve.errors import NumericsError
+from alignedserve.request import SamplingParams, TokenLogprobs
+
+_CANDIDATES = 512  # for top_p alone, at first
+_TIES = 8  # beyond top_k
+_CACHED_ELEMENTS = 1 << 16
+LOWEST_TEMPERATURE = 1e-5
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """One request as the sampler sees it. Keep the object (and its lists) for as long as the request decodes.
+
+    `output_token_ids` are the tokens chosen so far, without the one to be chosen: its length is the position in the
+    answer. `penalties` is built when first needed.
+    """
+
+    sampling: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    penalties: PenaltyState | None = None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before the choice."""
+        sampling = self.sampling
+        early = len(self.output_token_ids) < sampling.min_tokens
+        return early or bool(sampling.logit_bias) or needs_penalties(sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Sampler:
+    """Stateless but for the `SampleRow`s that it is given; one instance serves any number of threads."""
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int] | None = None
+    ) -> list[SampledToken]:
+        """One token for each row of `logits`, fp32 `[rows, vocab_size]`, which is left as it is.
+
+        `positions`: each token's place in its answer, where that is not the length of what the row knows of it.
+        Raises NumericsError, naming the rows, where logits are NaN or +inf (or all -inf): choosing from them would
+        give a token that means nothing.
+        """
+        if not rows:
+            return []
+        top, best = logits.max(dim=-1)
+        _require_finite(top)
+        special = [i for i, row in enumerate(rows) if not row.sampling.greedy or row.adjusts]
+        chosen = best.tolist()
+        if special:
+            places = _places(rows, positions)
+            tokens = _choose(_take(logits, special), [rows[i] for i in special], [places[i] for i in special])
+            for index, token in zip(special, tokens, strict=True):
+                chosen[index] = token
+        reported = _report(logits, rows, chosen)
+        return [SampledToken(token, reported.get(i)) for i, token in enumerate(chosen)]
+
+    @torch.inference_mode()
+    def choose(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `sample`, left on the device: tokens int64 `[rows]`, and bool `[rows]`, False where logits are not finite.
+
+        For rows that nothing adjusts and that report no log-probabilities. A token of logits that are not finite means
+        nothing, but is one of the vocabulary. The host waits for the device only where a row has a top_k or top_p.
+        """
+        top, tokens = logits.max(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+        if drawn:
+            chosen = _draw(_take(logits, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
+            tokens.index_copy_(0, upload(drawn, logits.device), chosen)
+        return tokens, torch.isfinite(top)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+        """Log-probabilities of `next_token_ids`, one for each row of `logits` `[rows, vocab_size]`, and the top `k`."""
+        if not len(next_token_ids):
+            return []
+        _require_finite(logits.amax(dim=-1))
+        return _logprobs(logits, list(next_token_ids), [k] * len(next_token_ids))
+
+
+def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """`values` on `device`, without waiting for what that has still to compute."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def _places(rows: Sequence[SampleRow], positions: Sequence[int] | None) -> Sequence[int]:
+    return [len(row.output_token_ids) for row in rows] if positions is None else positions
+
+
+def _require_finite(top: torch.Tensor) -> None:
+    """`top` is each row's maximum: NaN where the row has one, so that one look at it suffices."""
+    finite = torch.isfinite(top)
+    if not bool(finite.all()):
+        bad = (~finite).nonzero().flatten().tolist()
+        raise NumericsError(f"the model computed NaN or infinite logits for {len(bad)} of {len(top)} rows", rows=bad)
+
+
+def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`tensor[rows]`; the tensor itself, not a copy, where that is all of it."""
+    if rows == list(range(len(tensor))):
+        return tensor
+    return tensor.index_select(0, upload(rows, tensor.device))
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> list[int]:
+    """Tokens for rows that need more than an argmax."""
+    if any(row.adjusts for row in rows):
+        logits = logits.clone()
+        for index, row in enumerate(rows):
+            if row.adjusts:
+                _adjust(logits[index], row)
+    greedy = [i for i, row in enumerate(rows) if row.sampling.greedy]
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    chosen = [0] * len(rows)
+    if greedy:
+        for index, token in zip(greedy, _take(logits, greedy).argmax(dim=-1).tolist(), strict=True):
+            chosen[index] = token
+    if drawn:
+        tokens = _draw(_take(logits, drawn), [rows[i] for i in drawn], [positions[i] for i in drawn])
+        for index, token in zip(drawn, tokens.tolist(), strict=True):
+            chosen[index] = token
+    return chosen
+
+
+def _adjust(logits: torch.Tensor, row: SampleRow) -> None:
+    """Apply bias, penalties and min_tokens to one row `[vocab_size]` in place."""
+    sampling = row.sampling
+    vocab_size = logits.shape[0]
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        logits.index_add_(0, index, torch.tensor(biases, dtype=torch.float32, device=logits.device))
+    if needs_penalties(sampling):
+        if row.penalties is None:
+            row.penalties = PenaltyState(row.prompt_token_ids)
+        row.penalties.update(row.output_token_ids)
+        row.penalties.apply(logits, sampling)
+    if len(row.output_token_ids) < sampling.min_tokens:
+        ends = [token for token in (*sampling.eos_token_ids, *sampling.stop_token_ids) if 0 <= token < vocab_size]
+        if ends:
+            logits[torch.tensor(ends, dtype=torch.int64, device=logits.device)] = float("-inf")
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]) -> torch.Tensor:
+    """One drawn token for each row, `[rows]`."""
+    device = logits.device
+    sampling = [row.sampling for row in rows]
+    temperature = upload([max(s.temperature, LOWEST_TEMPERATURE) for s in sampling], device, torch.float32)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
+    keys = upload([row_keys(s.seed, place) for s, place in zip(sampling, positions, strict=True)], device, torch.int32)
+    lowest_likely = [math.log(s.min_p) if s.min_p > 0.0 else -math.inf for s in sampling]
+    threshold = upload(lowest_likely, device, torch.float32)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+    vocab_size = logits.shape[1]
+    ranked = [i for i, s in enumerate(sampling) if 0 < s.top_k < vocab_size or s.top_p < 1.0]
+    whole = sorted(set(range(len(rows))) - set(ranked))
+    if ranked:
+        index = upload(ranked, device)
+        lowest, picked, complete = _draw_ranked(
+            _take(scaled, ranked), [sampling[i] for i in ranked], threshold[index], keys[index]
+        )
+        tokens[index] = picked
+        threshold[index] = lowest
+        whole += [row for row, done in zip(ranked, complete.tolist(), strict=True) if not done]
+    if whole:
+        index = upload(whole, device)
+        tokens[index] = _draw_whole(_take(scaled, whole), threshold[index], keys[index])
+    return tokens
+
+
+def _draw_whole(scaled: torch.Tensor, threshold: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw from all tokens of each row that reach its threshold. A few rows at a time, so that they stay in cache."""
+    rows, vocab_size = scaled.shape
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=scaled.device).unsqueeze(0)
+    step = max(1, _CACHED_ELEMENTS // vocab_size) if scaled.device.type == "cpu" else rows
+    tokens = torch.empty(rows, dtype=torch.int64, device=scaled.device)
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        scores = exponential_noise(keys[part], ids).log_().neg_().add_(scaled[part])
+        scores.masked_fill_(scaled[part] < threshold[part, None], -math.inf)
+        torch.argmax(scores, dim=-1, out=tokens[part])
+    return tokens
+
+
+def _draw_ranked(
+    scaled: torch.Tensor, sampling: Sequence[SamplingParams], threshold: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw under top_k and top_p, looking at the most likely tokens only.
+
+    Returns each row's threshold, its token, and whether the candidates held all tokens that reach the threshold:
+    where they did not, the token counts for nothing and the row is to be drawn from the whole vocabulary.
+    """
+    vocab_size = scaled.shape[1]
+    top_k = torch.tensor([s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in sampling], device=scaled.device)
+    top_p = torch.tensor([s.top_p for s in sampling], device=scaled.device, dtype=torch.float64)
+    looked_at = [s.top_k + _TIES if 0 < s.top_k < vocab_size else _CANDIDATES for s in sampling]
+    count = min(vocab_size, max(looked_at))
+    values, ids = scaled.topk(count, dim=-1)
+    lowest, short = _lowest_kept(scaled, values, top_k, top_p)
+    while count < vocab_size and bool(short.any()):
+        count = min(vocab_size, 8 * count)
+        more = scaled[short].topk(count, dim=-1).values
+        lowest[short], still = _lowest_kept(scaled[short], more, top_k[short], top_p[short])
+        short[short.clone()] = still
+    threshold = torch.maximum(threshold, lowest)
+    scores = values - exponential_noise(keys, ids.to(torch.int32)).log_()
+    best = scores.masked_fill_(values < threshold[:, None], -math.inf).argmax(dim=-1, keepdim=True)
+    complete = (values[:, -1] < threshold) | (values.shape[1] == vocab_size)
+    return threshold, ids.gather(1, best)[:, 0], complete
+
+
+def _lowest_kept(
+    scaled: torch.Tensor, values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest value that top_k, then top_p (of what top_k left) keep, from the highest `values`, descending.
+
+    Also returns which rows would have kept more than `values` hold.
+    """
+    count, vocab_size = values.shape[1], scaled.shape[1]
+    rank = torch.arange(count, device=values.device)
+    within = rank < top_k[:, None]
+    weights = values.double().exp_().masked_fill_(~within, 0.0)
+    total = torch.where(top_k < vocab_size, weights.sum(-1), scaled.logsumexp(-1).double().exp_())
+    kept = within & (weights.cumsum(-1) - weights < (top_p * total)[:, None])
+    last = kept.sum(-1).clamp_(min=1) - 1
+    short = kept[:, -1] & (top_k > count)
+    return values.gather(1, last[:, None])[:, 0], short
+
+
+def _report(logits: torch.Tensor, rows: Sequence[SampleRow], chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
+    wanted = [(i, row.sampling.logprobs) for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+    if not wanted:
+        return {}
+    indices = [i for i, _ in wanted]
+    found = _logprobs(_take(logits, indices), [chosen[i] for i in indices], [k or 0 for _, k in wanted])
+    return dict(zip(indices, found, strict=True))
+
+
+def _logprobs(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    normalised = torch.log_softmax(logits.float(), dim=-1)
+    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    own = normalised.gather(1, index[:, None])[:, 0].tolist()
+    most = min(max(counts), logits.shape[1])
+    if most == 0:
+        return [TokenLogprobs(value) for value in own]
+    values, ids = normalised.topk(most, dim=-1)
+    return [
+        TokenLogprobs(value, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
+        for value, row_ids, row_values, count in zip(own, ids.tolist(), values.tolist(), counts, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""From a request body to a checked and tokenised request."""

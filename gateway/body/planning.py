@@ -1,0 +1,274 @@
+"""From a checked request body to what is submitted: tokens, limits of the model and the cluster, sampling defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from alignedserve.errors import DeadlineError, InvalidRequestError, UnavailableError
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, ReplyOptions, SamplingOptions
+from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
+from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
+from alignedserve.model import ModelInfo
+from alignedserve.request import SamplingParams
+from alignedserve.text import ChatTemplate, Prompt, PromptEncoder, Tokenizer
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.ledger.resume import Delivered
+
+DEFAULT_MAX_TOKENS = 16
+_MESSAGE = 64  # characters; a message costs a template about as much as so many
+_INTEGERS = ("top_k",)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt and how its answers are chosen. `text` is None where the client sent token ids."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """A client's whole call: `n` answers to each prompt. Answer `p * n + k` is the k-th of prompt p.
+
+    `scored_only`: the client wants no tokens (max_tokens 0); what is generated for it is not delivered. `spent_s` of
+    `timeout_s` are over already.
+    """
+
+    id: str
+    prompts: tuple[PromptPlan, ...]
+    reply: ReplyOptions
+    n: int = 1
+    timeout_s: float | None = None
+    wait_objective_s: float | None = None
+    scored_only: bool = False
+    spent_s: float = 0.0
+    probe: bool = False  # this gateway's own (`pulse.py`): no client's, and not counted
+    internal_id: str = ""
+    resume: tuple[Delivered, ...] = ()  # one an answer, where the call goes on with one whose connection broke
+
+    @property
+    def answers(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """The model that this gateway serves. `info` comes from the first worker that has read it, `capacity_tokens` from
+    the scheduler: the longest prefix that the cluster can hold.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    info: ModelInfo | None = None
+    capacity_tokens: int | None = None
+    created: int = 0
+    encoder: PromptEncoder | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.created = self.created or int(time.time())
+        if self.tokenizer is not None:
+            self.encoder = PromptEncoder(self.tokenizer, self.template)
+
+    def require(self, name: str | None) -> ModelInfo:
+        """The model's shape. Raises ModelNotFoundError for another name, UnavailableError before it is known."""
+        if name is not None and name != self.name:
+            raise ModelNotFoundError(f"model {name!r} does not exist; this server has {self.name!r}", param="model")
+        if self.info is None:
+            raise UnavailableError(f"model {self.name!r} is still loading")
+        return self.info
+
+    @property
+    def limit(self) -> tuple[int, str]:
+        """The most tokens of prompt and answer together, and whose limit that is."""
+        assert self.info is not None
+        if self.capacity_tokens is not None and self.capacity_tokens < self.info.max_positions:
+            return self.capacity_tokens, f"the {self.capacity_tokens} tokens that this cluster can hold"
+        return self.info.max_positions, f"the model's {self.info.max_positions} positions"
+
+
+async def plan_completion(model: ServedModel, request: CompletionRequest, call_id: str = "") -> CallPlan:
+    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError, DeadlineError."""
+    info = model.require(request.model)
+    began_s = time.monotonic()
+    _check_stops(model, request.sampling)
+    texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+    async with _within_limits(model, request, "prompt"):
+        for prompt in request.prompts:
+            if len(prompt) > model.limit[0] and not isinstance(prompt, str):
+                raise TooManyTokens(len(prompt))
+        tokenised = iter(await _tokenised(model, texts, allow_special=request.allow_special_tokens))
+    prompts = []
+    for prompt in request.prompts:
+        tokens: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
+        _check_tokens(tokens, info, "prompt")
+        limit = _max_tokens(model, len(tokens), request.sampling.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+        sampling = resolve_sampling(request.sampling, info, max(limit, 1))
+        if request.reply.echo and sampling.logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+        prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
+    return _call_plan("cmpl", call_id, tuple(prompts), request, began_s)
+
+
+async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "") -> CallPlan:
+    """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError, DeadlineError."""
+    info = model.require(request.model)
+    began_s = time.monotonic()
+    if model.encoder is None:
+        raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
+    if model.template is None:
+        raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
+    _check_stops(model, request.sampling)
+    async with _within_limits(model, request, "messages"):
+        written = await _written(model.encoder, model.template, request.messages, model.limit[0])
+        (tokens,) = await tokenise(model.encoder, [written], model.limit[0], around=False)
+    _check_tokens(tokens, info, "messages")
+    limit = _max_tokens(model, len(tokens), request.sampling.max_tokens, None, "messages")
+    prompt = PromptPlan(tuple(tokens), resolve_sampling(request.sampling, info, limit), written.text)
+    return _call_plan("chatcmpl", call_id, (prompt,), request, began_s)
+
+
+async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special: bool) -> list[list[int]]:
+    encoder = model.encoder
+    if not texts:
+        return []
+    if encoder is None:
+        raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
+    most = model.limit[0]
+    prompts = [Prompt(text) for text in texts]
+    if allow_special:
+        for text in texts:
+            check_size(encoder, text, most)
+        look: Callable[[], list[Prompt]] = partial(list, map(partial(encoder.special_in, most=most + 1), texts))
+        prompts = await in_turn(look) if sum(map(len, texts)) > LONG_TEXT else look()
+    return await tokenise(encoder, prompts, most, around=True)
+
+
+async def _written(
+    encoder: PromptEncoder, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], most: int
+) -> Prompt:
+    """The conversation as the template writes it. One that is too long is refused before it is looked at closely."""
+
+    def write_long() -> Prompt:
+        check_size(encoder, template.render(messages), most)
+        return encoder.of_chat(template, messages)
+
+    size = sum(_MESSAGE + sum(map(len, message.values())) for message in messages)
+    return await in_turn(write_long) if size > LONG_TEXT else encoder.of_chat(template, messages)
+
+
+@contextlib.asynccontextmanager
+async def _within_limits(
+    model: ServedModel, request: CompletionRequest | ChatRequest, param: str
+) -> AsyncIterator[None]:
+    """Around the tokenising: what it stops for, as the client is told."""
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            yield
+    except TooManyTokens as too_many:
+        holder = model.limit[1]
+        if too_many.characters:
+            has = f"{too_many.characters} characters, more than are tokenised for such a limit"
+        else:
+            has = f"at least {too_many.least} tokens"
+        message = f"the request is longer than {holder}: the prompt has {has}"
+        raise ContextLengthError(message, param=param) from None
+    except InvalidRequestError as error:
+        error.param = error.param or param
+        raise
+    except TimeoutError:
+        raise DeadlineError(f"the request did not end within its {request.timeout_s:g} s") from None
+
+
+def resolve_sampling(options: SamplingOptions, info: ModelInfo, max_tokens: int) -> SamplingParams:
+    """The client's options over the model's own defaults; a request without a seed gets a random one."""
+    for token in (*options.stop_token_ids, *(token for token, _ in options.logit_bias)):
+        if token >= info.vocab_size:
+            param = "stop_token_ids" if token in options.stop_token_ids else "logit_bias"
+            message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
+            raise InvalidRequestError(message, param=param)
+    values: dict[str, Any] = _generation_defaults(info.generation_defaults)
+    for option in fields(options):
+        if (value := getattr(options, option.name)) is not None:
+            values[option.name] = value
+    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for no limit
+    values["max_tokens"] = max_tokens
+    values["eos_token_ids"] = info.eos_token_ids
+    values.setdefault("seed", random.getrandbits(63))
+    return SamplingParams(**values)
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of a prompt's `number`-th answer: the client's own for the first, well mixed for the others."""
+    if number == 0:
+        return seed
+    mixed = (seed + number * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF  # splitmix64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _generation_defaults(defaults: Mapping[str, float]) -> dict[str, Any]:
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: int(defaults[name]) if name in _INTEGERS else defaults[name] for name in known if name in defaults}
+
+
+def _check_stops(model: ServedModel, sampling: SamplingOptions) -> None:
+    if sampling.stop and model.tokenizer is None:
+        raise InvalidRequestError("this model has no tokenizer: stop strings cannot be found", param="stop")
+
+
+def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
+    if not tokens:
+        raise InvalidRequestError(f"{param} must not be empty: it has no token", param=param)
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= info.vocab_size:
+        token = low if low < 0 else high
+        message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
+        raise InvalidRequestError(message, param=param)
+
+
+def _max_tokens(model: ServedModel, prompt: int, wanted: int | None, default: int | None, param: str) -> int:
+    """Tokens to generate: `wanted` if they fit, else the default (None: all that is left), cut to what is left."""
+    limit, holder = model.limit
+    left = limit - prompt
+    if left < (1 if wanted is None else wanted):
+        asked = f" and max_tokens is {wanted}" if wanted is not None else ", which leaves no room for an answer"
+        message = f"the request is longer than {holder}: the prompt has {prompt} tokens{asked}"
+        raise ContextLengthError(message, param=param if left < 1 or wanted is None else "max_tokens")
+    if wanted is not None:
+        return wanted
+    return left if default is None else min(default, left)
+
+
+def _call_plan(
+    kind: str,
+    call_id: str,
+    prompts: tuple[PromptPlan, ...],
+    request: CompletionRequest | ChatRequest,
+    began_s: float,
+) -> CallPlan:
+    unique = uuid.uuid4().hex
+    return CallPlan(
+        id=call_id or f"{kind}-{unique}",
+        prompts=prompts,
+        reply=request.reply,
+        n=request.n,
+        timeout_s=request.timeout_s,
+        spent_s=time.monotonic() - began_s,
+        wait_objective_s=request.wait_objective_s,
+        scored_only=request.sampling.max_tokens == 0,
+        # A client may choose its id, and two clients the same one: what the cluster sees is unique all the same.
+        internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
+    )

@@ -1,0 +1,1 @@
+"""The HTTP application: routes, access checks and the reading of bodies."""

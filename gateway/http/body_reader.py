@@ -1,0 +1,143 @@
+"""Reading request bodies: how slow a client may be, and how much may be held of bodies that have not come whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from alignedserve.errors import OverloadedError, RequestError, TooLargeError
+from alignedserve.gateway.http.asgi import App, ClientGoneError, DisconnectWatch, Message, Receive, Scope, Send
+from alignedserve.gateway.http.pacing import LARGE_BYTES, Pace
+
+NO_PROGRESS_S = 5.0
+AVERAGE_S = 10.0
+LEAST_BYTES_S = 1024.0  # on average over any AVERAGE_S
+SMALL_BYTES = LARGE_BYTES  # a body of that size finds room however much others hold
+MOST_PARTIAL_BYTES = 256 << 20
+REST_S = 0.05  # so long a refusal waits for the rest of a body, which mostly comes right behind the head
+_TOO_SLOW = 408
+
+
+class SlowBodyError(RequestError):
+    """The rest of the body did not come in time."""
+
+    code = "request_timeout"
+    http_status = _TOO_SLOW
+
+
+class _Coming:
+    """A body piece by piece, as long as it comes fast enough; `size` bytes so far, and it is `whole` or not."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._clock = asyncio.get_running_loop().time
+        self._due_s = self._clock() + AVERAGE_S
+        self.size = 0
+        self.whole = False
+
+    async def next(self) -> bytes:
+        """Raises SlowBodyError, ClientGoneError."""
+        wait_s = min(NO_PROGRESS_S, self._due_s - self._clock())
+        try:
+            async with asyncio.timeout(wait_s):
+                message = await self._receive()
+        except TimeoutError:
+            why = (
+                f"nothing of it came for {NO_PROGRESS_S:g} s"
+                if wait_s == NO_PROGRESS_S
+                else f"fewer than {LEAST_BYTES_S:g} bytes a second came for {AVERAGE_S:g} s"
+            )
+            raise SlowBodyError(f"the request body came too slowly: {why}") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        piece: bytes = message.get("body", b"")
+        # A fast beginning buys no slow end.
+        self._due_s = min(self._due_s + len(piece) / LEAST_BYTES_S, self._clock() + AVERAGE_S)
+        self.size += len(piece)
+        self.whole = not message.get("more_body", False)
+        return piece
+
+
+class BodyReader:
+    """Reads the bodies of one gateway. `partial_bytes` are held of bodies that have not come whole, or wait for the
+    pace: what is not read at once, Serve reads for us and holds without a bound.
+    """
+
+    def __init__(self, limit_bytes: int, most_partial_bytes: int = MOST_PARTIAL_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._most_partial_bytes = most_partial_bytes
+        self._pace = Pace()
+        self.partial_bytes = 0
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body, once its turn has come where it is large. Raises TooLargeError as soon as it is known to be
+        over the limit, SlowBodyError, OverloadedError where too much is held of others, ClientGoneError."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._limit_bytes:
+                raise too_large(self._limit_bytes)
+        coming = _Coming(receive)
+        pieces: list[bytes] = []
+        try:
+            while not coming.whole:
+                pieces.append(await coming.next())
+                self.partial_bytes += len(pieces[-1])
+                if coming.size > self._limit_bytes:
+                    raise too_large(self._limit_bytes)
+                if coming.size > SMALL_BYTES and self.partial_bytes > self._most_partial_bytes:
+                    raise OverloadedError("this gateway holds too much of unfinished request bodies; try again later")
+            if coming.size > LARGE_BYTES:
+                with DisconnectWatch(receive) as watch:
+                    await watch.unless_gone(self._pace.take(coming.size))
+            return b"".join(pieces)
+        finally:
+            self.partial_bytes -= coming.size
+
+    async def _discard(self, rest: _Coming) -> None:
+        """Hold nothing of it. Returns when it has come whole or too slowly, or is over the limit."""
+        with contextlib.suppress(SlowBodyError, ClientGoneError):
+            while not rest.whole and rest.size <= self._limit_bytes:
+                await rest.next()
+
+    def closing_where_unread(self, app: App) -> App:
+        """`app`, whose answers before a body has come whole end the connection. The rest is discarded first, so that
+        the client reads the answer; but not for as long as it likes."""
+
+        async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+            headers = dict(scope.get("headers", ()))
+            if not headers.keys() & {b"content-length", b"transfer-encoding"}:
+                await app(scope, receive, send)
+                return
+            unread = True
+            status = 0
+
+            async def reading() -> Message:
+                nonlocal unread
+                message = await receive()
+                unread = unread and bool(message.get("more_body", False))
+                return message
+
+            rest = _Coming(reading)
+
+            async def sending(message: Message) -> None:
+                nonlocal rest, status
+                if unread and message["type"] == "http.response.start":
+                    status, rest = message["status"], _Coming(reading)  # its time begins now
+                    if status != _TOO_SLOW and b"expect" not in headers:  # a client that asks first is answered at once
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(REST_S):
+                                await self._discard(rest)
+                    if unread:
+                        message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+                elif unread and status != _TOO_SLOW and not message.get("more_body", False):
+                    await send({**message, "more_body": True})
+                    await self._discard(rest)
+                    message = {"type": "http.response.body"}
+                await send(message)
+
+            await app(scope, reading, sending)
+
+        return closing
+
+
+def too_large(limit_bytes: int) -> TooLargeError:
+    return TooLargeError(f"the body is over the limit of {limit_bytes / (1 << 20):g} MiB (gateway.max_body_mib)")

@@ -1,0 +1,144 @@
+"""POST /v1/completions and /v1/chat/completions: from the body to the last event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+
+from alignedserve import logs
+from alignedserve.errors import CancelledError, OverloadedError
+from alignedserve.gateway.body.planning import CallPlan, ServedModel
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest
+from alignedserve.gateway.failures import error_object
+from alignedserve.gateway.http.asgi import (
+    ClientGoneError,
+    DisconnectWatch,
+    Receive,
+    Scope,
+    Send,
+    ignored_header,
+    parse_json,
+    report,
+    send_error,
+    send_json,
+    start,
+)
+from alignedserve.gateway.http.body_reader import BodyReader
+from alignedserve.gateway.ledger.calls import Call
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.reply.replies import Reply
+
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy sets an x-request-id of its own
+_DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class GenerateEndpoint:
+    """An ASGI application for one of the two. `parse` and `plan` raise the errors that the client gets."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        intake: Intake,
+        model: ServedModel,
+        bodies: BodyReader,
+        parse: Callable[[Any], CompletionRequest | ChatRequest],
+        plan: Callable[[ServedModel, Any], Awaitable[CallPlan]],
+        reply: type[Reply],
+    ) -> None:
+        self._ledger = ledger
+        self._intake = intake
+        self._model = model
+        self._bodies = bodies
+        self._parse = parse
+        self._plan = plan
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._intake.check(len(self._ledger))
+            body = await self._bodies.read(scope, receive)
+        except Exception as error:
+            await self._refuse(send, error)
+            return
+        with DisconnectWatch(receive) as watch:
+            try:
+                request, call = await watch.unless_gone(self._open(body))
+            except Exception as error:
+                await self._refuse(send, error)
+                return
+            del body  # an answer may take long
+            logs.request_id.set(call.plan.id)
+            watch.on_gone = lambda: self._gone(call)
+            if watch.gone:
+                self._gone(call)
+            try:
+                headers = {REQUEST_ID_HEADER: call.plan.id, **ignored_header(request.ignored)}
+                await self._answer(call, send, headers, watch)
+            finally:
+                self._ledger.close(call)
+
+    async def _open(self, body: bytes) -> tuple[CompletionRequest | ChatRequest, Call]:
+        with self._intake.admit(len(self._ledger)):
+            request = self._parse(parse_json(body))
+            return request, self._ledger.open(await self._plan(self._model, request))
+
+    async def _refuse(self, send: Send, error: Exception) -> None:
+        if isinstance(error, ClientGoneError):
+            return
+        headers = self._intake.hold_header() if isinstance(error, OverloadedError) else {}
+        await send_error(send, report(error), headers)
+
+    def _gone(self, call: Call) -> None:
+        self._ledger.close(call)
+        call.fail(CancelledError("the client went away"))
+
+    async def _answer(self, call: Call, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
+        reply = self._reply(call, self._model, self._ledger.end)
+        if call.plan.reply.stream:
+            await self._stream(call, reply, send, headers, watch)
+            return
+        try:
+            while deltas := await call.next():
+                reply.collect(deltas)
+            body = reply.body()
+        except Exception as error:
+            if not watch.gone:
+                await send_error(send, report(error), headers)
+            return
+        await send_json(send, body, headers=headers)
+
+    async def _stream(
+        self, call: Call, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch
+    ) -> None:
+        """The status line waits for the first tokens: until then an error has a status of its own."""
+        try:
+            deltas = await call.next()
+        except Exception as error:
+            if not watch.gone:
+                await send_error(send, report(error), headers)
+            return
+        await start(send, 200, _EVENT_STREAM, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        try:
+            while deltas:
+                if frames := [event(chunk) for chunk in reply.chunks(deltas)]:
+                    await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
+                deltas = await call.next()
+            last = reply.last_chunk()
+            ending = (event(last) if last is not None else b"") + _DONE
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if watch.gone:
+                return
+            ending = event(error_object(report(error)))
+        await send({"type": "http.response.body", "body": ending})

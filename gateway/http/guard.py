@@ -1,0 +1,95 @@
+"""What is asked of a call before anything of its body is read: an API key, around HTTP endpoints and in front of a gRPC
+server's methods; and of what is posted, headers that say what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+
+from alignedserve.control.rpc import refusal
+from alignedserve.errors import AuthenticationError
+from alignedserve.gateway.api_keys import ApiKeys, of_headers
+from alignedserve.gateway.body.fields import shown
+from alignedserve.gateway.failures import UnsupportedMediaTypeError, grpc_status
+from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, send_error
+from alignedserve.gateway.ledger.calls import caller
+
+_JSON = b"application/json"
+_BROWSERS = (b"origin", b"sec-fetch-site")  # pages cannot leave them out where they post to another site
+
+
+def guarded(app: App, keys: ApiKeys) -> App:
+    """`app`, for those only who send a key; others are answered before anything of their body is read."""
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            caller.set(keys.check(of_headers(scope["headers"])))
+        except AuthenticationError as error:
+            await send_error(send, error, {"www-authenticate": "Bearer"})
+            return
+        await app(scope, receive, send)
+
+    return check
+
+
+def posted(app: App) -> App:
+    """`app`, for bodies that are not encoded, and from pages those only for which browsers ask first."""
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            check_media(scope["headers"])
+        except UnsupportedMediaTypeError as error:
+            await send_error(send, error, {"accept-encoding": "identity"})
+            return
+        await app(scope, receive, send)
+
+    return check
+
+
+def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises UnsupportedMediaTypeError for an encoded body, and for a page's that is not said to be JSON.
+
+    Any page may post text and forms to any address that its reader reaches, loopback too; for JSON the browser asks
+    first (a preflight), and nobody here says yes. What has no body (a cancel, a stop) does as much, so it is asked for
+    the header, too.
+    """
+    kinds: list[bytes] = []
+    from_page = False
+    for name, value in headers:
+        if name == b"content-encoding":
+            for encoding in value.split(b","):
+                if encoding.strip().lower() not in (b"", b"identity"):
+                    text = shown(encoding.strip().decode("latin-1"))
+                    raise UnsupportedMediaTypeError(f"Content-Encoding {text} is not supported: send the body as it is")
+        elif name == b"content-type":
+            kinds.append(value)
+        elif name in _BROWSERS:
+            from_page = True
+    if from_page and [kind.partition(b";")[0].strip().lower() for kind in kinds] != [_JSON]:
+        given = shown(b", ".join(kinds).decode("latin-1")) if kinds else "nothing"
+        message = f"what a web page sends (it has an Origin) needs Content-Type application/json; it says {given}"
+        raise UnsupportedMediaTypeError(message)
+
+
+SERVES_OWN = "/ray.serve.RayServeAPIService/"  # which load balancers call without a key
+
+
+class ApiKeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Ends every call that carries no key, but those of SERVES_OWN, before its message is read."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        try:
+            if not handler_call_details.method.startswith(SERVES_OWN):
+                caller.set(self._keys.check(of_headers(handler_call_details.invocation_metadata or ())))
+        except AuthenticationError as error:
+            return refusal(*grpc_status(error))
+        return await continuation(handler_call_details)

@@ -1,0 +1,116 @@
+"""The HTTP application: a Starlette router over plain ASGI endpoints. Errors of routing are JSON objects too."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from alignedserve.config import GatewayConfig
+from alignedserve.errors import AlignedServeError, NotFoundError
+from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
+from alignedserve.gateway.body.planning import plan_chat, plan_completion
+from alignedserve.gateway.body.requests import parse_chat, parse_completion
+from alignedserve.gateway.failures import MethodNotAllowedError, error_object
+from alignedserve.gateway.http.admin import Administration, Administrator
+from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, report, send_bytes
+from alignedserve.gateway.http.body_reader import BodyReader
+from alignedserve.gateway.http.endpoints import GenerateEndpoint
+from alignedserve.gateway.http.guard import guarded, posted
+from alignedserve.gateway.http.openapi import openapi_json
+from alignedserve.gateway.http.operations import Operations, Operator
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
+
+
+class _Endpoint:
+    """Starlette takes a function for a request handler and anything else for an ASGI application."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handle(scope, receive, send)
+
+
+class Server(Operator, Administrator, Protocol):
+    """What the endpoints ask of the server around them."""
+
+
+def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Server, keys: ApiKeys) -> Starlette:
+    """The ASGI application of one gateway."""
+    bodies = BodyReader(config.max_body_bytes)
+    model = server.model
+    completions = GenerateEndpoint(
+        ledger,
+        intake,
+        model,
+        bodies,
+        partial(parse_completion, max_prompts=config.max_prompts),
+        plan_completion,
+        CompletionReply,
+    )
+    chat = GenerateEndpoint(ledger, intake, model, bodies, parse_chat, plan_chat, ChatReply)
+    operations = Operations(server)
+    administration = Administration(server)
+
+    async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, openapi_json(keys.wanted), "application/json")
+
+    def route(path: str, handle: Any, method: str) -> Route:
+        return Route(path, _Endpoint(handle if path in OPEN_PATHS else guarded(handle, keys)), methods=[method])
+
+    posts: dict[str, App] = {
+        "/v1/completions": completions,
+        "/v1/chat/completions": chat,
+        "/v1/requests/{request_id:path}/cancel": operations.cancel,
+        "/alignedserve/scale": administration.scale,
+        "/alignedserve/restart": administration.restart,
+        "/alignedserve/stop": administration.stop,
+    }
+    gets = {
+        "/v1/models": operations.models,
+        "/v1/models/{model_id:path}": operations.model,
+        "/health": operations.health,
+        "/live": operations.live,
+        "/metrics": operations.metrics,
+        "/alignedserve/status": operations.status,
+        "/alignedserve/integrity": operations.integrity,
+        "/openapi.json": openapi,
+    }
+    app = Starlette(
+        routes=[
+            *(route(path, posted(handle), "POST") for path, handle in posts.items()),
+            *(route(path, handle, "GET") for path, handle in gets.items()),
+        ],
+        middleware=[Middleware(bodies.closing_where_unread)],
+        exception_handlers={HTTPException: _routing_error, Exception: _failure},
+    )
+    app.router.redirect_slashes = False  # to whatever host the client names, and without a key
+    return app
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed")
+    else:
+        kind = NotFoundError(f"{where} does not exist; /openapi.json lists what does")
+    return _json_response(kind, error.headers)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    return _json_response(report(error), None)
+
+
+def _json_response(error: AlignedServeError, headers: Any) -> Response:
+    return Response(orjson.dumps(error_object(error)), error.http_status, headers, "application/json")

@@ -1,0 +1,297 @@
+"""The description of the HTTP API, made from the same fields that requests are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import orjson
+
+from alignedserve import __version__
+from alignedserve.admin import ADMIN_HEADER
+from alignedserve.gateway.api_keys import OPEN_PATHS
+from alignedserve.gateway.body.fields import TOKEN_LIMIT, Field
+from alignedserve.gateway.body.messages import MAX_MESSAGES, ROLES
+from alignedserve.gateway.body.refused import refused_names
+from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS_FIELDS
+from alignedserve.gateway.http.admin import MOST_INSTANCES
+from alignedserve.request import Stage
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": TOKEN_LIMIT}
+_TOKENS: Schema = {"type": "array", "items": _TOKEN, "minItems": 1}
+_INTEGER: Schema = {"type": "integer"}
+_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_INSTANCES}
+_NUMBER: Schema = {"type": "number"}
+_STRING: Schema = {"type": "string"}
+_ANSWER_TOKENS: Schema = {"type": "array", "items": _INTEGER, "description": "With return_token_ids."}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(properties: dict[str, Schema], required: Iterable[str] = ()) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _body(fields: Iterable[Field], own: dict[str, Schema], required: list[str]) -> Schema:
+    properties = {**own, **{field.name: field.json_schema() for field in fields}}
+    options = _object({field.name: field.json_schema() for field in STREAM_OPTIONS_FIELDS})
+    properties["stream_options"] = {**_nullable(options), "description": "Only with stream."}
+    refused = ", ".join(refused_names())
+    return {
+        **_object(properties, required),
+        "additionalProperties": True,
+        "description": "Null means: not given. Unknown fields are ignored and named in the header "
+        f"x-alignedserve-ignored-fields; these are refused where they ask for something: {refused}.",
+    }
+
+
+def _message() -> Schema:
+    part = _object({"type": {"const": "text"}, "text": _STRING}, ["type", "text"])
+    content = {"anyOf": [_STRING, _array(part)]}
+    properties: dict[str, Schema] = {
+        "role": {"type": "string", "enum": list(ROLES)},
+        "content": content,
+        "name": _nullable(_STRING),
+        "tool_call_id": _nullable(_STRING),
+    }
+    return _object(properties, ["role", "content"])
+
+
+def _request_schemas() -> dict[str, Schema]:
+    prompts = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}]}
+    messages = {"type": "array", "items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
+    return {
+        "Message": _message(),
+        "CompletionRequest": _body(COMPLETION_FIELDS, {"prompt": prompts}, ["prompt"]),
+        "ChatRequest": _body(CHAT_FIELDS, {"messages": messages}, ["messages"]),
+    }
+
+
+def _reply_schemas() -> dict[str, Schema]:
+    finish = {"anyOf": [{"enum": ["stop", "length"]}, {"type": "null"}]}
+    head = {"id": _STRING, "created": _INTEGER, "model": _STRING}
+    tail = {
+        "prompt_token_ids": {
+            "type": "array",
+            "description": "With return_token_ids; a list a prompt where there are several.",
+        },
+        "timings": _ref("Timings"),
+    }
+    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER), ["prompt_tokens"])
+    older = _object(
+        {
+            "tokens": _array(_STRING),
+            "token_logprobs": _array(_nullable(_NUMBER)),
+            "top_logprobs": _array(_nullable({"type": "object", "additionalProperties": _NUMBER})),
+            "text_offset": _array(_INTEGER),
+        }
+    )
+    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _nullable(_array(_INTEGER))}
+    newer = _object({"content": _array(_object({**token, "top_logprobs": _array(_object(token))}))})
+    own = {"index": _INTEGER, "finish_reason": finish, "token_ids": _ANSWER_TOKENS, "timings": _ref("Timings")}
+    completion = _object({**own, "text": _STRING, "logprobs": _nullable(older)}, ["index", "text", "finish_reason"])
+    message = _object(
+        {"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}}, ["role", "content"]
+    )
+    chat = _object({**own, "message": message, "logprobs": _nullable(newer)}, ["index", "message", "finish_reason"])
+    required = ["id", "object", "created", "model", "choices", "usage"]
+    seconds = {f"{stage}_s": _NUMBER for stage in Stage}
+    return {
+        "Timings": _object({**seconds, "bubble_s": _NUMBER, "prefill_id": _STRING, "decode_id": _STRING}, seconds),
+        "Usage": usage,
+        "Completion": _object(
+            {
+                **head,
+                "object": {"const": "text_completion"},
+                "choices": _array(completion),
+                "usage": _ref("Usage"),
+                **tail,
+            },
+            required,
+        ),
+        "ChatCompletion": _object(
+            {**head, "object": {"const": "chat.completion"}, "choices": _array(chat), "usage": _ref("Usage"), **tail},
+            required,
+        ),
+        "Error": _object({"error": _ref("ErrorBody")}, ["error"]),
+        "ErrorBody": _object(
+            {"message": _STRING, "type": _STRING, "param": _nullable(_STRING), "code": _nullable(_STRING)},
+            ["message", "type", "param", "code"],
+        ),
+    }
+
+
+def _operation_schemas() -> dict[str, Schema]:
+    strings = _array(_STRING)
+    model = {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+    blocks = {f"{name}_blocks": _INTEGER for name in ("capacity", "free", "owned", "cached")}
+    named = dict.fromkeys(("store", "instance", "problem"), _STRING)
+    book = _object({**named, **blocks}, named)
+    command = _object({"pid": _INTEGER, "host": _STRING})
+    role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
+    restart = _object(
+        {
+            "since_unix_s": _NUMBER,
+            "roles": strings,
+            "doing": _STRING,
+            "done": {"type": "boolean"},
+            "failure": _STRING,
+        },
+        ["since_unix_s", "roles", "doing", "done", "failure"],
+    )
+    return {
+        "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
+        "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
+        "Cancelled": _object({"id": _STRING, "object": {"const": "request.cancelled"}}, ["id", "object"]),
+        "Live": _object({"status": {"const": "ok"}}, ["status"]),
+        "Health": _object(
+            {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
+        ),
+        "Integrity": _object({"sound": {"type": "boolean"}, "books": _array(book)}, ["sound", "books"]),
+        "ScaleRequest": _object({"prefill": _COUNT, "decode": _COUNT}),
+        "Scale": _object({"prefill": _INTEGER, "decode": _INTEGER}, ["prefill", "decode"]),
+        "RestartRequest": _object({"roles": strings}),
+        "Restart": restart,
+        "StopRequest": _object({}),
+        "Stop": _object({"grace_s": _NUMBER, "command": command}, ["grace_s", "command"]),
+        "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
+    }
+
+
+def _json(name: str, description: str) -> Schema:
+    return {"description": description, "content": {"application/json": {"schema": _ref(name)}}}
+
+
+_NO_KEY = "No API key, or none that is known here."
+_NOT_JSON = (
+    "The body is encoded; or a web page sends it (there is an Origin), and the Content-Type is not application/json."
+)
+_ORDER_ERRORS = {"403": "The admin key is missing or wrong.", "409": "The cluster cannot do that."}
+_ERRORS = {
+    "400": "Malformed, of a wrong type, out of range, too long, or not supported.",
+    "401": _NO_KEY,
+    "404": "No such model.",
+    "408": "timeout_s has passed.",
+    "413": "The body is over the limit.",
+    "415": _NOT_JSON,
+    "429": "No room now; Retry-After says when there may be.",
+    "499": "Cancelled.",
+    "500": "A failure of the server.",
+    "502": "The gateway ended before it had answered.",
+    "503": "A role that is needed is not there; Retry-After says when it may be.",
+}
+
+
+def _generate(request: str, reply: str, summary: str) -> Schema:
+    answer = {
+        "description": "The reply; with stream, chunks of it as server-sent events, then `data: [DONE]`. A failure in "
+        'the middle of a stream is `data: {"error": …}`, the last event.',
+        "content": {
+            "application/json": {"schema": _ref(reply)},
+            "text/event-stream": {"schema": {**_object({"data": _STRING}, ["data"]), "description": "Each event."}},
+        },
+    }
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    errors = {status: _json("Error", description) for status, description in _ERRORS.items()}
+    return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
+
+
+def _order(request: str, reply: str, summary: str) -> Schema:
+    key = {"name": ADMIN_HEADER, "in": "header", "required": True, "schema": _STRING}
+    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    errors = {status: _json("Error", description) for status, description in {**_ERRORS, **_ORDER_ERRORS}.items()}
+    answers = {"200": _json(reply, "It is under way."), **errors}
+    return {"post": {"summary": summary, "parameters": [key], "requestBody": body, "responses": answers}}
+
+
+def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
+    return {"get": {"summary": summary, "responses": dict(answers)}}
+
+
+def _guard(paths: dict[str, Any], keys_wanted: bool) -> Schema:
+    """Say of each path whether it asks for an API key; what the document says of keys as a whole."""
+    for path, item in paths.items():
+        for method in item.keys() & {"get", "post"}:
+            if path in OPEN_PATHS:
+                item[method]["security"] = []
+            elif keys_wanted:
+                item[method]["responses"]["401"] = _json("Error", _NO_KEY)
+    schemes: list[Schema] = [{"bearer": []}, {"header": []}]
+    return {"security": schemes if keys_wanted else [{}, *schemes]}
+
+
+@cache
+def openapi_json(keys_wanted: bool = False) -> bytes:
+    """The OpenAPI 3.1 document, as `GET /openapi.json` gives it; `keys_wanted`: the server asks for API keys."""
+    model_id = {"name": "model_id", "in": "path", "required": True, "schema": _STRING}
+    request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": _STRING}}}
+    paths: dict[str, Any] = {
+        "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
+        "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
+        "/v1/requests/{request_id}/cancel": {
+            "post": {
+                "summary": "Cancel a running request by the x-alignedserve-request-id of its answer",
+                "responses": {
+                    "200": _json("Cancelled", "It has ended; its own client gets an error."),
+                    "403": _json("Error", "An admin key was sent, and it is not this cluster's."),
+                    "404": _json("Error", "No such request is running, or it came with another API key."),
+                    "415": _json("Error", _NOT_JSON),
+                },
+            },
+            "parameters": [request_id],
+        },
+        "/v1/models": _get("List models", ("200", _json("ModelList", "All models that are served."))),
+        "/v1/models/{model_id}": {
+            **_get(
+                "One model",
+                ("200", _json("Model", "The model.")),
+                ("404", _json("Error", "No such model.")),
+            ),
+            "parameters": [model_id],
+        },
+        "/health": _get(
+            "Can it serve?",
+            ("200", _json("Health", "Each role has a ready instance.")),
+            ("503", _json("Health", "What is missing.")),
+        ),
+        "/live": _get("Is the gateway alive?", ("200", _json("Live", "It is."))),
+        "/metrics": _get("Metrics of the whole cluster", ("200", text)),
+        "/alignedserve/integrity": _get(
+            "Do the books add up?",
+            ("200", _json("Integrity", "Every store and book, recounted now.")),
+            ("503", _json("Error", "The supervisor cannot be reached.")),
+        ),
+        "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
+        "/alignedserve/scale": _order("ScaleRequest", "Scale", "Have another number of instances"),
+        "/alignedserve/restart": _order("RestartRequest", "Restart", "Replace every process, one after the other"),
+        "/alignedserve/stop": _order("StopRequest", "Stop", "Take no more requests, and end"),
+    }
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "AlignedServe", "version": __version__, "description": "OpenAI's API, from a cluster."},
+        **_guard(paths, keys_wanted),
+        "paths": paths,
+        "components": {
+            "schemas": {**_request_schemas(), **_reply_schemas(), **_operation_schemas()},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": "A key of the server's --api-key-file."},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+    return orjson.dumps(document)

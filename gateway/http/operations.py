@@ -1,0 +1,97 @@
+"""The endpoints beside generation: models, health, metrics, status."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from alignedserve.errors import NotFoundError
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.failures import ModelNotFoundError
+from alignedserve.gateway.health import Health
+from alignedserve.gateway.http.admin import NotAdminError, check_key, shows_key
+from alignedserve.gateway.http.asgi import Receive, Scope, Send, report, send_bytes, send_error, send_json
+from alignedserve.gateway.ledger.calls import caller
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Operator(Protocol):
+    """What these endpoints ask of the server around them."""
+
+    model: ServedModel
+
+    @property
+    def admin_key(self) -> str: ...
+
+    async def health(self) -> Health: ...
+
+    async def cancel_call(self, call_id: str, owner: bytes | None) -> bool: ...
+
+    async def metrics_text(self) -> str: ...
+
+    async def status_json(self) -> dict[str, Any]: ...
+
+    async def integrity_json(self) -> dict[str, Any]: ...
+
+
+def model_card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "alignedserve",
+        "max_model_len": model.info.max_positions if model.info is not None else None,
+    }
+
+
+class Operations:
+    """ASGI endpoints, one method each."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"object": "list", "data": [model_card(self._operator.model)]})
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = scope["path_params"]["model_id"]
+        if name != self._operator.model.name:
+            message = f"model {name!r} does not exist; this server has {self._operator.model.name!r}"
+            await send_error(send, ModelNotFoundError(message, param="model"))
+            return
+        await send_json(send, model_card(self._operator.model))
+
+    async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One of the API key's own; with the cluster's admin key, whoever's it is."""
+        request_id = scope["path_params"]["request_id"]
+        if shows_key(scope):
+            try:
+                check_key(scope, self._operator.admin_key)
+            except NotAdminError as error:
+                await send_error(send, error)
+                return
+        if await self._operator.cancel_call(request_id, None if shows_key(scope) else caller.get()):
+            await send_json(send, {"id": request_id, "object": "request.cancelled"})
+        else:
+            await send_error(send, NotFoundError(f"no request {request_id[:200]!r} is running", param="request_id"))
+
+    async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"status": "ok"})
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        health = await self._operator.health()
+        await send_json(send, health.to_json(), 200 if health.can_serve else 503)
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, (await self._operator.metrics_text()).encode(), _PROMETHEUS)
+
+    async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, await self._operator.status_json())
+
+    async def integrity(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            found = await self._operator.integrity_json()
+        except Exception as error:
+            await send_error(send, report(error))
+            return
+        await send_json(send, found)

@@ -1,0 +1,1 @@
+"""Every open request, from its submission to its last token, whatever fails behind the gateway."""

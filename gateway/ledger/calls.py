@@ -1,0 +1,251 @@
+"""A client's call and its answers, as the gateway keeps them: everything needed to ask for the rest again."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from alignedserve.errors import AlignedServeError
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan, derive_seed
+from alignedserve.request import (
+    FinishReason,
+    RequestKey,
+    RequestSpec,
+    SamplingParams,
+    Stopwatch,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:
+    from alignedserve.gateway.ledger.resume import Delivered
+    from alignedserve.gateway.reply.new_tokens import EarlyEvent
+
+CallName = tuple[bytes, str]
+
+# The hash of the API key that the current request came with; b"" where none is asked for.
+caller: ContextVar[bytes] = ContextVar("caller", default=b"")
+
+
+class AnswerState(enum.Enum):
+    """Where an answer is, as far as its gateway knows.
+
+    UNSENT → SUBMITTED → RUNNING → ENDED; a loss leads back to UNSENT. Every state may lead to ENDED.
+    """
+
+    UNSENT = "unsent"  # the scheduler does not have it (in this epoch)
+    SUBMITTED = "submitted"  # sent; no token of this epoch has come
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer to one prompt: a request of the cluster. `tokens` are all that were delivered, in whatever epoch and
+    by whichever gateway.
+    """
+
+    call: Call
+    index: int
+    prompt: PromptPlan
+    sampling: SamplingParams
+    request_id: str
+    group_id: str
+    epoch: int = 0
+    sent_epoch: int | None = None
+    state: AnswerState = AnswerState.UNSENT
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    setbacks: int = 0  # losses since the last token
+    prompt_scored: bool = False
+    heard_s: float = 0.0  # when it was sent, or something was heard of it last (time.monotonic)
+    first_token_s: float = 0.0  # these three: time.monotonic; 0 while there is none
+    second_token_s: float = 0.0
+    last_token_s: float = 0.0
+    early: list[EarlyEvent] = field(default_factory=list)  # of this epoch
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    prefill_id: str = ""
+    decode_id: str = ""
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.epoch)
+
+    @property
+    def ended(self) -> bool:
+        return self.state is AnswerState.ENDED
+
+    def next_epoch(self) -> None:
+        self.epoch += 1
+        self.early.clear()
+        self.state = AnswerState.UNSENT
+
+    def next_early(self) -> EarlyEvent | None:
+        """Takes out an event that waited for its predecessors, if they are all here."""
+        if self.early and not self.ended:
+            for number, early in enumerate(self.early):
+                if early.event.position <= len(self.tokens):
+                    return self.early.pop(number)
+        return None
+
+    def note_instance(self, role: str, sender_id: str, prefill_id: str, decode_id: str) -> None:
+        """Who served it: what the event says, else who sent it."""
+        if role == "prefill":
+            self.prefill_id = prefill_id or sender_id
+        else:
+            self.prefill_id = prefill_id or self.prefill_id
+            self.decode_id = decode_id or sender_id
+
+    def note_tokens(self, now_s: float) -> None:
+        """New tokens have come; they are in `tokens`."""
+        self.first_token_s = self.first_token_s or now_s
+        if len(self.tokens) > 1:
+            self.second_token_s = self.second_token_s or now_s
+        self.last_token_s = now_s
+
+    def finished_unsaid(self) -> FinishReason | None:
+        """How it ended, where all its tokens are there and only the word that it has ended was lost."""
+        sampling = self.sampling
+        if self.tokens and self.tokens[-1] in sampling.end_token_ids and len(self.tokens) > sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= sampling.max_tokens else None
+
+    def spec(self, gateway_id: str, address: str, group_size: int, *, with_prompt: bool) -> RequestSpec:
+        """What the cluster is told of it: in a later epoch it goes on after the tokens that were delivered."""
+        sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
+        plan, now_ns = self.call.plan, time.time_ns()
+        arrival_ns = now_ns - int((time.monotonic() - self.call.arrival_s) * 1e9)  # the clock may have been set since
+        group = self.group_id if self.epoch == 0 else f"{self.group_id}/{self.epoch}"
+        return RequestSpec(
+            key=self.key,
+            prompt_token_ids=list(self.prompt.token_ids) if with_prompt else [],
+            sampling=sampling,
+            output_token_ids=list(self.tokens),
+            gateway_id=gateway_id,
+            gateway_address=address,
+            group_id=group if group_size > 1 else f"{group}#{self.index}",
+            group_size=group_size,
+            arrival_ns=arrival_ns,
+            deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
+            wait_objective_s=plan.wait_objective_s or 0.0,
+            stopwatch=Stopwatch(since_ns=now_ns),
+        )
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one answer since its reader last looked."""
+
+    answer: Answer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def extend(self, later: Delta) -> None:
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finish = later.finish
+
+
+class Call:
+    """The answers to one client call, and what its reader has not taken yet.
+
+    It belongs to the API key that it came with: nobody else's cancel or resumption finds it, whatever id it has.
+    What piles up while the reader is slow is one Delta an answer: no more than the bytes of the answer itself.
+    """
+
+    def __init__(self, plan: CallPlan) -> None:
+        self.plan = plan
+        self.name: CallName = (caller.get(), plan.id)
+        self.arrival_ns = time.time_ns()
+        self.arrival_s = time.monotonic()
+        self.answers = [
+            self._answer(number, prompt, p * plan.n + number)
+            for p, prompt in enumerate(plan.prompts)
+            for number in range(plan.n)
+        ]
+        self.open = len(self.answers)
+        self.error: AlignedServeError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._pending: dict[int, Delta] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        for answer, delivered in zip(self.answers, plan.resume, strict=bool(plan.resume)):
+            self._go_on(answer, delivered)
+
+    def _answer(self, number: int, prompt: PromptPlan, index: int) -> Answer:
+        plan = self.plan
+        return Answer(
+            call=self,
+            index=index,
+            prompt=prompt,
+            sampling=prompt.sampling.with_seed(derive_seed(prompt.sampling.seed, number)),
+            request_id=f"{plan.internal_id}-{index}",
+            group_id=f"{plan.internal_id}-g{index - number}",
+            # What has tokens already is not refused for load.
+            epoch=1 if any(delivered.token_ids for delivered in plan.resume) else 0,
+        )
+
+    def _go_on(self, answer: Answer, delivered: Delivered) -> None:
+        answer.tokens.extend(delivered.token_ids)
+        if delivered.finish is None:
+            return
+        answer.state = AnswerState.ENDED
+        answer.finish = delivered.finish
+        if delivered.told:
+            self.open -= 1
+        else:
+            self.add(answer, finish=delivered.finish)
+
+    def add(
+        self,
+        answer: Answer,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+        finish: FinishReason | None = None,
+    ) -> None:
+        """Something new of an answer; its reader wakes up."""
+        delta = self._pending.get(answer.index)
+        if delta is None:
+            delta = self._pending[answer.index] = Delta(answer)
+        delta.token_ids.extend(token_ids)
+        delta.logprobs.extend(logprobs)
+        delta.prompt_logprobs.extend(prompt_logprobs)
+        if finish is not None:
+            delta.finish = finish
+            self.open -= 1
+        self.wake()
+
+    def fail(self, error: AlignedServeError) -> None:
+        """The call as a whole has failed; the reader hears of it after what came before."""
+        if self.error is None:
+            self.error = error
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> list[Delta]:
+        """What is new, of all answers; [] once everything has been taken. Raises the error that ended the call.
+
+        For one reader at a time.
+        """
+        while not self._pending:
+            if self.error is not None:
+                raise self.error
+            if self.open == 0:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        deltas, self._pending = list(self._pending.values()), {}
+        return deltas

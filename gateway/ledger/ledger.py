@@ -1,0 +1,372 @@
+"""Every request from its validation to its last token: whatever dies behind the gateway, the rest is asked for again.
+
+The rules, all of them safe because messages carry an epoch and tokens a position:
+
+- A `Loss` of the scheduler submits a request again, in a new epoch, with the tokens delivered so far; so does being
+  cancelled behind the gateway's back. After MAX_SETBACKS losses in a row without a token between them the call fails
+  with RequestLostError.
+- An event of an older epoch is dropped; so are tokens that were delivered before. An event that comes before its
+  predecessors (prefill's and decode's streams are not ordered among each other) waits for them GAP_S, and then counts
+  as a loss.
+- When the link to the scheduler comes back, `hello` names the requests that have delivered tokens: they may well run
+  on, and the scheduler answers with a `Loss` of those that nobody has. All others are submitted again in a new epoch:
+  whether the scheduler ever had them cannot be told.
+- What was sent and has been silent for QUIET_S is named to the scheduler every ASK_EVERY_S, and QUIET_S after a stream
+  (the link's or a worker's) broke: it answers with a `Loss` of those that nobody has. Waiting for its turn is no loss.
+- While there is no scheduler, requests wait for it SCHEDULER_WAIT_S at most, or longer where it is known to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from alignedserve.control.convert import failure_from_proto
+from alignedserve.errors import (
+    AccountingError,
+    AlignedServeError,
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from alignedserve.gateway.body.planning import CallPlan
+from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
+from alignedserve.gateway.ledger.calls import Answer, AnswerState, Call, CallName, caller
+from alignedserve.gateway.ledger.submitter import SchedulerPort, Submitter
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.reply.new_tokens import EarlyEvent, News, read_event
+from alignedserve.gateway.request_log import RequestLog
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.request import PROBE, FinishReason, RequestKey
+
+logger = logging.getLogger(__name__)
+
+MAX_SETBACKS = 5
+QUIET_S = 1.0  # a last event may still be on its way, though the scheduler knows of the end
+ASK_EVERY_S = 2.0
+GAP_S = 1.0
+SCHEDULER_WAIT_S = 30.0
+_FIRST_BACKOFF_S = 0.1
+
+
+class Ledger:
+    """Used from one event loop. `attach` a port before the first call."""
+
+    def __init__(self, max_open: int, metrics: GatewayMetrics, log: RequestLog | None = None) -> None:
+        self._max_open = max_open
+        self._metrics = metrics
+        self._aside = GatewayMetrics("probe")  # what probes count in, which nobody reads
+        self._log = log
+        self.decoded_s = float("-inf")
+        """When the last token of a decode instance came (time.monotonic)."""
+        self._submitter = Submitter()
+        self._open: dict[str, Answer] = {}
+        self._open_of_probes = 0
+        self._calls: dict[CallName, Call] = {}
+        self._draining = False
+        self._asked_s = 0.0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def attach(self, port: SchedulerPort) -> None:
+        self._submitter.attach(port)
+
+    def __len__(self) -> int:
+        """Requests of clients that are open."""
+        return len(self._open) - self._open_of_probes
+
+    def _count(self, call: Call) -> GatewayMetrics:
+        return self._aside if call.plan.probe else self._metrics
+
+    async def wait_empty(self) -> None:
+        await self._empty.wait()
+
+    # ---- calls of clients
+
+    def open(self, plan: CallPlan) -> Call:
+        """Submit a call.
+
+        Raises before anything is sent: OverloadedError when this gateway holds as much as it may, InvalidRequestError
+        for a request id in use or more answers than it can ever hold, ShuttingDownError when it is about to end.
+        A call that goes on with another one takes its place.
+        """
+        if plan.resume and (broken := self._calls.pop((caller.get(), plan.id), None)) is not None:
+            self._fail(broken, CancelledError("the call goes on over another connection"))
+        self._check_room(plan)
+        call = Call(plan)
+        if not call.open:  # it had ended, and the client had not heard of it
+            return call
+        if plan.scored_only and all(prompt.sampling.prompt_logprobs is None for prompt in plan.prompts):
+            for answer in call.answers:  # echo alone: there is nothing to compute
+                answer.state = AnswerState.ENDED
+                call.add(answer, finish=FinishReason.LENGTH)
+            return call
+        self._calls[call.name] = call
+        opened = {answer.request_id: answer for answer in call.answers if not answer.ended}
+        self._open |= opened
+        self._open_of_probes += len(opened) if plan.probe else 0
+        self._empty.clear()
+        self._count(call).prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in plan.prompts))
+        if plan.timeout_s is not None:
+            call.timer = asyncio.get_running_loop().call_later(plan.timeout_s - plan.spent_s, self._deadline, call)
+        self._submitter.submit(call.answers)
+        return call
+
+    def close(self, call: Call) -> None:
+        """The reader is done with it (or gone): what is not finished is cancelled, everywhere. May be called again."""
+        if call.timer is not None:
+            call.timer.cancel()
+        if self._calls.get(call.name) is call:
+            del self._calls[call.name]
+        if call.open and call.error is None:
+            self._count(call).on_call_failed(CancelledError("its client went away"))
+        self._cancel([answer for answer in call.answers if not answer.ended])
+
+    def end(self, answer: Answer) -> None:
+        """The reader has found its stop string: this answer needs no more tokens."""
+        if not answer.ended:
+            answer.call.open -= 1
+            answer.finish = FinishReason.STOP
+            self._count(answer.call).on_answer_end(answer, FinishReason.STOP)
+            self._cancel([answer])
+
+    def cancel_call(self, call_id: str, owner: bytes | None = b"") -> bool:
+        """A cancel by id: the call ends with CancelledError. False where there is no such call of that owner.
+
+        `owner` None: whoever's they are.
+        """
+        names = [(owner, call_id)] if owner is not None else [name for name in self._calls if name[1] == call_id]
+        calls = [call for name in names if (call := self._calls.get(name)) is not None and call.open]
+        for call in calls:
+            self._fail(call, CancelledError("the request was cancelled"))
+        return bool(calls)
+
+    def drain(self) -> None:
+        """Take no more calls."""
+        self._draining = True
+        for call in [call for call in self._calls.values() if call.plan.probe]:
+            self._fail(call, ShuttingDownError("this gateway is shutting down"))
+
+    def take_calls(self) -> None:
+        """After `drain`: take calls again."""
+        self._draining = False
+
+    def close_all(self) -> None:
+        """This gateway is ending: every call ends with an error, and is cancelled everywhere."""
+        self.drain()
+        for call in list(self._calls.values()):
+            self._fail(call, ShuttingDownError("this gateway is shutting down, and the request was not done in time"))
+
+    # ---- from the workers
+
+    def on_tokens(self, batch: gw.TokenBatch) -> None:
+        role, sender_id = batch.sender.role, batch.sender.id
+        now_s = time.monotonic()
+        for event in batch.events:
+            answer = self._open.get(event.key.request_id)
+            if answer is None or event.key.epoch != answer.epoch:
+                if not event.key.request_id.startswith(PROBE):  # one is cancelled while it runs
+                    self._metrics.stale_events.inc()
+                continue
+            try:
+                self._on_event(answer, event, role, sender_id, now_s)
+            except AlignedServeError as error:
+                self._fail(answer.call, error)
+            except Exception:  # an event that makes no sense ends its own call, and not the stream of all others
+                logger.exception("an event of %s cannot be read", sender_id, extra={"request_id": answer.request_id})
+                self._fail(answer.call, AlignedServeError(f"{sender_id} sent what cannot be read"))
+
+    def on_worker_gone(self, role: str, worker_id: str) -> None:
+        """A worker's stream broke. The scheduler says what is lost; but not of what it believes to have ended."""
+        if self._open:
+            logger.debug("the stream of %s %s broke", role, worker_id)
+            asyncio.get_running_loop().call_later(QUIET_S, self._ask)
+
+    # ---- from the scheduler
+
+    def on_rejected(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
+        answers = self._current(keys)
+        if isinstance(error, CancelledError):  # not by us: what we cancel is not open any more
+            self._lose(answers, "it was cancelled by the cluster")
+            return
+        for answer in answers:
+            self._drop(answer)
+            self._fail(answer.call, error)
+
+    def on_lost(self, keys: Iterable[RequestKey], reason: str) -> None:
+        self._lose(self._current(keys), reason)
+
+    def open_among(self, keys: Iterable[RequestKey]) -> list[RequestKey]:
+        """Those that are open, in this epoch or in a newer one that is not submitted yet: it may adopt their KV."""
+        found = ((key, self._open.get(key.request_id)) for key in keys)
+        return [key for key, answer in found if answer is not None and _claims(answer, key.epoch)]
+
+    def on_link_up(self) -> list[RequestKey]:
+        """The link is (again) up, nothing sent yet. Returns the open requests that may be running on.
+
+        `resubmit` must follow.
+        """
+        return [answer.key for answer in self._open.values() if answer.state is AnswerState.RUNNING]
+
+    def resubmit(self) -> None:
+        self._submitter.resend(list(self._open.values()))
+        asyncio.get_running_loop().call_later(QUIET_S, self._ask)  # what began to run after `on_link_up` was not named
+
+    def tick(self, trouble: str = "", patience_s: float = 0.0) -> None:
+        """To be called about once a second: what waits too long.
+
+        `trouble`: why there is no scheduler; `patience_s`: how long one is waited for, at least SCHEDULER_WAIT_S.
+        """
+        if time.monotonic() - self._asked_s >= ASK_EVERY_S:
+            self._ask()
+        wait_s = max(SCHEDULER_WAIT_S, patience_s)
+        if self._submitter.down_for_s > wait_s:
+            message = f"there was no scheduler for {wait_s:g} s" + (f" ({trouble})" if trouble else "")
+            for answer in list(self._open.values()):
+                if answer.state is not AnswerState.RUNNING:
+                    self._fail(answer.call, UnavailableError(message))
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where calls and requests do not match."""
+        for request_id, answer in self._open.items():
+            if answer.request_id != request_id or answer.ended or answer.call.name not in self._calls:
+                raise AccountingError(f"{request_id} is open in the books only", request_id=request_id)
+        for name, call in self._calls.items():
+            unfinished = sum(answer.finish is None for answer in call.answers)
+            if call.name != name or (call.error is None and call.open != unfinished):
+                raise AccountingError(f"call {name[1]} counts {call.open} open answers, a recount {unfinished}")
+        of_probes = sum(answer.call.plan.probe for answer in self._open.values())
+        if of_probes != self._open_of_probes:
+            raise AccountingError(f"{self._open_of_probes} open requests of probes are counted, a recount {of_probes}")
+        if self._empty.is_set() == bool(self._open):
+            raise AccountingError("the gateway does not know whether it holds requests")
+
+    # ---- own
+
+    def _check_room(self, plan: CallPlan) -> None:
+        if self._draining:
+            raise ShuttingDownError("this gateway is shutting down and takes no more requests")
+        if plan.answers > self._max_open:
+            message = f"one call may ask for {self._max_open} answers at most, this asks for {plan.answers}"
+            raise InvalidRequestError(message, param="prompt")
+        if len(self._open) + plan.answers > self._max_open:
+            message = f"this gateway holds {len(self._open)} requests, of {self._max_open} that it may; try again later"
+            error = OverloadedError(message, retry_after_s=1.0)
+            (self._aside if plan.probe else self._metrics).on_call_failed(error)
+            raise error
+        if (caller.get(), plan.id) in self._calls:
+            raise InvalidRequestError(f"request_id {plan.id!r} is in use", param="request_id")
+
+    def _on_event(self, answer: Answer, event: gw.TokenEvent, role: str, sender_id: str, now_s: float) -> None:
+        answer.heard_s = now_s
+        if event.position > len(answer.tokens):
+            if not answer.early:
+                asyncio.get_running_loop().call_later(GAP_S, self._check_gap, answer, answer.epoch)
+            answer.early.append(EarlyEvent(event, role, sender_id))
+            return
+        self._take(answer, event, read_event(answer, event, role, sender_id), role, now_s)
+        while (early := answer.next_early()) is not None:
+            news = read_event(answer, early.event, early.role, early.sender_id)
+            self._take(answer, early.event, news, early.role, now_s)
+
+    def _take(self, answer: Answer, event: gw.TokenEvent, news: News, role: str, now_s: float) -> None:
+        if news.token_ids:
+            answer.state = AnswerState.RUNNING
+            answer.setbacks = 0
+            self._count(answer.call).on_tokens(answer, len(news.token_ids), now_s)
+            answer.note_tokens(now_s)
+            if role != "prefill":
+                self.decoded_s = now_s
+        if news.finish is FinishReason.ERROR:
+            self._drop(answer)  # it holds nothing any more: there is nothing to cancel
+            raise failure_from_proto(event.failure)
+        cancelled = news.finish is FinishReason.CANCELLED
+        if cancelled:
+            news.finish = None
+        if news.finish is not None:
+            self._finish(answer, news.finish)
+        if news.any:
+            answer.call.add(answer, news.token_ids, news.logprobs, news.prompt_logprobs, news.finish)
+        if cancelled:
+            self._lose([answer], "it was cancelled by the cluster")
+
+    def _check_gap(self, answer: Answer, epoch: int) -> None:
+        if answer.early and answer.epoch == epoch and not answer.ended:
+            missing = f"tokens {len(answer.tokens)} to {answer.early[0].event.position - 1} did not come"
+            self._lose([answer], missing)
+
+    def _finish(self, answer: Answer, finish: FinishReason) -> None:
+        answer.finish = finish
+        self._drop(answer)
+        self._count(answer.call).on_answer_end(answer, finish)
+
+    def _current(self, keys: Iterable[RequestKey]) -> list[Answer]:
+        found = ((self._open.get(key.request_id), key.epoch) for key in keys)
+        return [answer for answer, epoch in found if answer is not None and answer.epoch == epoch]
+
+    def _lose(self, answers: Sequence[Answer], reason: str) -> None:
+        """Submit them again, at once the first time, later and later when it happens again without a token."""
+        delayed: dict[float, list[Answer]] = {}
+        for answer in answers:
+            answer.setbacks += 1
+            if answer.ended:
+                continue  # its call failed a moment ago
+            if answer.setbacks > MAX_SETBACKS:
+                message = f"the request was lost {answer.setbacks} times in a row ({reason})"
+                self._fail(answer.call, RequestLostError(message, request_id=answer.request_id))
+            elif (finish := answer.finished_unsaid()) is not None:
+                self._finish(answer, finish)
+                answer.call.add(answer, finish=finish)
+            else:
+                answer.next_epoch()
+                self._count(answer.call).resubmissions.inc()
+                delay_s = 0.0 if answer.setbacks == 1 else _FIRST_BACKOFF_S * 2.0 ** (answer.setbacks - 2)
+                delayed.setdefault(delay_s, []).append(answer)
+                logger.info("epoch %d: %s", answer.epoch, reason, extra={"request_id": answer.request_id})
+        self._submitter.submit(delayed.pop(0.0, ()))
+        for delay_s, some in delayed.items():
+            asyncio.get_running_loop().call_later(delay_s, self._submitter.submit, some)
+
+    def _ask(self) -> None:
+        """Is there anybody who has them? Of those that were sent, and were not heard of lately."""
+        self._asked_s = time.monotonic()
+        quiet_since_s = self._asked_s - QUIET_S
+        self._submitter.ask(
+            answer
+            for answer in self._open.values()
+            if answer.state is not AnswerState.UNSENT and answer.heard_s <= quiet_since_s
+        )
+
+    def _deadline(self, call: Call) -> None:
+        if call.open:
+            self._fail(call, DeadlineError(f"the request did not end within its {call.plan.timeout_s:g} s"))
+
+    def _fail(self, call: Call, error: AlignedServeError) -> None:
+        """All answers of a call end with it: a client gets either all that it asked for, or an error."""
+        if call.error is None and call.open:
+            self._count(call).on_call_failed(error)
+            call.fail(error)
+        self._cancel([answer for answer in call.answers if not answer.ended])
+
+    def _drop(self, answer: Answer) -> None:
+        answer.state = AnswerState.ENDED
+        if self._log is not None and not answer.call.plan.probe:
+            self._log.note(answer)
+        if self._open.pop(answer.request_id, None) is not None and answer.call.plan.probe:
+            self._open_of_probes -= 1
+        if not self._open:
+            self._empty.set()
+
+    def _cancel(self, answers: Sequence[Answer]) -> None:
+        if answers:
+            for answer in answers:
+                self._drop(answer)
+            self._submitter.cancel(answers)
+
+
+def _claims(answer: Answer, epoch: int) -> bool:
+    return answer.epoch == epoch or (answer.epoch > epoch and answer.state is AnswerState.UNSENT)

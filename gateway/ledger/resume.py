@@ -1,0 +1,78 @@
+"""A call that goes on after its connection broke: what its client has already counts as generated here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from alignedserve.errors import InvalidRequestError
+from alignedserve.gateway.body.planning import CallPlan, ServedModel
+from alignedserve.proto import inference_pb2 as inf
+from alignedserve.request import FinishReason, SamplingParams
+from alignedserve.text import StoppableText
+
+_PARAM = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What the client has of one answer. `finish` says how these tokens end it (None: they do not), `told` whether the
+    client knows: the chunk that says so may be what was lost.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    told: bool = False
+
+
+def with_resume(plan: CallPlan, request: inf.GenerateRequest, model: ServedModel) -> CallPlan:
+    """The plan, going on after `request.resume`. InvalidRequestError where that cannot be part of its answers."""
+    if not request.resume:
+        return plan
+    if len(request.resume) != plan.answers:
+        message = f"resume must have an entry for each of the {plan.answers} answers, got {len(request.resume)}"
+        raise InvalidRequestError(message, param=_PARAM)
+    if any(entry.token_ids for entry in request.resume) and not request.HasField("seed"):
+        message = "resume needs the seed of the call that it goes on with: the first chunk has it"
+        raise InvalidRequestError(message, param="seed")
+    info = model.require(None)
+    delivered = []
+    for index, entry in enumerate(request.resume):
+        prompt = plan.prompts[index // plan.n]
+        tokens = tuple(entry.token_ids)
+        _check_tokens(tokens, prompt.sampling, info.vocab_size, f"resume[{index}]")
+        told = _finish_reason(entry.finish_reason, f"resume[{index}]")
+        finish = told or _ends(tokens, prompt.sampling, prompt.token_ids, model)
+        delivered.append(Delivered(tokens, finish, told is not None))
+    return replace(plan, resume=tuple(delivered))
+
+
+def _check_tokens(tokens: Sequence[int], sampling: SamplingParams, vocab_size: int, where: str) -> None:
+    if len(tokens) > sampling.max_tokens:
+        message = f"{where} has {len(tokens)} tokens, more than max_tokens, {sampling.max_tokens}"
+        raise InvalidRequestError(message, param=_PARAM)
+    if tokens and max(tokens) >= vocab_size:
+        message = f"{where}: token id {max(tokens)} is outside the vocabulary of {vocab_size}"
+        raise InvalidRequestError(message, param=_PARAM)
+
+
+def _finish_reason(word: str, where: str) -> FinishReason | None:
+    if word and word not in (FinishReason.STOP, FinishReason.LENGTH):
+        message = f'{where}: finish_reason must be "", "stop" or "length", got {word[:60]!r}'
+        raise InvalidRequestError(message, param=_PARAM)
+    return FinishReason(word) if word else None
+
+
+def _ends(
+    tokens: Sequence[int], sampling: SamplingParams, prompt: Sequence[int], model: ServedModel
+) -> FinishReason | None:
+    """How these tokens end their answer."""
+    if tokens and tokens[-1] in sampling.end_token_ids and len(tokens) > sampling.min_tokens:
+        return FinishReason.STOP
+    if sampling.stop and model.tokenizer is not None:
+        text = StoppableText(model.tokenizer, sampling.stop, prompt, sampling.min_tokens)
+        for token in tokens:
+            text.push(token)
+        if text.stopped:
+            return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None

@@ -1,0 +1,93 @@
+"""The way from the ledger to the scheduler: submissions by group, and cancels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from alignedserve.gateway.ledger.calls import Answer, AnswerState
+from alignedserve.request import RequestKey, RequestSpec
+
+_KEPT_CANCELS = 8192
+
+
+class SchedulerPort(Protocol):
+    """The link to the scheduler. Each call returns False, and does nothing, while the link is down."""
+
+    gateway_id: str
+    address: str
+
+    @property
+    def down_for_s(self) -> float:
+        """Seconds since there was a scheduler; 0 while there is one."""
+
+    def submit(self, requests: Sequence[RequestSpec]) -> bool: ...
+
+    def cancel(self, keys: Sequence[RequestKey]) -> bool: ...
+
+    def ask(self, keys: Sequence[RequestKey]) -> bool: ...
+
+
+class Submitter:
+    """What cannot be sent now stays UNSENT (or is kept, for cancels) until `resend`."""
+
+    def __init__(self) -> None:
+        self._port: SchedulerPort | None = None
+        self._unsent_cancels: list[RequestKey] = []
+
+    def attach(self, port: SchedulerPort) -> None:
+        self._port = port
+
+    @property
+    def down_for_s(self) -> float:
+        return 0.0 if self._port is None else self._port.down_for_s
+
+    def submit(self, answers: Iterable[Answer]) -> None:
+        """Send those that are UNSENT. Answers that have no token yet go together with the others to their prompt and
+        share its blocks; the rest go each by itself.
+        """
+        groups: dict[str, list[Answer]] = {}
+        for answer in answers:
+            if answer.state is AnswerState.UNSENT:
+                group = answer.request_id if answer.tokens else f"{answer.group_id}/{answer.epoch}"
+                groups.setdefault(group, []).append(answer)
+        for members in groups.values():
+            self._submit_group(members)
+
+    def cancel(self, answers: Iterable[Answer]) -> None:
+        """Cancel what was sent of these, now or when the link is up again."""
+        keys = [RequestKey(answer.request_id, answer.sent_epoch) for answer in answers if answer.sent_epoch is not None]
+        if keys and (self._port is None or not self._port.cancel(keys)):
+            self._unsent_cancels = (self._unsent_cancels + keys)[-_KEPT_CANCELS:]
+
+    def ask(self, answers: Iterable[Answer]) -> None:
+        """Have the scheduler say which of these nobody has; without a link nothing is asked."""
+        keys = [answer.key for answer in answers]
+        if keys and self._port is not None:
+            self._port.ask(keys)
+
+    def resend(self, answers: Iterable[Answer]) -> None:
+        """The link is up (again): cancels first, then every answer without a token in its epoch, in a new one."""
+        keys, self._unsent_cancels = self._unsent_cancels, []
+        if keys and self._port is not None:
+            self._port.cancel(keys)
+        again = [answer for answer in answers if answer.state is not AnswerState.RUNNING]
+        for answer in again:
+            if answer.state is AnswerState.SUBMITTED:  # nobody can tell whether the scheduler ever had it
+                answer.next_epoch()
+        self.submit(again)
+
+    def _submit_group(self, group: Sequence[Answer]) -> None:
+        port = self._port
+        if port is None:
+            return
+        specs = [
+            answer.spec(port.gateway_id, port.address, len(group), with_prompt=number == 0)
+            for number, answer in enumerate(group)
+        ]
+        if port.submit(specs):
+            for answer in group:
+                answer.state = AnswerState.SUBMITTED
+                answer.sent_epoch = answer.epoch
+                answer.heard_s = time.monotonic()

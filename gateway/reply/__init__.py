@@ -1,0 +1,1 @@
+"""From tokens to the replies of OpenAI's formats and gRPC."""

@@ -1,0 +1,127 @@
+"""An answer as its client sees it: tokens turned into text, cut at a stop string, with logprobs and offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from alignedserve.gateway.body.planning import CallPlan, PromptPlan
+from alignedserve.gateway.ledger.calls import Answer, Delta
+from alignedserve.gateway.ledger.resume import Delivered
+from alignedserve.request import FinishReason, TokenLogprobs
+from alignedserve.text import IncrementalDetokenizer, StoppableText, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token, its log-probability (None for a prompt's first) and where its text begins in the choice's text."""
+
+    token_id: int
+    offset: int
+    logprob: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class Part:
+    """What is new of one answer. `scored` stays empty unless log-probabilities were asked for."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def extend(self, other: Part) -> None:
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.scored += other.scored
+        self.finish = other.finish
+
+
+class AnswerView:
+    """Turns an answer's deltas into parts. With echo, the first part begins with the prompt."""
+
+    def __init__(self, answer: Answer, plan: CallPlan, tokenizer: Tokenizer | None) -> None:
+        sampling = answer.sampling
+        self.answer = answer
+        self.parts = 0
+        self.tokens = 0  # that the client has
+        self.finish: FinishReason | None = None
+        self.scored = sampling.logprobs is not None
+        self._echo = plan.reply.echo
+        self._scored_only = plan.scored_only
+        self._tokenizer = tokenizer
+        self._base = 0  # characters of the echoed prompt
+        self._ends = frozenset(sampling.end_token_ids)
+        self._text: StoppableText | None = None
+        if tokenizer is not None:
+            self._text = StoppableText(tokenizer, sampling.stop, answer.prompt.token_ids, sampling.min_tokens)
+        if plan.resume:
+            self._go_on(plan.resume[answer.index])
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """The next part needs the prompt's log-probabilities."""
+        return self._echo and self.scored
+
+    def push(self, delta: Delta, prompt_logprobs: Sequence[TokenLogprobs] = ()) -> Part:
+        """The next part. `prompt_logprobs` begin with the prompt's second token."""
+        part = Part()
+        if self._echo:
+            self._echo = False
+            self._push_prompt(part, prompt_logprobs)
+        if self._scored_only:  # the one token that the prompt's scores cost is nobody's
+            self.finish = FinishReason.LENGTH if delta.finish is not None else None
+        else:
+            self._push_tokens(part, delta)
+        part.finish = self.finish
+        self.parts += 1
+        self.tokens += len(part.token_ids)
+        return part
+
+    def _go_on(self, delivered: Delivered) -> None:
+        """As after a part with these tokens: the same text has been given out, the same is held back."""
+        tokens = delivered.token_ids
+        self.tokens = len(tokens)
+        self.finish = delivered.finish if delivered.told else None
+        if self._text is not None:
+            ended = delivered.finish is FinishReason.STOP and bool(tokens) and tokens[-1] in self._ends
+            for token in tokens[:-1] if ended else tokens:
+                self._text.push(token)
+
+    def _push_prompt(self, part: Part, logprobs: Sequence[TokenLogprobs]) -> None:
+        prompt = self.answer.prompt
+        part.text = echoed_text(prompt, self._tokenizer)
+        self._base = len(part.text)
+        if self.scored:
+            detokenizer = None if self._tokenizer is None else IncrementalDetokenizer(self._tokenizer)
+            offset = 0
+            for number, token in enumerate(prompt.token_ids):
+                logprob = logprobs[number - 1] if 0 < number <= len(logprobs) else None
+                part.scored.append(ScoredToken(token, min(offset, self._base), logprob))
+                offset += 0 if detokenizer is None else len(detokenizer.push(token))
+
+    def _push_tokens(self, part: Part, delta: Delta) -> None:
+        text = self._text
+        last = len(delta.token_ids) - 1
+        for number, token in enumerate(delta.token_ids):
+            part.token_ids.append(token)
+            if self.scored:
+                offset = self._base + (0 if text is None else text.length)
+                logprob = delta.logprobs[number] if number < len(delta.logprobs) else None
+                part.scored.append(ScoredToken(token, offset, logprob))
+            ends_here = number == last and delta.finish is FinishReason.STOP and token in self._ends
+            if text is not None and not ends_here:
+                part.text += text.push(token)
+                if text.stopped:
+                    self.finish = FinishReason.STOP
+                    return
+        if delta.finish is not None:
+            self.finish = delta.finish
+            part.text += "" if text is None else text.finish()
+
+
+def echoed_text(prompt: PromptPlan, tokenizer: Tokenizer | None) -> str:
+    """A prompt as it is echoed: as the client wrote it, or decoded from the token ids that it sent."""
+    if prompt.text is not None:
+        return prompt.text
+    return "" if tokenizer is None else tokenizer.decode(prompt.token_ids)

@@ -1,0 +1,55 @@
+"""What a worker's token event says that its answer does not know yet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from alignedserve.control.convert import timings_from_proto
+from alignedserve.gateway.ledger.calls import Answer
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.request import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyEvent:
+    """An event that came before the tokens that precede it: two workers' streams are not ordered among each other."""
+
+    event: gw.TokenEvent
+    role: str
+    sender_id: str
+
+
+@dataclass(slots=True)
+class News:
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def any(self) -> bool:
+        return bool(self.token_ids or self.prompt_logprobs or self.finish is not None)
+
+
+def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) -> News:
+    """Take an event into the answer, tokens that it has already left out. `event.position` must not be beyond them."""
+    answer.note_instance(role, sender_id, event.prefill_id, event.decode_id)
+    known = len(answer.tokens) - event.position
+    news = News(list(event.token_ids[known:] if known else event.token_ids))
+    if event.logprobs:
+        news.logprobs = [_logprobs(entry) for entry in event.logprobs[known:]]
+    if event.prompt_logprobs and not answer.prompt_scored:
+        answer.prompt_scored = True
+        news.prompt_logprobs = [_logprobs(entry) for entry in event.prompt_logprobs]
+    if event.finish_reason:
+        news.finish = FinishReason(event.finish_reason)
+        if event.HasField("timings"):
+            answer.stopwatch = timings_from_proto(event.timings)
+            answer.stopwatch.close(time.time_ns())
+    answer.tokens.extend(news.token_ids)
+    return news
+
+
+def _logprobs(entry: gw.TokenLogprob) -> TokenLogprobs:
+    return TokenLogprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))

@@ -1,0 +1,77 @@
+"""OpenAI's two reply formats: completions (with their older logprobs) and chat completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alignedserve.gateway.reply.answers import AnswerView, Part, ScoredToken
+from alignedserve.gateway.reply.replies import Reply, finite
+
+
+class CompletionReply(Reply):
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        return {
+            "index": view.answer.index,
+            "text": part.text,
+            "logprobs": self._logprobs(part.scored) if view.scored else None,
+            "finish_reason": None if part.finish is None else part.finish.value,
+        }
+
+    choice_chunk = choice
+
+    def _logprobs(self, scored: list[ScoredToken]) -> dict[str, Any]:
+        names = [self.token_name(entry.token_id) for entry in scored]
+        return {
+            "tokens": names,
+            "token_logprobs": [None if entry.logprob is None else finite(entry.logprob.logprob) for entry in scored],
+            "top_logprobs": [self._top(name, entry) for name, entry in zip(names, scored, strict=True)],
+            "text_offset": [entry.offset for entry in scored],
+        }
+
+    def _top(self, name: str, entry: ScoredToken) -> dict[str, float] | None:
+        """The most likely tokens, most likely first, and the chosen one."""
+        if entry.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in entry.logprob.top:
+            top.setdefault(self.token_name(token), finite(logprob))
+        top.setdefault(name, finite(entry.logprob.logprob))
+        return top
+
+
+class ChatReply(Reply):
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        return self._choice(view, part, "message", message)
+
+    def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        return self._choice(view, part, "delta", {"content": part.text} if part.text or part.finish is None else {})
+
+    def opening_chunk(self, view: AnswerView) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": view.answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _choice(self, view: AnswerView, part: Part, name: str, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = (
+            {"content": [self._logprob(entry) for entry in part.scored], "refusal": None} if view.scored else None
+        )
+        finish = None if part.finish is None else part.finish.value
+        return {"index": view.answer.index, name: content, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprob(self, entry: ScoredToken) -> dict[str, Any]:
+        top = () if entry.logprob is None else entry.logprob.top
+        chosen = 0.0 if entry.logprob is None else entry.logprob.logprob
+        return {
+            **self._token(entry.token_id, chosen),
+            "top_logprobs": [self._token(token, logprob) for token, logprob in top],
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = None if self.tokenizer is None else list(self.tokenizer.piece(token))
+        return {"token": self.token_name(token), "logprob": finite(logprob), "bytes": piece}

@@ -1,0 +1,195 @@
+"""A call's reply, whole or in chunks: what is common to OpenAI's two formats and to gRPC's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.ledger.calls import Answer, Call, Delta
+from alignedserve.gateway.reply.answers import AnswerView, Part
+from alignedserve.request import Stage, TokenLogprobs
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class Parts:
+    """A call's deltas as parts of its answers.
+
+    `end` is told of an answer whose stop string was found here before its worker said so. An answer with echo and
+    logprobs waits for the log-probabilities of its prompt, which may come with another answer to it.
+    """
+
+    def __init__(self, call: Call, model: ServedModel, end: Callable[[Answer], None]) -> None:
+        self.call = call
+        self.views = [AnswerView(answer, call.plan, model.tokenizer) for answer in call.answers]
+        self._end = end
+        self._held: dict[int, Delta] = {}
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # by number of the prompt
+
+    def take(self, deltas: Iterable[Delta]) -> list[tuple[AnswerView, Part]]:
+        found: list[tuple[AnswerView, Part]] = []
+        for delta in self._with_held(deltas):
+            view = self.views[delta.answer.index]
+            if view.finish is not None:
+                continue
+            prompt = delta.answer.index // self.call.plan.n
+            if view.wants_prompt_scores and prompt not in self._scores and self.call.open:
+                self._held[delta.answer.index] = delta
+                continue
+            part = view.push(delta, self._scores.get(prompt, ()))
+            if part.finish is not None and delta.finish is None:
+                self._end(delta.answer)
+            found.append((view, part))
+        return found
+
+    def _with_held(self, deltas: Iterable[Delta]) -> list[Delta]:
+        fresh = list(deltas)
+        for delta in fresh:
+            if delta.prompt_logprobs:
+                self._scores.setdefault(delta.answer.index // self.call.plan.n, delta.prompt_logprobs)
+        if not self._held:
+            return fresh
+        held, self._held = self._held, {}
+        for delta in fresh:
+            if (earlier := held.get(delta.answer.index)) is None:
+                held[delta.answer.index] = delta
+            else:
+                earlier.extend(delta)
+        return list(held.values())
+
+    @property
+    def ended(self) -> bool:
+        """Whether all answers have: the last of what was taken then ends the call."""
+        return all(view.finish is not None for view in self.views)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.call.plan.prompts)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(view.tokens for view in self.views)
+
+
+def timings(answer: Answer) -> dict[str, Any]:
+    """Seconds in each stage, and the instances that served it; with a cost model also the bubble."""
+    spent = {f"{stage}_s": round(answer.stopwatch.spent_s.get(stage, 0.0), 6) for stage in Stage}
+    if answer.stopwatch.bubble_s is not None:
+        spent["bubble_s"] = round(answer.stopwatch.bubble_s, 6)
+    return {**spent, "prefill_id": answer.prefill_id, "decode_id": answer.decode_id}
+
+
+class Reply(ABC):
+    """One call's reply in one of OpenAI's formats: `chunks` and `last_chunk`, or `collect` and `body`."""
+
+    object_name: str
+    chunk_object_name: str
+
+    def __init__(self, call: Call, model: ServedModel, end: Callable[[Answer], None]) -> None:
+        self.call = call
+        self.tokenizer = model.tokenizer
+        self._parts = Parts(call, model, end)
+        self._head = {"id": call.plan.id, "created": call.arrival_ns // 1_000_000_000, "model": model.name}
+        self._options = call.plan.reply
+        self._whole: dict[int, Part] = {}
+        self._last_ended: Answer | None = None
+        self._begun = False
+
+    # ---- what a format fills in
+
+    @abstractmethod
+    def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        """A choice of the whole reply."""
+
+    @abstractmethod
+    def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
+        """A choice of a chunk, with what is new of it."""
+
+    def opening_chunk(self, view: AnswerView) -> dict[str, Any] | None:
+        """A choice that goes before a view's first chunk."""
+        return None
+
+    # ---- in chunks
+
+    def chunks(self, deltas: Iterable[Delta]) -> list[dict[str, Any]]:
+        """One chunk for each answer that has something new (two at its beginning, in chat)."""
+        chunks: list[dict[str, Any]] = []
+        for view, part in self._parts.take(deltas):
+            if view.parts == 1 and (opening := self.opening_chunk(view)) is not None:
+                chunks.append(self._chunk(self._with_extensions(opening, view, Part())))
+            choice = self._with_extensions(self.choice_chunk(view, part), view, part)
+            chunk = self._chunk(choice)
+            if part.finish is not None:
+                self._last_ended = view.answer
+            chunks.append(chunk)
+        if chunks and self._parts.ended and not self._options.include_usage:
+            self._add_timings(chunks[-1])
+        return chunks
+
+    def last_chunk(self) -> dict[str, Any] | None:
+        """The chunk that has only the usage, where it was asked for."""
+        if not self._options.include_usage:
+            return None
+        chunk = {**self._head, "object": self.chunk_object_name, "choices": [], "usage": self._usage()}
+        self._add_timings(chunk)
+        return chunk
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_object_name, "choices": [choice]}
+        if self._options.include_usage:
+            chunk["usage"] = None
+        if not self._begun:
+            self._begun = True
+            self._add_prompt_tokens(chunk)
+        return chunk
+
+    # ---- as a whole
+
+    def collect(self, deltas: Iterable[Delta]) -> None:
+        for view, part in self._parts.take(deltas):
+            self._whole.setdefault(view.answer.index, Part()).extend(part)
+            if part.finish is not None:
+                self._last_ended = view.answer
+
+    def body(self) -> dict[str, Any]:
+        choices = []
+        for view in self._parts.views:
+            part = self._whole.get(view.answer.index, Part())
+            choices.append(self._with_extensions(self.choice(view, part), view, part))
+        body = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
+        self._add_prompt_tokens(body)
+        self._add_timings(body)
+        return body
+
+    # ---- extensions
+
+    def _with_extensions(self, choice: dict[str, Any], view: AnswerView, part: Part) -> dict[str, Any]:
+        if self._options.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        if self._options.include_timings and part.finish is not None and len(self._parts.views) > 1:
+            choice["timings"] = timings(view.answer)
+        return choice
+
+    def _add_prompt_tokens(self, target: dict[str, Any]) -> None:
+        """One list for one prompt, a list of lists for several."""
+        if self._options.return_token_ids:
+            prompts = [list(prompt.token_ids) for prompt in self.call.plan.prompts]
+            target["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+
+    def _add_timings(self, target: dict[str, Any]) -> None:
+        """Of the answer that ended last; where there are several, each choice has its own as well."""
+        if self._options.include_timings and self._last_ended is not None:
+            target["timings"] = timings(self._last_ended)
+
+    def _usage(self) -> dict[str, int]:
+        prompt, completion = self._parts.prompt_tokens, self._parts.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def token_name(self, token: int) -> str:
+        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

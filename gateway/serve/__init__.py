@@ -1,0 +1,1 @@
+"""The gateway as a Ray Serve deployment."""

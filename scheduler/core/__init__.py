@@ -1,0 +1,1 @@
+"""The global scheduler's decisions, without I/O: admission, routing, batches and prefetches."""

@@ -1,0 +1,112 @@
+"""Who is let in: what could never be served is refused at once, a full queue says when to come again, and a prompt is
+prefilled only when the pool has room for it beside the reserve for the growth of running requests (architecture.md,
+section 8). Each shard of the pool has its own reserve: only what is written on its node takes from it."""
+
+from __future__ import annotations
+
+import math
+
+from alignedserve.errors import InvalidRequestError, OverloadedError
+from alignedserve.scheduler.core.events import RequestMeta
+from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.core.state import Books
+
+MOST_RETRY_AFTER_S = 60.0
+
+
+class Admission:
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._config = books.config
+        self._block_size = books.block_size
+        self._instances = books.instances
+        self._queue = books.queue
+        self._ledger = books.ledger
+        self._decode_cache_blocks = 0  # as last known
+        self._max_request_tokens: int | None = None  # None: to be worked out again
+
+    def ready(self) -> bool:
+        """Whether each role has reported: before that nothing can be judged or started."""
+        return self.max_request_tokens() > 0
+
+    def max_request_tokens(self) -> int:
+        """The longest request (prompt and answer) that can be served; 0 while a role is missing.
+
+        It has to fit in a decode cache, in the smallest shard of the pool (it may be evicted to any), and, since it may
+        have to be prefilled again, in a prefill cache.
+        While no decode instance is up the last one's cache counts: its successor's will be the same, and what it left
+        can be prefilled until then. Asked for several times an event: kept until `sizes_changed`.
+        """
+        if self._max_request_tokens is None:
+            self._max_request_tokens = self._find_max_request_tokens()
+        return self._max_request_tokens
+
+    def sizes_changed(self) -> None:
+        """An instance has come, gone or reported."""
+        self._max_request_tokens = None
+
+    def _find_max_request_tokens(self) -> int:
+        decode = max((view.cache_blocks for view in self._instances.decode.values()), default=0)
+        self._decode_cache_blocks = decode = decode or self._decode_cache_blocks
+        prefill = max((view.load.cache_tokens for view in self._instances.prefill.values()), default=0)
+        pool = min((shard.capacity for shard in self._ledger.shards if shard.up), default=0)
+        share = math.ceil(pool * self._config.kv_pool.growth_reserve)
+        return min(decode * self._block_size, prefill, (pool - share) * self._block_size)
+
+    def queue_full(self, requests: int) -> OverloadedError | None:
+        """Why a group of `requests` that was just submitted may not wait, or None."""
+        if len(self._queue) + requests > self._config.scheduler.max_queue:
+            return OverloadedError(
+                f"{len(self._queue)} requests wait for prefill; the limit is {self._config.scheduler.max_queue}",
+                retry_after_s=self.retry_after_s(),
+            )
+        return None
+
+    def too_large(self, meta: RequestMeta) -> InvalidRequestError | None:
+        most = self.max_request_tokens()
+        if not most or meta.max_total_tokens <= most:
+            return None
+        return InvalidRequestError(
+            f"the request may grow to {meta.max_total_tokens} tokens (prompt and max_tokens); "
+            f"this cluster serves at most {most}",
+            param="max_tokens",
+            max_request_tokens=most,
+        )
+
+    def retry_after_s(self) -> float:
+        """When the queue will have drained, as far as the prefill instances' rates tell; whole seconds."""
+        loads = [view.load for view in self._instances.prefill.values()]
+        if not loads:
+            return MOST_RETRY_AFTER_S
+        share = self._queue.tokens // len(loads)
+        wait_s = min(load.predicted_ttft_s(share) for load in loads)
+        return float(min(MOST_RETRY_AFTER_S, max(1, math.ceil(wait_s))))
+
+    def group_blocks(self, tokens: int, requests: int) -> list[int]:
+        """Blocks that each answer to a prompt of `tokens` needs: the first all, the others what they cannot share."""
+        blocks = self._books.blocks_for(tokens)
+        return [blocks] + [blocks - tokens // self._block_size] * (requests - 1)
+
+    def reserve_blocks(self, shard: PoolShard) -> int:
+        """Blocks of a shard that no prefill may take: they are for running requests that grow and come back.
+
+        The configured share, but at least room to evict the longest request of each decode instance that evicts to it
+        and runs several.
+        """
+        share = math.ceil(shard.capacity * self._config.kv_pool.growth_reserve)
+        evictable = 0
+        for view in self._books.decode_at(shard):
+            if view.report is not None and (len(view.decoding) > 1 or view.size > 1):
+                evictable += self._books.blocks_for(view.report.longest_tokens) + 1
+        return min(max(share, evictable), shard.capacity // 2)
+
+    def missing_blocks(self, shard: PoolShard, blocks: int, most_tokens: int, own_blocks: int = 0) -> int:
+        """Blocks that a shard lacks to begin a prefill of `blocks` more; 0 or less: it may begin.
+
+        Beside the reserve, one such request has room to grow to `most_tokens`. A shard that holds nothing but the
+        request's `own_blocks` takes whatever fits at all, so that a large request is never stuck.
+        """
+        if shard.committed <= own_blocks and not shard.reserved:
+            return blocks - shard.free
+        growth = min(self._books.blocks_for(most_tokens), shard.capacity // 4)
+        return blocks + max(self.reserve_blocks(shard), growth) + shard.reserved - shard.free

@@ -1,0 +1,250 @@
+"""What the core knows of the instances: reports, and its own count of what is on its way to them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import chain
+
+from alignedserve.config import Config
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind, DecodeReported, PrefillReported
+from alignedserve.scheduler.core.request_table import Record
+from alignedserve.scheduler.core.routing import PrefillLoad
+from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
+
+MOST_PREDICTED = 256  # iterations of which an instance's predicted time is kept
+
+
+@dataclass(slots=True)
+class BufferRoom:
+    """One candidate buffer of a prefill instance, in blocks."""
+
+    capacity: int = 0
+    reported_free: int = 0
+    committed: int = 0  # of requests that were prefetched into it and have not left it, by the core's own count
+    issued: int = 0  # of those since the last report
+    bounced: bool = False  # something came back from it: no more until it has reported
+
+    def report(self, capacity: int, free: int) -> None:
+        self.capacity, self.reported_free, self.issued, self.bounced = capacity, free, 0, False
+
+    def take(self, blocks: int) -> None:
+        self.committed += blocks
+        self.issued += blocks
+
+    @property
+    def unclaimed(self) -> int:
+        """Room by the core's own count: right where only prefetches use the buffer."""
+        return self.capacity - self.committed
+
+    @property
+    def free(self) -> int:
+        """Room as reported, less what was issued since: right where evictions use the buffer too."""
+        return min(self.unclaimed, self.reported_free - self.issued)
+
+
+@dataclass(slots=True)
+class PrefillView:
+    prefill_id: str
+    load: PrefillLoad
+    buffers: dict[BufferKind, BufferRoom] = field(default_factory=lambda: {kind: BufferRoom() for kind in BufferKind})
+    prefilling: dict[RequestKey, None] = field(default_factory=dict)
+    buffered: dict[RequestKey, None] = field(default_factory=dict)
+    pool_wait_blocks: int = 0
+
+    def report(self, event: PrefillReported, block_size: int) -> None:
+        self.load.cache_tokens = event.cache_blocks * block_size
+        if event.measured is not None:
+            self.load.cost.observe_chunks(event.measured)
+        self.pool_wait_blocks = event.pool_wait_blocks
+        self.buffers[BufferKind.BATCH].report(event.batch_buffer_blocks, event.batch_buffer_free_blocks)
+        self.buffers[BufferKind.REQUESTS].report(event.requests_buffer_blocks, event.requests_buffer_free_blocks)
+
+    def room(self, kind: BufferKind) -> int:
+        buffer = self.buffers[kind]
+        if buffer.bounced:
+            return 0
+        return buffer.unclaimed if kind is BufferKind.BATCH else buffer.free
+
+
+@dataclass(slots=True)
+class DecodeView:
+    decode_id: str
+    report: DecodeReported | None = None
+    candidates: dict[BufferKind, dict[RequestKey, Record]] = field(
+        default_factory=lambda: {kind: {} for kind in BufferKind}
+    )
+    candidate_blocks: dict[BufferKind, int] = field(default_factory=lambda: dict.fromkeys(BufferKind, 0))
+    overdue: dict[RequestKey, float] = field(default_factory=dict)  # in its candidate batch, or sent alone: when due
+    decoding: dict[RequestKey, Record] = field(default_factory=dict)
+    asked_back: list[Record] = field(default_factory=list)  # from other instances, for this one
+    joined_blocks: int = 0  # since the last report
+    bounced: bool = False  # it gave something back: no late joins until it has reported
+    batch_id: int = 0  # of the last candidate batch that it was sent
+    batch_sent_s: float = -math.inf  # when it was last sent a candidate batch, or few requests instead of one
+    cost: CostModel = field(default_factory=LinearCostModel)
+    mean_tokens: int = 0  # prefix length of those that ran lately; 0: not known yet
+    iterations: int = 0  # that it has reported; up to a tenth of a second behind
+    most_requests: int = 0  # in the largest batch that was measured
+    held_tokens: int = 0  # of all that is here or on its way, when it was sent
+    _coming: tuple[int, int] | None = None  # (shortest, longest) of that; None: to be looked up
+    _predicted: dict[tuple[int, int], float] = field(default_factory=dict)  # (requests, tokens of each) -> seconds
+
+    def take_report(self, report: DecodeReported) -> None:
+        self.report, self.joined_blocks, self.bounced = report, 0, False
+        if report.measured is not None:
+            self.cost.observe_iterations(report.measured)
+            self._predicted.clear()
+            self.mean_tokens = report.measured.cached_tokens // max(1, report.measured.tokens)
+            self.iterations += report.measured.passes
+            self.most_requests = max(self.most_requests, report.measured.tokens // report.measured.passes)
+
+    @property
+    def size(self) -> int:
+        """Requests that decode here or will."""
+        return len(self.decoding) + sum(map(len, self.candidates.values()))
+
+    @property
+    def idle(self) -> bool:
+        return self.report is not None and not self.report.running and not self.size
+
+    @property
+    def cache_blocks(self) -> int:
+        return 0 if self.report is None else self.report.cache_blocks
+
+    def batch_lengths(self) -> tuple[int, int] | None:
+        """(shortest, longest) that the running batch was formed of, or, as long as nothing runs, of what is on its way.
+
+        None when idle, and when only late joins are left of the batch: what matches those is for the next batch.
+        """
+        if self.report is not None and self.report.running:
+            longest = self.report.batch_longest_tokens
+            return (self.report.batch_shortest_tokens, longest) if longest else None
+        if self._coming is None:
+            held = chain(self.decoding.values(), *(held.values() for held in self.candidates.values()))
+            coming = [record.kv_tokens for record in held]
+            self._coming = (min(coming), max(coming)) if coming else None
+        return self._coming
+
+    def add_length(self, tokens: int) -> None:
+        """Such a request decodes here from now on, or will."""
+        self.held_tokens += tokens
+        if self._coming is not None:
+            shortest, longest = self._coming
+            self._coming = min(shortest, tokens), max(longest, tokens)
+
+    def drop_length(self, tokens: int) -> None:
+        self.held_tokens -= tokens
+        if self._coming is not None and tokens in self._coming:
+            self._coming = None
+
+    def distance(self, tokens: int) -> int:
+        """Tokens between a length and the mean of those that are here or on their way; 0 where there are none."""
+        return abs(tokens - self.held_tokens // self.size) if self.size else 0
+
+    def load_s(self) -> float:
+        """The predicted time of an iteration of all that is here or on its way."""
+        size = self.size
+        return self.predict_equal_s(size, self.held_tokens // size) if size else 0.0
+
+    def predict_equal_s(self, requests: int, tokens: int) -> float:
+        """The time of an iteration of so many requests of one length. Kept: each request that comes asks of all."""
+        shape = requests, tokens
+        found = self._predicted.get(shape)
+        if found is None:
+            if len(self._predicted) >= MOST_PREDICTED:
+                self._predicted.clear()
+            found = self._predicted[shape] = self.cost.predict_iteration_s([tokens] * requests)
+        return found
+
+    def running_batch_id(self) -> int:
+        """The batch that a late join joins."""
+        return self.report.batch_id if self.report is not None and self.report.running else self.batch_id
+
+    def free_blocks(self, config: Config, block_size: int) -> int:
+        """Cache blocks left when everything on its way here has joined and has room to grow for some iterations."""
+        if self.report is None:
+            return 0
+        growth = -(-config.decode.join_iterations // block_size) + 1  # and one for the watermark
+        coming = sum(self.candidate_blocks.values()) + self.joined_blocks
+        return self.report.cache_free_blocks - coming - growth * self.size
+
+    def has_room(self, config: Config, block_size: int, blocks: int) -> bool:
+        """Whether a request of so many blocks could join behind everything that is on its way here."""
+        return self.size < config.decode.max_running and self.free_blocks(config, block_size) >= blocks
+
+
+@dataclass(slots=True)
+class Instances:
+    """Views by id, and which prefill instances prefetch for which decode instance."""
+
+    prefill: dict[str, PrefillView] = field(default_factory=dict)
+    decode: dict[str, DecodeView] = field(default_factory=dict)
+    pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    link_ranks: dict[tuple[str, str], int] = field(default_factory=dict)  # of pairs, where not 0, the best
+    draining: frozenset[str] = frozenset()  # nothing new is sent to these
+    homes: dict[str, str] = field(default_factory=dict)  # instance -> the shard of the pool that it writes to
+    _decode_at: dict[str, list[DecodeView]] = field(default_factory=dict)  # by home; kept until `placed`
+
+    def placed(self) -> None:
+        """Instances have come, gone or moved."""
+        self._decode_at.clear()
+
+    def decode_at(self, pool_id: str) -> list[DecodeView]:
+        """Those that evict to the shard."""
+        if pool_id not in self._decode_at:
+            found = [view for view in self.decode.values() if self.homes.get(view.decode_id) == pool_id]
+            self._decode_at[pool_id] = found
+        return self._decode_at[pool_id]
+
+    def open_prefill(self) -> list[PrefillView]:
+        """Those that are given prompts."""
+        return [view for view in self.prefill.values() if view.prefill_id not in self.draining]
+
+    def open_decode(self) -> list[DecodeView]:
+        """Those that are given candidates."""
+        return [view for view in self.decode.values() if view.decode_id not in self.draining]
+
+    def drained(self) -> list[str]:
+        """Those of the draining that no request is with, as far as is known here."""
+        if not self.draining:
+            return []
+        busy = {view.prefill_id for view in self.prefill.values() if view.prefilling or view.buffered}
+        busy |= {view.decode_id for view in self.decode.values() if view.size}
+        return sorted(self.draining - busy)
+
+    def bounced(self, decode_id: str, prefill_id: str, kind: BufferKind) -> None:
+        """A candidate came back that never joined: what is known of room and lengths there is out of date.
+
+        Without this a request could go back and forth as fast as messages travel.
+        """
+        if prefill_id in self.prefill:
+            self.prefill[prefill_id].buffers[kind].bounced = True
+        if decode_id in self.decode:
+            self.decode[decode_id].bounced = True
+
+    def forget_bounces(self) -> None:
+        for prefill in self.prefill.values():
+            for buffer in prefill.buffers.values():
+                buffer.bounced = False
+        for decode in self.decode.values():
+            decode.bounced = False
+
+    def paired(self, decode: DecodeView) -> list[PrefillView]:
+        """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""
+        names = self.pairs.get(decode.decode_id, ())
+        return [self.prefill[name] for name in names if name in self.prefill and name not in self.draining]
+
+    def link_rank(self, decode: DecodeView, prefill: PrefillView) -> int:
+        """0: the best kind of link."""
+        return self.link_ranks.get((decode.decode_id, prefill.prefill_id), 0)
+
+    def roomiest(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView, int]]:
+        """The paired instance with the most room in such a buffer, and that room: one a rank of link, best first."""
+        best: dict[int, tuple[PrefillView, int]] = {}
+        for prefill in self.paired(decode):
+            rank, room = self.link_ranks.get((decode.decode_id, prefill.prefill_id), 0), prefill.room(kind)
+            if rank not in best or room > best[rank][1]:
+                best[rank] = prefill, room
+        return [best[rank] for rank in sorted(best)]

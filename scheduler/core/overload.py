@@ -1,0 +1,242 @@
+"""Admission by prediction: a request that would miss an objective, or wait too long, is refused before any work.
+
+Early rejection as in Mooncake (systems.md): what counts is the load at the time when the prefill will be done, not the
+load of now. Judged by the load of now, a cluster whose prefills take a while accepts everything until the first of them
+decode, then nothing until they end, and so on (`tests/unit/test_scheduler_overload.py` shows both). Every decode is
+taken to last as long as decodes have lasted on average, so nobody's output length is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignedserve.errors import OverloadedError
+from alignedserve.scheduler.core.admission import MOST_RETRY_AFTER_S, Admission
+from alignedserve.scheduler.core.events import RequestMeta
+from alignedserve.scheduler.core.instances import DecodeView
+from alignedserve.scheduler.core.request_table import Record, RequestState
+from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.cost.pass_model import RunningQuantile
+
+MOST_ROOM = 64  # requests: with room for so many, nobody is told to hold back
+GAIN = 0.1
+EXTRAPOLATION = 2  # a batch may be so many times as large as the largest measured before the fit is mistrusted
+FEW_REQUESTS = 8  # of which a batch may be in any case
+ROUNDS = 3  # of the search for how many decode, and how long
+MOST_MARGIN = 0.3  # of an objective: what is late for reasons other than load is not mended by refusing more
+LEAST_RETRY_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is predicted for a request. `tpot_s` counts the wait between its first and its second token.
+
+    `first_s` is the time to the first token without margin, `wait_s` the wait for room in the pool and in a batch,
+    `retry_s` how long from now until a request like it would keep the objectives.
+    """
+
+    first_s: float
+    ttft_s: float
+    tpot_s: float
+    wait_s: float
+    retry_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many more requests, of the usual size, would be accepted now; where none, one would in `again_s`."""
+
+    requests: int
+    again_s: float = 0.0
+
+    @property
+    def limited(self) -> bool:
+        return self.requests < MOST_ROOM
+
+
+class Overload:
+    """Predicts for a request that has just come, and learns from those that were accepted."""
+
+    def __init__(self, books: Books, admission: Admission) -> None:
+        self._books = books
+        self._admission = admission
+        self._config = books.config.scheduler
+        self._times = books.decode_times
+        self._late = RunningQuantile()  # by how much first tokens came later than predicted
+        self._typical_tokens = 0.0
+        self.refused = 0
+
+    def refusal(self, group: Sequence[RequestMeta], now_s: float) -> OverloadedError | None:
+        """Why a group that was just submitted for the first time is refused, or None.
+
+        An empty cluster takes anybody: without a request it would never learn that it has become faster.
+        """
+        if not len(self._books.table) or not self._predictable:
+            return None
+        first = group[0]
+        outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s)
+        why = self._objection(outlook)
+        if why is None:
+            return None
+        self.refused += 0 if first.key.is_probe else len(group)
+        return OverloadedError(why, retry_after_s=outlook.retry_s)
+
+    def accepted(self, record: Record, group: int, now_s: float) -> None:
+        """A group's first request was queued: what is expected of it, to be compared with what comes."""
+        if record.key.is_probe:
+            return
+        tokens = record.meta.prefix_tokens
+        self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
+        if record.meta.key.epoch == 0 and self._predictable:
+            record.first_token_due_s = now_s + self._first_s(0, group)[0]  # its tokens are in the queue
+
+    def prefilled(self, record: Record, now_s: float) -> None:
+        """Learn how far off the prediction was."""
+        if record.first_token_due_s:
+            self._late.observe(now_s - record.first_token_due_s)
+            record.first_token_due_s = 0.0
+
+    def room(self, now_s: float) -> Room:
+        """For gateways, which refuse by it before they have read a request."""
+        books = self._books
+        if not len(books.table) or not self._predictable:
+            return Room(MOST_ROOM)
+        if not self._limits_set and not len(books.queue):
+            return Room(MOST_ROOM)
+        low, high = 0, MOST_ROOM  # the largest number that fits; more never fits where less does not
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._objection(self._typical(middle, now_s)) is None:
+                low = middle
+            else:
+                high = middle - 1
+        return Room(low, 0.0 if low else self._typical(1, now_s).retry_s)
+
+    def outlook(self, now_s: float) -> Outlook | None:
+        """For a usual request that came now; None while a role is missing."""
+        return self._typical(1, now_s) if self._predictable else None
+
+    def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0) -> Outlook:
+        """For a group of `requests` answers to a prompt of `tokens`, that its gateway has had for `age_s` already."""
+        first_s, pool_s = self._first_s(tokens, requests)
+        iteration_s, wait_s, per_request_s = self._decode(requests, tokens, now_s, first_s)
+        gaps = max(1.0, self._times.mean_tokens)
+        ttft_s = age_s + first_s + min(self._late.value, MOST_MARGIN * self._config.ttft_objective_s)
+        tpot_s = iteration_s + wait_s / gaps
+        excess_s = [pool_s + wait_s - self._config.max_wait_s]
+        if self._config.ttft_objective_s:
+            excess_s.append(ttft_s - self._config.ttft_objective_s)
+        if self._config.tpot_objective_s and tpot_s > self._config.tpot_objective_s:
+            excess_s.append(per_request_s)
+        retry_s = min(MOST_RETRY_AFTER_S, max(LEAST_RETRY_S, *excess_s))
+        return Outlook(first_s, ttft_s, tpot_s, pool_s + wait_s, retry_s)
+
+    # parts of a prediction
+
+    def _first_s(self, tokens: int, requests: int) -> tuple[float, float]:
+        """Until the first token, and what of it is the wait for room in the pool."""
+        pool_s = self._pool_wait_s(tokens, requests)
+        return self._prefill_s(tokens) + pool_s, pool_s
+
+    @property
+    def _predictable(self) -> bool:
+        """Not while a role is missing: whoever comes meanwhile waits for its successor, however long that takes."""
+        instances = self._books.instances
+        return self._admission.ready() and any(view.cache_blocks for view in instances.decode.values())
+
+    @property
+    def _limits_set(self) -> bool:
+        return bool(self._config.ttft_objective_s or self._config.tpot_objective_s)
+
+    def _objection(self, outlook: Outlook) -> str | None:
+        ttft_s, tpot_s, wait_s = (
+            self._config.ttft_objective_s,
+            self._config.tpot_objective_s,
+            self._config.max_wait_s,
+        )
+        if ttft_s and outlook.ttft_s > ttft_s:
+            return f"the first token is predicted after {outlook.ttft_s:.3g} s; the objective is {ttft_s:g} s"
+        if tpot_s and outlook.tpot_s > tpot_s:
+            return f"each token is predicted to take {outlook.tpot_s:.3g} s; the objective is {tpot_s:g} s"
+        if outlook.wait_s > wait_s:
+            return f"the request would wait {outlook.wait_s:.3g} s for room; the limit is {wait_s:g} s"
+        return None
+
+    def _typical(self, requests: int, now_s: float) -> Outlook:
+        """For the last of `requests` usual requests that come together."""
+        return self.predict(int(requests * self._typical_tokens), requests, now_s)
+
+    def _prefill_s(self, tokens: int) -> float:
+        """Until the first token of a prompt of `tokens` behind all that is queued and handed out."""
+        loads = [view.load for view in self._books.instances.prefill.values()]
+        share = -(-self._books.queue.tokens // len(loads))
+        return min(load.predicted_ttft_s(share + tokens) for load in loads)
+
+    def _pool_wait_s(self, tokens: int, requests: int) -> float:
+        """Until the pool has room for it and for all that is queued before it, as fast as requests have ended."""
+        books = self._books
+        blocks = sum(self._admission.group_blocks(tokens, requests)) if tokens else 0
+        blocks += books.blocks_for(books.queue.tokens) + len(books.queue)
+        only = books.ledger.only
+        missing = self._admission.missing_blocks(only, blocks, tokens) if only else blocks + self._lacking_now(tokens)
+        if missing <= 0:
+            return 0.0
+        missing -= books.ledger.droppable_blocks
+        held = books.ledger.committed - books.ledger.droppable_blocks
+        return self._times.stay_s * missing / held if missing > 0 and held else 0.0
+
+    def _lacking_now(self, tokens: int) -> int:
+        """Blocks that the shards which prompts go to lack, before anything is put in them; less than 0: they have room.
+
+        Where all lack some, it is the one that lacks least which takes the next prompt.
+        """
+        books = self._books
+        homes = {books.home(view.prefill_id) for view in books.instances.open_prefill()}
+        lacking = [self._admission.missing_blocks(home, 0, tokens) for home in homes if home is not None and home.up]
+        return sum(blocks for blocks in lacking if blocks < 0) or min(lacking, default=0)
+
+    def _decode(self, requests: int, tokens: int, now_s: float, after_s: float) -> tuple[float, float, float]:
+        """When these `requests` begin to decode, `after_s` from now: seconds an iteration, seconds that the last of
+        them waits to join, seconds until the next request ends.
+
+        How long a decode lasts depends on how many there are, and the other way round: from the most that there can be
+        down, which does not take a loaded cluster for an idle one.
+        """
+        views = [view for view in self._books.instances.decode.values() if view.cache_blocks]
+        length = max((view.mean_tokens for view in views if view.mean_tokens), default=max(1, tokens))
+        blocks = min(view.cache_blocks for view in views)
+        fits = max(1, min(self._books.config.decode.max_running, blocks // self._books.blocks_for(length)))
+        decode_s = math.inf
+        running = -1
+        for _ in range(ROUNDS):
+            each = math.ceil((self._decoding_at(now_s, after_s, decode_s) + requests) / len(views))
+            before, running = running, min(each, fits)
+            if running == before:  # nor would anything else change
+                break
+            iteration_s = min(self._iteration_s(view, running, length) for view in views)
+            if not self._times.mean_tokens:
+                break
+            decode_s = self._times.mean_tokens * iteration_s
+        wait_s = max(0, each - fits) * decode_s / fits if each > fits and self._times.mean_tokens else 0.0
+        return iteration_s, wait_s, (self._times.mean_tokens or 1.0) * iteration_s / (running * len(views))
+
+    def _decoding_at(self, now_s: float, after_s: float, decode_s: float) -> float:
+        """Requests that will decode, or wait to, `after_s` from now, of all that are open.
+
+        Those before it in line are prefilled evenly until then, and each decodes for `decode_s`.
+        """
+        counts = self._books.table.counts
+        still = float(self._times.decoding_since(now_s + after_s - decode_s))
+        before = counts[RequestState.QUEUED] + counts[RequestState.PREFILLING]
+        ready = counts[RequestState.WAITING] + counts[RequestState.PREFETCHED]
+        if after_s <= decode_s:
+            return still + ready + before
+        return still + before * decode_s / after_s
+
+    def _iteration_s(self, view: DecodeView, requests: int, tokens: int) -> float:
+        """What is far larger than anything measured is taken to cost in proportion: a fit knows nothing of it."""
+        margin_s = min(view.cost.iteration_margin_s, MOST_MARGIN * self._config.tpot_objective_s)
+        known = FEW_REQUESTS + EXTRAPOLATION * view.most_requests
+        return (view.predict_equal_s(requests, tokens) + margin_s) * max(1.0, requests / known)

@@ -1,0 +1,91 @@
+"""Keeps room in the KV pool for evictions: else a full pool, full buffers and a full cache would wait for each other.
+
+In this order: clean copies of running requests are dropped; then, where an eviction has waited for a while all the
+same, the KV of a request that waits, in the pool or as a candidate: it has to be prefilled again (counted;
+architecture.md, section 8). All of this in the shard that is full.
+"""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.core.admission import Admission
+from alignedserve.scheduler.core.alarm import Recent
+from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.core.request_table import Record
+from alignedserve.scheduler.core.state import Books
+
+PATIENCE_TICKS = 5  # evictions must have waited for so long before the last resort
+LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
+
+
+class PoolRelief:
+    def __init__(self, books: Books, admission: Admission) -> None:
+        self._books = books
+        self._admission = admission
+        self._due_s: dict[PoolShard, float] = {}  # when the last resort is; of shards that evictions wait for
+        self._drops = Recent()
+        self._capacity = 0  # of the shard that the last of them was in
+        self.dropped_requests = 0  # by the last resort
+
+    def relieve(self, now_s: float, shard: PoolShard | None) -> None:
+        """Look at a shard: with each report of it, or of evictions that wait for it, and with each tick.
+
+        Room in another shard is of no use to what is written to this one.
+        """
+        if shard is None:
+            return
+        books = self._books
+        if not shard.capacity:  # its process is away: evictions wait for that, and not for room
+            self._due_s.pop(shard, None)
+            return
+        reports = [view.report for view in books.decode_at(shard) if view.report is not None]
+        wanted = sum(report.pool_wait_blocks for report in reports)
+        waiting = [view for view in books.instances.prefill.values() if view.pool_wait_blocks]
+        give_backs = sum(view.pool_wait_blocks for view in waiting if books.home(view.prefill_id) is shard)
+        missing = max(wanted + give_backs, self._admission.reserve_blocks(shard) - shard.free)
+        if missing > 0:
+            books.drop_copies(missing, shard)
+        tick_s = books.config.scheduler.tick_s
+        if not wanted:
+            self._due_s.pop(shard, None)
+        elif shard not in self._due_s:
+            self._due_s[shard] = now_s + PATIENCE_TICKS * tick_s
+        elif now_s >= self._due_s[shard]:
+            self._due_s[shard] = now_s + tick_s
+            self._last_resort(shard, now_s)
+
+    def forget(self, shard: PoolShard) -> None:
+        """It has gone with its node."""
+        self._due_s.pop(shard, None)
+
+    def alarm(self, now_s: float) -> str:
+        """What to tell people, with the figures, while the last resort was needed within the last minute; else ""."""
+        drops = self._drops.count(now_s)
+        if not drops:
+            return ""
+        return (
+            f"KV was dropped {drops} times in the last minute, to be prefilled again: the KV pool "
+            f"({self._capacity} blocks) is too small for what decodes; set kv_pool.size_gib higher"
+        )
+
+    def _last_resort(self, shard: PoolShard, now_s: float) -> None:
+        record = self._cheapest(shard) if shard.waiting else self._latest_candidate(shard)
+        if record is not None:
+            self.dropped_requests += 1
+            self._drops.add(now_s)
+            self._capacity = shard.capacity
+            self._books.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
+
+    def _cheapest(self, shard: PoolShard) -> Record:
+        """Of those that came last: one that has never decoded, so that no generated token is prefilled again."""
+        waiting = reversed(shard.waiting.values())
+        latest = [record for _, record in zip(range(LOOK_BACK), waiting, strict=False)]
+        return next((record for record in latest if record.kv_tokens <= record.meta.prefix_tokens), latest[0])
+
+    def _latest_candidate(self, shard: PoolShard) -> Record | None:
+        """The last of the candidates that have not joined, as far as is known here, and have a copy in the shard."""
+        for decode in self._books.instances.decode.values():
+            for held in decode.candidates.values():
+                for record in reversed(held.values()):
+                    if self._books.ledger.only or self._books.ledger.shard_of(record.key) is shard:
+                        return record
+        return None

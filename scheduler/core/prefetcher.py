@@ -1,0 +1,330 @@
+"""Step 4 of the paper's figure 4: what is brought from the pool for which decode instance, and when.
+
+Two ways out of the pool: as the next candidate batch, or late, into the candidate requests buffer (dynamic scheduling,
+section 3.5). Fewer than N requests are no batch: an idle instance takes them as one all the same, and never waits for
+better ones; one that is busy and has room takes them late, whatever their lengths, once `flush_after_s` have passed
+since it was last sent something; one that is full waits for N, or for K blocks: its next batch can only run later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.batch_generator import BatchLimits
+from alignedserve.scheduler.core.actions import MarkUrgent, Prefetch
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.core.instances import DecodeView, PrefillView
+from alignedserve.scheduler.core.prefetch_paths import Way, Ways
+from alignedserve.scheduler.core.rebalance import Rebalancer
+from alignedserve.scheduler.core.request_table import Record, RequestState
+from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.waiting import join_range
+from alignedserve.scheduler.policies.base import Entry, InstanceState
+
+UNSEEN_BATCHES = 1 << 16  # more than a predecessor may have sent after the newest that runs: one or so an instance
+
+
+class Prefetcher:
+    """Moves requests from WAITING to PREFETCHED; from there on the decode instance decides about them."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._config = books.config
+        self._block_size = books.block_size
+        self._instances = books.instances
+        self._policy = books.policy
+        self._clock = books.clock
+        self._rebalancer = Rebalancer(books)
+        self._ways = Ways(books)
+        self._last_batch_id = 0
+
+    def place(self, record: Record, now_s: float) -> None:
+        """A request has come to the pool: is there an instance for it right now?"""
+        decodes = self._instances.open_decode()
+        for decode in decodes:
+            if decode.idle and self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
+                return
+        if record.state is not RequestState.WAITING:
+            return
+        nearest = self._nearest(decodes, record.kv_tokens)
+        if record.moved:  # it was asked back from a full instance: not at once to one again
+            nearest = [decode for decode in nearest if decode.has_room(self._config, self._block_size, record.blocks)]
+        for decode in nearest:
+            lengths = self._range(decode)
+            if lengths is None or not self._policy.matches(record.kv_tokens, *lengths):
+                continue
+            if self._takes_late(decode):
+                self._late_matches(decode, now_s, record.blocks)
+            if record.state is not RequestState.WAITING:
+                return
+        for decode in nearest:
+            if self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
+                return
+
+    def feed(self, decode: DecodeView, now_s: float) -> None:
+        """Something has changed at the decode instance: what it should have in its buffers."""
+        if decode.report is None or decode.decode_id in self._instances.draining:
+            return
+        if not self._policy.totals()[0]:
+            self._rebalancer.ask_back(decode, now_s)
+            return
+        if self._takes_late(decode):
+            self._late_matches(decode, now_s)
+        self._next_batch(decode, now_s)
+
+    def learn_batch_id(self, batch_id: int) -> None:
+        """Of the batch that a decode instance runs. Of a predecessor of this core: its last ones may be on their way.
+
+        A batch with the number of another would be taken for that one: no switch, and nobody of it old.
+        """
+        if batch_id > self._last_batch_id:
+            self._last_batch_id = batch_id + UNSEEN_BATCHES
+
+    def mark_overdue(self, records: Sequence[Record], now_s: float) -> None:
+        """These passed the threshold while they were prefetched: tell their decode instances."""
+        by_decode: dict[str, dict[RequestKey, float]] = {}
+        for record in records:
+            due_s = self._clock.due_s(record.key)
+            by_decode.setdefault(record.decode_id, {})[record.key] = due_s
+            if record.buffer is BufferKind.BATCH:
+                self._instances.decode[record.decode_id].overdue[record.key] = due_s
+        for decode_id, due in by_decode.items():
+            due_in_s = tuple(due_s - now_s for due_s in due.values())
+            self._books.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
+
+    def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
+        """The best instance for such a request first: the one of the nearest lengths, so that instances specialise.
+
+        It must not be loaded much more than the least loaded one; those that are come last.
+        """
+        if len(decodes) < 2:
+            return list(decodes)
+        loads = [decode.load_s() for decode in decodes]
+        most_s = min(loads) * (1.0 + self._config.scheduler.balance_slack) if self._policy.BY_LENGTH else 0.0
+        order = sorted(
+            range(len(decodes)),
+            key=lambda i: (0, decodes[i].distance(tokens)) if loads[i] <= most_s else (1, loads[i]),
+        )
+        return [decodes[i] for i in order]
+
+    # the next candidate batch
+
+    def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
+        """Form the next candidate batch, if this instance's buffer is empty and it is time. Whether one was sent."""
+        requests, blocks = self._policy.totals()
+        if decode.report is None or not requests:
+            return False
+        seed = self._clock.oldest_overdue_in_pool()
+        if decode.candidates[BufferKind.BATCH]:
+            return seed is not None and self._send_overdue(decode, seed, now_s)
+        limits = self._limits(decode)
+        enough = requests >= limits.min_requests or blocks >= limits.max_blocks
+        if seed is None and not enough:
+            if not self._takes_few(decode, -(-blocks // requests), now_s):
+                return False
+            if not decode.idle and self._send_few(decode, limits, now_s):
+                return True
+        least = min(limits.max_blocks, -(-blocks * min(limits.min_requests, requests) // requests))  # N of mean length
+        prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
+        at_once = decode.idle or seed is not None
+        if room <= 0 and at_once and prefill is not None:
+            prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
+        if room <= 0:
+            return False
+        self._policy.look_at(_state(decode, self._block_size))
+        entries = self._policy.form(self._limits(decode, room), seed, now_s)
+        records = self._fitting(decode, entries)
+        total = sum(record.blocks for record in records)
+        if not records:
+            return False
+        if prefill is not None:  # now that it is known how much it is
+            prefill, room = self._choose_buffer(decode, BufferKind.BATCH, total)
+        if total > room:  # one request, larger than K or than what is free
+            if prefill is not None and total <= self._largest_buffer(decode) and not at_once:
+                return False
+            prefill = None  # no buffer can hold it, now or ever: the decode instance pulls it from the pool itself
+        else:
+            decode, prefill = self._specialist(decode, prefill, records, total)
+        self._last_batch_id += 1
+        decode.batch_id = self._last_batch_id
+        decode.batch_sent_s = now_s
+        self._send(decode, prefill, BufferKind.BATCH, decode.batch_id, records, now_s)
+        return True
+
+    def _send_overdue(self, decode: DecodeView, key: RequestKey, now_s: float) -> bool:
+        """Where every instance has a candidate batch, and nothing here was due before it: it goes alone, before that.
+
+        One at a time: until it has joined, nothing else is sent late but what was due before it.
+        """
+        record = self._books.record(key)
+        due_s = self._clock.due_s(key)
+        if due_s >= min(decode.overdue.values(), default=math.inf):
+            return False
+        if not all(view.candidates[BufferKind.BATCH] for view in self._instances.open_decode()):
+            return False
+        if not self._fitting(decode, [record]):
+            return False
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, record.blocks)
+        self._send(
+            decode,
+            prefill if room >= record.blocks else None,
+            BufferKind.REQUESTS,
+            decode.running_batch_id(),
+            [record],
+            now_s,
+        )
+        decode.overdue[key] = due_s
+        return True
+
+    def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:
+        """K, at most `room`, and N for a decode instance."""
+        config = self._config.scheduler
+        most = config.max_batch_blocks or max(1, int(config.max_batch_share * decode.cache_blocks))
+        most = most if room is None else min(most, room)
+        most_requests = self._config.decode.max_running
+        return BatchLimits(most, min(config.min_batch_requests, most_requests), most_requests)
+
+    def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
+        """Whether the instance is idle, or has room now and was sent nothing for `flush_after_s`."""
+        return decode.idle or (
+            now_s - decode.batch_sent_s >= self._config.scheduler.flush_after_s
+            and decode.has_room(self._config, self._block_size, blocks)
+        )
+
+    def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:
+        """All that waits, too little for a batch, joins what runs. False where the requests buffer cannot hold it."""
+        waiting = self._policy.totals()[1]
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
+        if room <= 0 or decode.bounced:
+            return False
+        self._policy.look_at(_state(decode, self._block_size))
+        entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
+        records = self._fitting(decode, entries)
+        total = sum(record.blocks for record in records)
+        prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, total)
+        if not records or total > room:
+            return False
+        decode.batch_sent_s = now_s
+        self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
+        return True
+
+    def _specialist(
+        self, asking: DecodeView, prefill: PrefillView | None, records: Sequence[Record], total: int
+    ) -> tuple[DecodeView, PrefillView | None]:
+        """Of the busy instances that need a batch, the one whose running lengths are nearest to this one's.
+
+        An idle instance keeps what it asked for: waiting costs it more than mixed lengths.
+        """
+        if asking.idle or len(self._instances.decode) == 1 or not self._policy.BY_LENGTH:
+            return asking, prefill
+        tokens = sum(record.kv_tokens for record in records) // len(records)
+        best, best_prefill, nearest = asking, prefill, asking.distance(tokens)
+        for other in self._instances.open_decode():
+            if other.report is None or other.idle or other.candidates[BufferKind.BATCH]:
+                continue
+            if other.distance(tokens) < nearest and total <= self._limits(other).max_blocks:
+                buffer, room = self._choose_buffer(other, BufferKind.BATCH, total)
+                if total <= room and len(self._fitting(other, records)) == len(records):
+                    best, best_prefill, nearest = other, buffer, other.distance(tokens)
+        return best, best_prefill
+
+    # late joins
+
+    def _takes_late(self, decode: DecodeView) -> bool:
+        """Late joins stop while an overdue request waits that they would keep waiting.
+
+        In a switch they go on, to the new batch: filled from further batches alone, it would never be one batch again.
+        """
+        if decode.report is None or decode.overdue or decode.bounced:
+            return False
+        return self._clock.oldest_overdue_in_pool() is None
+
+    def _range(self, decode: DecodeView) -> tuple[int, int] | None:
+        lengths = decode.batch_lengths()
+        return None if lengths is None else join_range(*lengths, self._config.scheduler.join_window)
+
+    def _late_matches(self, decode: DecodeView, now_s: float, least_room: int = 1) -> None:
+        """Dynamic scheduling: requests of the pool whose length has come to match the running batch.
+
+        `least_room`: with less there is nothing to look for (what else waits did not fit before, either).
+        """
+        lengths = self._range(decode)
+        if lengths is None:
+            return
+        for prefill, room in self._buffers(decode, BufferKind.REQUESTS):
+            slots = self._config.decode.max_running - len(decode.candidates[BufferKind.REQUESTS])
+            if room < least_room or slots <= 0:
+                continue
+            records = self._fitting(decode, self._policy.matching(*lengths, BatchLimits(room, 1, slots)))
+            if records:
+                self._send(decode, prefill, BufferKind.REQUESTS, decode.running_batch_id(), records, now_s)
+
+    # both
+
+    def _buffers(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView | None, int]]:
+        """Where such candidates can go, and the room there in blocks: one prefill instance a rank of link, best first.
+
+        None: there are no buffers; what is on its way counts against the decode instance's own cache.
+        """
+        if decode.decode_id not in self._instances.pairs and self._config.cluster.prefetch:
+            return [(None, 0)]  # which instances prefetch for it is not known yet
+        if roomiest := self._instances.roomiest(decode, kind):
+            return [*roomiest]
+        return [(None, self._direct_room(decode, kind))]
+
+    def _direct_room(self, decode: DecodeView, kind: BufferKind) -> int:
+        """Blocks that may still be announced to the instance to be copied from the pool, without a buffer between."""
+        most = self._limits(decode).max_blocks
+        share = most if kind is BufferKind.BATCH else max(1, most // 2)
+        return share - decode.candidate_blocks[kind]
+
+    def _choose_buffer(self, decode: DecodeView, kind: BufferKind, blocks: int) -> tuple[PrefillView | None, int]:
+        """Of the best link among those with room for so many blocks; the one with the most room where none has."""
+        buffers = self._buffers(decode, kind)
+        enough = (buffer for buffer in buffers if buffer[1] >= blocks)
+        return next(enough, None) or max(buffers, key=lambda buffer: buffer[1])
+
+    def _largest_buffer(self, decode: DecodeView) -> int:
+        return max(prefill.buffers[BufferKind.BATCH].capacity for prefill in self._instances.paired(decode))
+
+    def _fitting(self, decode: DecodeView, entries: Sequence[Entry] | Sequence[Record]) -> list[Record]:
+        """Records of those that the instance's cache can hold to their end."""
+        most = decode.cache_blocks * self._block_size
+        records = (self._books.table.get(entry.key) for entry in entries)
+        return [record for record in records if record is not None and record.meta.max_total_tokens <= most]
+
+    def _send(
+        self,
+        decode: DecodeView,
+        prefill: PrefillView | None,
+        kind: BufferKind,
+        batch_id: int,
+        records: Sequence[Record],
+        now_s: float,
+    ) -> None:
+        overdue = sorted(filter(self._is_overdue, records), key=lambda record: self._clock.due_s(record.key))
+        records = [*overdue, *(record for record in records if not self._is_overdue(record))]
+        ways: list[Way] = [(prefill, records)]
+        if prefill is not None and self._books.ledger.only is None:
+            ways = self._ways.split(decode, prefill, kind, records, self._direct_room(decode, kind))
+        for buffer, part in ways:
+            prefill_id = "" if buffer is None else buffer.prefill_id
+            for record in part:
+                self._books.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
+            keys = tuple(record.key for record in part)
+            self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
+        self.mark_overdue(overdue, now_s)
+
+    def _is_overdue(self, record: Record) -> bool:
+        return self._clock.is_overdue(record.key)
+
+
+def _state(decode: DecodeView, block_size: int) -> InstanceState:
+    report = decode.report
+    running = 0 if report is None else report.running
+    shortest, longest = (report.shortest_tokens, report.longest_tokens) if report is not None and running else (0, 0)
+    mean = min(max(decode.mean_tokens, shortest), longest)
+    return InstanceState(running, shortest, longest, mean, decode.cost, decode.cache_blocks * block_size)

@@ -1,0 +1,81 @@
+"""Candidates that wait for a full decode instance, while another has room and the pool is empty, are asked back.
+
+They return to the pool, and from there go where there is room. Until it has given one back, its decode instance
+decides about it: one that joins meanwhile stays. No late candidate moves a second time before it has joined, so nothing
+goes back and forth; of candidate batches only an idle instance asks for a part.
+"""
+
+from __future__ import annotations
+
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.core.instances import DecodeView
+from alignedserve.scheduler.core.request_table import Record, RequestState
+from alignedserve.scheduler.core.state import Books
+
+PREFETCHED = RequestState.PREFETCHED
+
+
+class Rebalancer:
+    """Asks back for instances that have room and nothing on its way to them."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._config = books.config
+        self._block_size = books.block_size
+        self._instances = books.instances
+
+    def ask_back(self, decode: DecodeView, now_s: float) -> None:
+        """The pool has nothing for this instance: what waits for full ones had better come here."""
+        if decode.idle:
+            self._halve_batches(now_s)
+        if len(self._instances.decode) < 2 or decode.size >= self._config.decode.max_running:
+            return
+        if any(decode.candidates.values()):
+            return
+        pending = [record for record in decode.asked_back if record.recalled and record.state is PREFETCHED]
+        slots = self._config.decode.max_running - decode.size - len(pending)
+        room = decode.free_blocks(self._config, self._block_size) - sum(record.blocks for record in pending)
+        found: list[Record] = []
+        for full in self._instances.open_decode():
+            for record in self._stranded(full, now_s):
+                if len(found) < slots and record.blocks <= room:
+                    found.append(record)
+                    room -= record.blocks
+        if found:
+            decode.asked_back = pending + found
+            self._books.recall(found)
+
+    def _halve_batches(self, now_s: float) -> None:
+        """Half of each candidate batch that waits for a full instance: one without slots, or without blocks."""
+        for full in self._instances.open_decode():
+            waiting = [*full.candidates[BufferKind.BATCH].values()]
+            crowded = full.size > self._config.decode.max_running
+            if waiting and (crowded or full.free_blocks(self._config, self._block_size) < 0):
+                self._books.recall([record for record in waiting[len(waiting) // 2 :] if self._settled(record, now_s)])
+
+    def _settled(self, record: Record, now_s: float) -> bool:
+        """Whether it was sent at least a tick ago. Others may not have been announced yet, which would miss the recall.
+
+        An instance ignores a recall of what it does not know, and nobody is asked for twice.
+        """
+        return record.entered_s[PREFETCHED] <= now_s - self._config.scheduler.tick_s
+
+    def _stranded(self, full: DecodeView, now_s: float) -> list[Record]:
+        """Late candidates that an instance has no room for, the last that came first."""
+        late = full.candidates[BufferKind.REQUESTS]
+        if not late:
+            return []
+        too_many = len(full.decoding) + len(late) - self._config.decode.max_running
+        # Late candidates join before the batch, which therefore takes no room from them.
+        free = full.free_blocks(self._config, self._block_size) + full.candidate_blocks[BufferKind.BATCH]
+        found = []
+        for record in reversed(late.values()):
+            if too_many <= 0 and free >= 0:
+                break
+            if record.moved or not self._settled(record, now_s):
+                continue
+            if not record.recalled:  # else it is on its way back
+                found.append(record)
+            too_many -= 1
+            free += record.blocks
+        return found

@@ -1,0 +1,136 @@
+"""Every open request and the one state that it is in.
+
+    QUEUED ──► PREFILLING ──► WAITING ──► PREFETCHED ──► DECODING ──► ENDED
+          │                      ▲            │             │
+          └──── KV adopted ──────┴── Returned ┴─────────────┘        (and every state ──► ENDED)
+
+From PREFETCHED on only the decode instance decides about the request, until it gives it back (architecture.md,
+section 6). A request may jump from PREFETCHED to WAITING (given back before it joined), from DECODING to WAITING
+(evicted), and to ENDED from everywhere (finished, cancelled, lost).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind, RequestMeta
+from alignedserve.scheduler.core.pool_shard import PoolShard
+
+
+class RequestState(enum.StrEnum):
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    WAITING = "waiting"
+    PREFETCHED = "prefetched"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+LEGAL: dict[RequestState, tuple[RequestState, ...]] = {
+    RequestState.QUEUED: (RequestState.PREFILLING, RequestState.WAITING, RequestState.ENDED),
+    RequestState.PREFILLING: (RequestState.WAITING, RequestState.ENDED),
+    RequestState.WAITING: (RequestState.PREFETCHED, RequestState.ENDED),
+    RequestState.PREFETCHED: (RequestState.DECODING, RequestState.WAITING, RequestState.ENDED),
+    RequestState.DECODING: (RequestState.WAITING, RequestState.ENDED),
+    RequestState.ENDED: (),
+}
+
+
+@dataclass(slots=True)
+class Record:
+    """One open request. `entered_s`: when it entered each state, for the last time."""
+
+    meta: RequestMeta
+    state: RequestState = RequestState.QUEUED
+    entered_s: dict[RequestState, float] = field(default_factory=dict)
+    kv_tokens: int = 0  # as last reported: prefilled, or given back; of what an earlier epoch left, until then
+    blocks: int = 0  # of its KV in the pool or a buffer
+    shard: PoolShard | None = None  # of the pool, where its KV lies or lay last; None: not known
+    pool_tokens: int = 0  # of the copy in the pool, where there is one
+    prefill_tokens: int = 0  # what its prefill costs; 0 for all but the first of a group
+    prefill_id: str = ""  # where it is prefilled, or in whose buffer it is
+    decode_id: str = ""  # which decode instance decides about it
+    buffer: BufferKind = BufferKind.BATCH
+    joined_iteration: int = 0  # how many iterations its decode instance was known to have done by then
+    first_token_due_s: float = 0.0  # when its prefill was predicted to be done; 0: nothing is to be learnt from it
+    cancelled: bool = False  # its end has been asked for
+    recalled: bool = False  # it has been asked back from its decode instance
+    moved: bool = False  # it came back when it was asked, and has not joined since
+
+    @property
+    def key(self) -> RequestKey:
+        return self.meta.key
+
+
+class RequestTable:
+    """Records by key; counts by state; keys by gateway. `move` is the only way to change a state."""
+
+    def __init__(self) -> None:
+        self._records: dict[RequestKey, Record] = {}
+        self._by_id: dict[str, RequestKey] = {}
+        self._by_gateway: dict[str, dict[RequestKey, None]] = {}
+        self.counts = dict.fromkeys(RequestState, 0)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def records(self) -> Iterable[Record]:
+        """Not to be changed while it is iterated over."""
+        return self._records.values()
+
+    def get(self, key: RequestKey) -> Record | None:
+        return self._records.get(key)
+
+    def latest(self, request_id: str) -> RequestKey | None:
+        """The key, with its epoch, under which the request is open."""
+        return self._by_id.get(request_id)
+
+    def of_gateway(self, gateway_id: str) -> list[RequestKey]:
+        return list(self._by_gateway.get(gateway_id, ()))
+
+    def gateways(self) -> set[str]:
+        """Those that own open requests."""
+        return set(self._by_gateway)
+
+    def add(self, meta: RequestMeta, now_s: float) -> Record:
+        """A new request is QUEUED. Raises AccountingError where its id is open already, in whatever epoch."""
+        if meta.key.request_id in self._by_id:
+            raise AccountingError(f"{meta.key} is open already", request_id=meta.key.request_id)
+        record = Record(meta)
+        record.entered_s[RequestState.QUEUED] = now_s
+        self._records[meta.key] = record
+        self._by_id[meta.key.request_id] = meta.key
+        self._by_gateway.setdefault(meta.gateway_id, {})[meta.key] = None
+        self.counts[RequestState.QUEUED] += 1
+        return record
+
+    def move(self, record: Record, state: RequestState, now_s: float) -> None:
+        """Enter `state`, and leave the table with ENDED. Raises AccountingError for a transition that is not legal."""
+        if state not in LEGAL[record.state]:
+            raise AccountingError(
+                f"{record.key}: {record.state.value} cannot become {state.value}", request_id=record.key.request_id
+            )
+        self.counts[record.state] -= 1
+        record.state = state
+        record.entered_s[state] = now_s
+        if state is not RequestState.ENDED:
+            self.counts[state] += 1
+            return
+        del self._records[record.key]
+        del self._by_id[record.key.request_id]
+        of_gateway = self._by_gateway[record.meta.gateway_id]
+        del of_gateway[record.key]
+        if not of_gateway:
+            del self._by_gateway[record.meta.gateway_id]
+
+    def check_integrity(self) -> None:
+        counts = dict.fromkeys(RequestState, 0)
+        for record in self._records.values():
+            counts[record.state] += 1
+        gateways = sum(len(keys) for keys in self._by_gateway.values())
+        if counts != self.counts or not len(self._records) == len(self._by_id) == gateways:
+            raise AccountingError("the request table does not match a recount")

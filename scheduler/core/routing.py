@@ -1,0 +1,54 @@
+"""Which prefill instance computes a prompt: the one with the least predicted time to first token (systems.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
+
+
+@dataclass(slots=True)
+class PrefillLoad:
+    """What one prefill instance has been given, and how fast it is, as its own chunks say."""
+
+    prefill_id: str
+    cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
+    pending_tokens: int = 0
+    cost: CostModel = field(default_factory=LinearCostModel)
+    home: PoolShard | None = None  # where it writes; kept by `Books.place`, since each prompt asks of all instances
+
+    def begin(self, tokens: int) -> None:
+        self.pending_tokens += tokens
+
+    def drop(self, tokens: int) -> None:
+        """A prompt was computed, or went without being computed."""
+        self.pending_tokens -= tokens
+
+    def predicted_ttft_s(self, tokens: int) -> float:
+        return self.cost.predict_prefill_s(self.pending_tokens + tokens)
+
+
+def able_to_prefill(
+    loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0
+) -> list[PrefillLoad]:
+    """The instances that can be given a prompt of `tokens` now, `kept_tokens` of them not to be computed.
+
+    Handed out are at most `queue_tokens` ahead of computing, but to an idle instance always: what waits here can still
+    go elsewhere.
+    """
+    work = tokens - kept_tokens
+    return [
+        load
+        for load in loads
+        if load.cache_tokens >= tokens and (not load.pending_tokens or load.pending_tokens + work <= queue_tokens)
+    ]
+
+
+def choose_prefill(able: Iterable[PrefillLoad], work_tokens: int) -> PrefillLoad | None:
+    """Of these the one with the least predicted time to first token; ties go to the least pending, then to the first.
+
+    None of none.
+    """
+    return min(able, key=lambda load: (load.predicted_ttft_s(work_tokens), load.pending_tokens), default=None)

@@ -1,0 +1,372 @@
+"""Everything that the core knows, and the moves that keep it consistent: who is in which state, where, and endings.
+
+Actions are collected here in the order in which they are to be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from alignedserve.config import Config
+from alignedserve.errors import AccountingError, AlignedServeError, CancelledError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.actions import Action, CancelAt, Forget, Recall, Reject, ReleasePool, ReportLost
+from alignedserve.scheduler.core.decode_times import DecodeTimes
+from alignedserve.scheduler.core.events import BufferKind, HeldRequest, RequestMeta
+from alignedserve.scheduler.core.instances import DecodeView, Instances
+from alignedserve.scheduler.core.pool_ledger import PoolLedger
+from alignedserve.scheduler.core.pool_shard import PoolShard
+from alignedserve.scheduler.core.prefill_queue import PrefillQueue
+from alignedserve.scheduler.core.request_table import Record, RequestState, RequestTable
+from alignedserve.scheduler.core.waiting import WaitingClock
+from alignedserve.scheduler.policies.base import Entry
+from alignedserve.scheduler.systems import make_policy
+
+
+class Books:
+    """State of one cell. The managers (dispatch, prefetch, relief) decide; only these methods move a request."""
+
+    def __init__(self, config: Config, block_size: int) -> None:
+        self.config = config
+        self.block_size = block_size
+        self.table = RequestTable()
+        self.instances = Instances()
+        self.queue = PrefillQueue()
+        self.ledger = PoolLedger()
+        self.clock = WaitingClock(config.scheduler.starvation_after_s, config.scheduler.late_share)
+        self.decode_times = DecodeTimes()
+        self.policy = make_policy(config.scheduler)
+        self.changed: dict[str, None] = {}  # decode instances to look at again
+        self.actions: list[Action] = []
+        self._released: list[RequestKey] = []
+        self._forgotten: list[RequestKey] = []
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def home(self, instance_id: str) -> PoolShard | None:
+        """The shard that the instance writes to; None where that is not known, or gone."""
+        return self.ledger.shard(self.instances.homes.get(instance_id, ""))
+
+    def place(self) -> None:
+        """Instances have come, gone or moved, or shards have."""
+        self.instances.placed()
+        for view in self.instances.prefill.values():
+            view.load.home = self.home(view.prefill_id)
+
+    def decode_at(self, shard: PoolShard) -> Iterable[DecodeView]:
+        """The decode instances that evict to the shard."""
+        return self.instances.decode_at(shard.pool_id) if self.ledger.named else self.instances.decode.values()
+
+    def record(self, key: RequestKey) -> Record:
+        """The record of a request that is known to be open."""
+        record = self.table.get(key)
+        if record is None:
+            raise AccountingError(f"{key} is not open", request_id=key.request_id)
+        return record
+
+    def open(self, keys: Iterable[RequestKey]) -> list[Record]:
+        """The records of those that are open."""
+        return [record for key in keys if (record := self.table.get(key)) is not None]
+
+    def change(self, decode_id: str) -> None:
+        if decode_id:
+            self.changed[decode_id] = None
+
+    def change_all(self) -> None:
+        self.changed.update(dict.fromkeys(self.instances.decode))
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done; releases and forgetting last, each in one action."""
+        if self._released:
+            self.actions.append(ReleasePool(tuple(self._released)))
+            self._released = []
+        if self._forgotten:
+            self.actions.append(Forget(tuple(self._forgotten)))
+            self._forgotten = []
+        actions = list(self.actions)
+        self.actions.clear()
+        return actions
+
+    # moves between states
+
+    def add(self, group: Sequence[RequestMeta], now_s: float) -> None:
+        """Open requests: QUEUED, or WAITING at once where the pool has all that a request needs to decode."""
+        for meta in group:
+            record = self.table.add(meta, now_s)
+            if meta.base_tokens:
+                record.kv_tokens, record.blocks = meta.base_tokens, meta.base_blocks
+                record.pool_tokens = meta.base_tokens
+                record.shard = self.ledger.shard(meta.base_pool_id)
+                self.ledger.commit(meta.key, meta.own_blocks, record.shard)
+        first = group[0]
+        if first.whole:
+            record = self.record(first.key)
+            self.enter_pool(record, first.base_tokens, first.base_blocks, record.shard, now_s, now_s)
+            return
+        if first.base_tokens:
+            self.ledger.mark_droppable(first.key)
+        self.queue.add([meta.key for meta in group], first.prefix_tokens, first.base_tokens, again=first.key.epoch > 0)
+
+    def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
+        """A predecessor's request, as the decode instance that decides about it describes it."""
+        record = self.table.add(held.meta, now_s)
+        record.kv_tokens, record.blocks = held.kv_tokens, held.blocks
+        self.enter_pool(record, held.kv_tokens, held.blocks, None, now_s, now_s)
+        prefill_id = held.prefill_id if held.prefill_id in self.instances.prefill else ""
+        self.prefetch(record, decode_id, prefill_id, held.buffer, now_s)
+        if held.running:
+            self.join(record, now_s)
+
+    def begin_prefill(self, record: Record, prefill_id: str, pool_blocks: int, now_s: float) -> None:
+        """QUEUED -> PREFILLING; the caller has taken it out of the queue."""
+        self.table.move(record, RequestState.PREFILLING, now_s)
+        record.prefill_id = prefill_id
+        self.instances.prefill[prefill_id].prefilling[record.key] = None
+        self.ledger.pin(record.key)
+        self.ledger.reserve(record.key, pool_blocks, self.home(prefill_id))
+
+    def store(self, record: Record, own_blocks: int, shard: PoolShard) -> None:
+        """The shard holds its KV now, in so many blocks that are nobody else's; an older copy in another shard goes."""
+        older = self.ledger.commit(record.key, own_blocks, shard)
+        if older is not None:
+            self._drop(older, [record])
+
+    def enter_pool(
+        self, record: Record, kv_tokens: int, blocks: int, shard: PoolShard | None, since_s: float, now_s: float
+    ) -> None:
+        """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`.
+
+        `shard`: where it lies; None of a predecessor's requests, of which it is not known yet.
+        """
+        self._detach(record)
+        record.kv_tokens, record.blocks, record.pool_tokens, record.shard = kv_tokens, blocks, kv_tokens, shard
+        record.prefill_id = record.decode_id = ""
+        record.moved, record.recalled = record.moved or record.recalled, False
+        self.table.move(record, RequestState.WAITING, now_s)
+        if shard is not None:
+            shard.waiting[record.key] = record
+        self.clock.start(record.key, since_s, record.meta.wait_objective_s)
+        self.policy.insert(Entry(record.key, kv_tokens, blocks, since_s))
+
+    def prefetch(self, record: Record, decode_id: str, prefill_id: str, kind: BufferKind, now_s: float) -> None:
+        """WAITING -> PREFETCHED: from here on `decode_id` decides."""
+        self._detach(record)
+        self.clock.leave_pool(record.key)
+        self.table.move(record, RequestState.PREFETCHED, now_s)
+        record.decode_id, record.prefill_id, record.buffer = decode_id, prefill_id, kind
+        decode = self.instances.decode[decode_id]
+        decode.candidates[kind][record.key] = record
+        decode.candidate_blocks[kind] += record.blocks
+        decode.add_length(record.kv_tokens)
+        if prefill_id:
+            prefill = self.instances.prefill[prefill_id]
+            prefill.buffered[record.key] = None
+            prefill.buffers[kind].take(record.blocks)
+
+    def recall(self, records: list[Record]) -> None:
+        """Ask the decode instances of these to give back what has not joined. Each is asked once."""
+        by_decode: dict[str, list[RequestKey]] = {}
+        for record in records:
+            if not record.recalled:
+                record.recalled = True
+                by_decode.setdefault(record.decode_id, []).append(record.key)
+        for decode_id, keys in by_decode.items():
+            self.actions.append(Recall(decode_id, tuple(keys)))
+
+    def join(self, record: Record, now_s: float) -> None:
+        """PREFETCHED -> DECODING: its copy in the pool could go now."""
+        self._detach(record)
+        self.clock.decode(record.key, now_s)
+        record.moved = record.recalled = False
+        record.prefill_id = ""
+        self.table.move(record, RequestState.DECODING, now_s)
+        decode = self.instances.decode[record.decode_id]
+        decode.decoding[record.key] = record
+        decode.add_length(record.kv_tokens)
+        self.decode_times.begin(now_s)
+        decode.joined_blocks += record.blocks
+        record.joined_iteration = decode.iterations
+        self.ledger.mark_droppable(record.key)
+        self.change(record.decode_id)
+
+    def _detach(self, record: Record) -> None:
+        """Out of the books of the state that it leaves, but for the clock and the ledger."""
+        key = record.key
+        prefill = self.instances.prefill.get(record.prefill_id)
+        decode = self.instances.decode.get(record.decode_id)
+        match record.state:
+            case RequestState.PREFILLING if prefill is not None:
+                del prefill.prefilling[key]
+                if record.prefill_tokens:
+                    prefill.load.drop(record.prefill_tokens)
+            case RequestState.WAITING:
+                self.policy.remove(key)
+                if record.shard is not None:
+                    del record.shard.waiting[key]
+            case RequestState.PREFETCHED:
+                if decode is not None:
+                    del decode.candidates[record.buffer][key]
+                    decode.candidate_blocks[record.buffer] -= record.blocks
+                    decode.overdue.pop(key, None)
+                    decode.drop_length(record.kv_tokens)
+                if prefill is not None:
+                    del prefill.buffered[key]
+                    prefill.buffers[record.buffer].committed -= record.blocks
+            case RequestState.DECODING:
+                self.decode_times.leave(record.entered_s[RequestState.DECODING])
+                if decode is not None:
+                    del decode.decoding[key]
+                    decode.drop_length(record.kv_tokens)
+        record.prefill_tokens = 0
+
+    # endings
+
+    def end(self, record: Record, now_s: float, *, keep_copy: bool = False) -> None:
+        """The request is over: nothing of it stays here, and its copy in the pool goes.
+
+        `keep_copy`: it stays there, for the request's next epoch to adopt.
+        """
+        if record.state is RequestState.QUEUED:
+            self.queue.cancel(record.key)
+        if not keep_copy and (record.state is not RequestState.QUEUED or record.kv_tokens):
+            self._released.append(record.key)
+        if record.state in (RequestState.WAITING, RequestState.PREFETCHED):
+            self.clock.stop(record.key)
+        self.change(record.decode_id)
+        self._detach(record)
+        if keep_copy:
+            self.ledger.leave(record.key)
+        else:
+            self.ledger.release(record.key)
+        self.table.move(record, RequestState.ENDED, now_s)
+        self._forgotten.append(record.key)
+
+    def drop_copies(self, blocks: int, shard: PoolShard) -> None:
+        """Drop clean copies of what decodes (or is queued), oldest first, until `blocks` more of the shard are free."""
+        records = [self.record(key) for key in self.ledger.drop_copies(blocks, shard)]
+        if records:
+            self._drop(shard, records)
+            for record in records:
+                if record.state is RequestState.QUEUED:
+                    self._lose_kept(record)
+
+    def _drop(self, shard: PoolShard, records: Sequence[Record]) -> None:
+        keys, lengths = (tuple(r.key for r in records), tuple(r.pool_tokens for r in records))
+        self.actions.append(ReleasePool(keys, dropped=True, kv_tokens=lengths, pool_id=shard.pool_id))
+
+    def drop_strays(self, shard: PoolShard, copies: Mapping[RequestKey, tuple[int, int]]) -> None:
+        """A shard was found to hold these as (KV tokens, blocks): what lies in another shard by the books goes there.
+
+        Only of what nobody but the core decides about: else it may be on its way here.
+        """
+        if self.ledger.only is not None:
+            return
+        idle = (RequestState.QUEUED, RequestState.WAITING)
+        strays = [r.key for r in self.open(copies) if r.state in idle and self.ledger.shard_of(r.key) is not shard]
+        if strays:
+            lengths = tuple(copies[key][0] for key in strays)
+            self.actions.append(ReleasePool(tuple(strays), True, lengths, shard.pool_id))
+
+    def lose_kept(self, shard: PoolShard, held: Container[RequestKey], asked_s: float) -> None:
+        """Queued requests whose kept KV is not among what the shard holds are prefilled from their first token on."""
+        for record in self.table.records():
+            if record.state is not RequestState.QUEUED or not record.kv_tokens or record.shard is not shard:
+                continue
+            if record.key not in held and record.entered_s[RequestState.QUEUED] <= asked_s:
+                self.ledger.release(record.key)
+                self._lose_kept(record)
+
+    def lose_shard(self, shard: PoolShard, now_s: float) -> None:
+        """It has gone with its node, for good. What decodes, or lies in a buffer, needs its copy there no more."""
+        gone = list(shard.waiting.values())
+        for record in self.open(shard.holders()):
+            if record.state is RequestState.QUEUED:
+                self._lose_kept(record)
+            elif record.state is RequestState.PREFETCHED and not record.prefill_id:
+                gone.append(record)  # its decode instance was to fetch it from there
+            elif record.shard is shard:
+                record.pool_tokens = 0
+        self.report_lost(gone, f"{shard.pool_id} has gone with its node", now_s)
+        self.ledger.forget(shard)
+
+    def _lose_kept(self, record: Record) -> None:
+        record.kv_tokens = record.blocks = 0
+        record.shard = None
+        self.queue.lose_kept(record.key)
+
+    def refuse(self, group: Sequence[RequestMeta], error: AlignedServeError) -> None:
+        """Requests that were never opened."""
+        keys = tuple(meta.key for meta in group)
+        self.actions.append(Reject(keys, error))
+        self._released += [meta.key for meta in group if meta.base_tokens]
+        self._forgotten += keys
+
+    def reject(self, records: list[Record], error: AlignedServeError, now_s: float) -> None:
+        """End these, and tell the gateway why. No worker holds anything of them."""
+        if not records:
+            return
+        self.actions.append(Reject(tuple(record.key for record in records), error))
+        for record in records:
+            self.end(record, now_s)
+
+    def reject_cancelled(self, records: list[Record], now_s: float) -> None:
+        self.reject(records, CancelledError("the request was cancelled"), now_s)
+
+    def report_lost(self, records: list[Record], reason: str, now_s: float, *, keep_copy: bool = True) -> None:
+        """End these wherever they are; the gateway submits them again, but for those that were cancelled.
+
+        What the pool holds of them is kept for their next epoch, unless it has to make room.
+        """
+        lost = tuple(record.key for record in records if not record.cancelled)
+        if lost:
+            self.actions.append(ReportLost(lost, reason))
+        self.cancel_at(records)
+        self.reject_cancelled([record for record in records if record.cancelled], now_s)
+        for key in lost:
+            self.end(self.record(key), now_s, keep_copy=keep_copy)
+
+    def abandon(self, record: Record, now_s: float) -> None:
+        """End it wherever it is, without a word to the gateway, which knows."""
+        self.cancel_at([record])
+        self.end(record, now_s)
+
+    def cancel_at(self, records: Iterable[Record]) -> None:
+        """Tell every live instance that may hold something of these: what is prefetched may be on either side."""
+        holders: dict[tuple[str, str], list[RequestKey]] = {}
+        for record in records:
+            if record.prefill_id in self.instances.prefill:
+                holders.setdefault(("prefill", record.prefill_id), []).append(record.key)
+            if record.decode_id in self.instances.decode:
+                holders.setdefault(("decode", record.decode_id), []).append(record.key)
+        for (role, instance_id), keys in holders.items():
+            self.actions.append(CancelAt(role, instance_id, tuple(keys)))
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises AccountingError where the books do not match."""
+        for book in (self.table, self.queue, self.ledger, self.policy, self.clock):
+            book.check_integrity()
+        counts = self.table.counts
+        decodes, prefills = self.instances.decode.values(), self.instances.prefill.values()
+        waiting, prefetched = counts[RequestState.WAITING], counts[RequestState.PREFETCHED]
+        candidates = sum(len(held) for view in decodes for held in view.candidates.values())
+        books = {
+            "queued": (counts[RequestState.QUEUED], len(self.queue)),
+            "prefilling": (counts[RequestState.PREFILLING], sum(len(view.prefilling) for view in prefills)),
+            "policy": (waiting, self.policy.totals()[0]),
+            "pool": (waiting, sum(len(shard.waiting) for shard in self.ledger.shards)),
+            "clock": (waiting + prefetched, len(self.clock)),
+            "candidates": (prefetched, candidates),
+            "decode times": (counts[RequestState.DECODING], len(self.decode_times)),
+            "decoding": (counts[RequestState.DECODING], sum(len(view.decoding) for view in decodes)),
+        }
+        for view in decodes:
+            for kind, held in view.candidates.items():
+                blocks = sum(record.blocks for record in held.values())
+                books[f"{view.decode_id} {kind.name}"] = (view.candidate_blocks[kind], blocks)
+        for prefill in prefills:
+            blocks = sum(record.blocks for record in self.open(prefill.buffered))
+            books[prefill.prefill_id] = (sum(buffer.committed for buffer in prefill.buffers.values()), blocks)
+        wrong = {name: pair for name, pair in books.items() if pair[0] != pair[1]}
+        if wrong:
+            raise AccountingError(f"the books do not match: {wrong}")

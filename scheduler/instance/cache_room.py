@@ -1,0 +1,159 @@
+"""How much room a decode cache has: for growth (when to evict) and for one request more (when to join).
+
+Two marks (systems.md, AlignedServe). The watermark is what has to stay free: one block for each request that can still
+grow, since aligned lengths cross block boundaries together, or a configured number. A join wants the watermark intact
+after `join_iterations` iterations of the whole batch: what has just joined does not cause an eviction right away, and
+what was evicted does not come straight back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alignedserve.config import DecodeConfig
+from alignedserve.scheduler.instance.plan import Candidate
+from alignedserve.scheduler.instance.running_batch import Member, RunningBatch
+
+
+class Shortfall:
+    """Blocks that are missing for the next iteration plus the watermark, once every copy out has completed.
+
+    Looks at all that run once; whoever leaves is taken off.
+    """
+
+    def __init__(self, batch: RunningBatch, watermark_blocks: int) -> None:
+        self._batch = batch
+        self._block_size = batch.block_size
+        self._watermark_blocks = watermark_blocks
+        self._needed = self._growing = 0
+        most = batch.size + max(batch.size, watermark_blocks)  # each needs at most one now and one later
+        self._plenty = batch.allocator.available_blocks >= most
+        if not self._plenty:
+            self._look_at_all()
+
+    def blocks(self) -> int:
+        """0 or less where none are missing."""
+        if self._plenty:
+            return 0
+        wanted = self._needed + (self._watermark_blocks or self._growing)
+        return wanted - self._batch.allocator.available_blocks - self._batch.leaving_blocks()
+
+    def leave(self, member: Member) -> None:
+        """The member is about to be evicted."""
+        if not self._plenty:
+            held = len(member.block_ids)
+            needs = member.kv_tokens >= held * self._block_size
+            self._needed -= needs
+            self._growing -= (held + needs) * self._block_size < member.max_total_tokens
+
+    def _look_at_all(self) -> None:
+        """As `leave`, written out: this runs in every plan of a full cache."""
+        size = self._block_size
+        needed = growing = 0
+        for member in self._batch.present():
+            covered = len(member.block_ids) * size
+            if member.kv_tokens >= covered:
+                needed += 1
+                covered += size
+            growing += covered < member.max_total_tokens
+        self._needed, self._growing = needed, growing
+
+
+class Room:
+    """What is left for joins in one plan. Where there is plenty it says so without looking at every request."""
+
+    def __init__(self, batch: RunningBatch, config: DecodeConfig) -> None:
+        self._batch = batch
+        self._block_size = batch.block_size
+        self._join_iterations = config.join_iterations
+        self._watermark_blocks = config.watermark_blocks  # 0: one for each request that can still grow
+        self._available = batch.allocator.available_blocks
+        self._size = batch.size
+        self.slots = config.max_running - batch.size
+        # The most that one request can ask for within `join_iterations`, and one block for the watermark.
+        self._most_growth = -(-config.join_iterations // self._block_size) + 1
+        self._measured = False
+        self._growth = 0  # blocks that the batch asks for within `join_iterations`
+        self._growing = 0  # requests that can still grow after those
+
+    def take(self, candidate: Candidate, resident_blocks: int) -> bool:
+        """Account for the candidate as joined. False, and nothing changes, where there is no room for it."""
+        if self.slots <= 0 or self._missing(candidate, resident_blocks) > 0:
+            return False
+        need = self._blocks_for(candidate.kv_tokens + 1)
+        self._available -= need - resident_blocks
+        if self._measured:
+            self._grow(candidate.kv_tokens, need, candidate.max_total_tokens, 1)
+        self.slots -= 1
+        self._size += 1
+        return True
+
+    def never_enough(self, candidate: Candidate, victims: Sequence[Member]) -> bool:
+        """Whether the candidate does not fit even if all of `victims` go: then their order need not be known."""
+        freed = self._batch.leaving_blocks() + sum(map(self._batch.own_blocks, victims))
+        return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed
+
+    def victims_needed(self, candidate: Candidate, victims: Sequence[Member]) -> int:
+        """How many of `victims`, from the front, make room for the candidate; 0 where all of them would not."""
+        self._measure()
+        missing_slots = 1 - self.slots - len(self._batch.leaving)
+        freed = self._batch.leaving_blocks()
+        for count in range(len(victims) + 1):
+            if count:
+                member = victims[count - 1]
+                freed += self._batch.own_blocks(member)
+                missing_slots -= 1
+                self._size -= 1
+                self._grow(member.kv_tokens, len(member.block_ids), member.max_total_tokens, -1)
+            if missing_slots <= 0 and self._missing(candidate, 0) <= freed:
+                return count
+        return 0
+
+    def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
+        """Blocks that are missing for the candidate to join; 0 or less where none are."""
+        need = self._blocks_for(candidate.kv_tokens + 1)
+        missing = need - resident_blocks - self._available
+        if not self._size:
+            return missing  # nothing runs: the first that fits at all may join
+        if not self._measured:
+            most = missing + (self._size + 1) * self._most_growth + self._watermark_blocks
+            if missing > 0 or most <= 0:
+                return max(missing, most)
+            self._measure()
+        soon, after = self._growth_of(candidate.kv_tokens, need, candidate.max_total_tokens)
+        return missing + self._growth + soon + (self._watermark_blocks or self._growing + after)
+
+    def _measure(self) -> None:
+        """`_growth_of` every member, written out: O(running requests), and this may run in every plan."""
+        if self._measured:
+            return
+        self._measured = True
+        size, iterations = self._block_size, self._join_iterations
+        growth = growing = 0
+        for member in self._batch.present():
+            most = member.max_total_tokens
+            covered = len(member.block_ids) * size
+            tokens = member.kv_tokens + iterations
+            if tokens > most:
+                tokens = most
+            if tokens > covered:
+                blocks = -((covered - tokens) // size)
+                growth += blocks
+                covered += blocks * size
+            if covered < most:
+                growing += 1
+        self._growth, self._growing = growth, growing
+
+    def _grow(self, kv_tokens: int, held_blocks: int, max_total_tokens: int, sign: int) -> None:
+        soon, after = self._growth_of(kv_tokens, held_blocks, max_total_tokens)
+        self._growth += sign * soon
+        self._growing += sign * after
+
+    def _growth_of(self, kv_tokens: int, held_blocks: int, max_total_tokens: int) -> tuple[int, int]:
+        """Blocks asked for within `join_iterations`, and 1 where the request can still grow after those."""
+        tokens = min(kv_tokens + self._join_iterations, max_total_tokens)
+        blocks = max(self._blocks_for(tokens), held_blocks)
+        return blocks - held_blocks, int(blocks * self._block_size < max_total_tokens)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)

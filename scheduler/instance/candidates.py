@@ -1,0 +1,102 @@
+"""What waits in the two candidate buffers (paper, section 3.4), as a decode instance sees it: lengths, never KV.
+
+Overdue candidates go first, of either buffer, in the order in which they are due; then the order of arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.plan import Candidate
+
+MOST_EARLY_URGENT = 4096
+
+
+class CandidateBuffers:
+    """The waiting candidates of one decode instance. O(1) a request; where it is overdue, O(log n) and a short move."""
+
+    def __init__(self) -> None:
+        self._normal: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}
+        self._overdue: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}
+        self._by_due: list[tuple[float, RequestKey]] = []  # those of both buffers that are overdue
+        self._kind: dict[RequestKey, BufferKind] = {}
+        self._early_urgent: dict[RequestKey, float] = {}  # marked urgent before they were announced: when each is due
+
+    def __len__(self) -> int:
+        return len(self._kind)
+
+    def __iter__(self) -> Iterator[RequestKey]:
+        return iter(self._kind)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._kind
+
+    def add(self, candidate: Candidate) -> None:
+        """A candidate that is here already is replaced, and is as urgent as before at least; its place stays."""
+        key = candidate.key
+        due_s = min(candidate.due_s, self._early_urgent.pop(key, math.inf))
+        known = self._kind.get(key)
+        if known is not None:
+            was = self._overdue[known].get(key)
+            due_s = due_s if was is None else min(due_s, was.due_s)
+            if was is not None or due_s < math.inf or known is not candidate.buffer:
+                self.remove(key)
+        if due_s < math.inf:
+            candidate = candidate if due_s == candidate.due_s else replace(candidate, due_s=due_s)
+            self._overdue[candidate.buffer][key] = candidate
+            insort(self._by_due, (due_s, key))
+        else:
+            self._normal[candidate.buffer][key] = candidate
+        self._kind[key] = candidate.buffer
+
+    def remove(self, key: RequestKey) -> Candidate | None:
+        """The candidate that was removed, or None where there is none (a later announcement is then not urgent)."""
+        self._early_urgent.pop(key, None)
+        kind = self._kind.pop(key, None)
+        if kind is None:
+            return None
+        candidate = self._normal[kind].pop(key, None)
+        if candidate is None:
+            candidate = self._overdue[kind].pop(key)
+            del self._by_due[bisect_left(self._by_due, (candidate.due_s, key))]
+        return candidate
+
+    def mark_overdue(self, key: RequestKey, due_s: float) -> None:
+        """The candidate goes first; also one that comes later, since the mark may overtake the announcement."""
+        kind = self._kind.get(key)
+        if kind is None:
+            self._early_urgent[key] = due_s
+            if len(self._early_urgent) > MOST_EARLY_URGENT:  # marks of requests that never came
+                del self._early_urgent[next(iter(self._early_urgent))]
+            return
+        candidate = self._normal[kind].get(key) or self._overdue[kind][key]
+        if due_s < candidate.due_s:
+            self.add(replace(candidate, due_s=due_s))
+
+    def overdue(self) -> Iterator[Candidate]:
+        """Of both buffers, the one that is due first first. Not to be changed while it is iterated over."""
+        return (self._overdue[self._kind[key]][key] for _, key in self._by_due)
+
+    def first_due_s(self) -> float:
+        """When the first of those that are overdue is due; infinite where none is overdue."""
+        return self._by_due[0][0] if self._by_due else math.inf
+
+    def normal(self, kind: BufferKind) -> Iterable[Candidate]:
+        """Oldest first. Not to be changed while it is iterated over."""
+        return self._normal[kind].values()
+
+    def of(self, kind: BufferKind) -> Iterator[Candidate]:
+        """All of a buffer. Not to be changed while it is iterated over."""
+        return chain(self._overdue[kind].values(), self._normal[kind].values())
+
+    def count(self, kind: BufferKind) -> int:
+        return len(self._normal[kind]) + len(self._overdue[kind])
+
+    def has_overdue(self, kind: BufferKind) -> bool:
+        return bool(self._overdue[kind])

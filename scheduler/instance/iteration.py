@@ -1,0 +1,493 @@
+"""Algorithm 2, batch-level scheduling (paper, section 3.4), at every iteration boundary of one decode instance.
+
+    there is room      case 1: join from the candidate requests buffer
+                       case 2: it is empty: join from the candidate batch buffer, which begins a batch switch
+    there is too little case 3: evict the longest request, in a switch the longest of the old batch
+
+It runs in the decode worker and decides alone: no I/O, no clock, no call to another process.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from alignedserve.config import Config, DecodeConfig
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.core.waiting import join_range
+from alignedserve.scheduler.deadlines import Deadlines
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.cache_room import Room, Shortfall
+from alignedserve.scheduler.instance.candidates import CandidateBuffers
+from alignedserve.scheduler.instance.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
+from alignedserve.scheduler.instance.running_batch import Member, Phase, RunningBatch
+from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
+
+MOST_MISFITS = 8  # candidates that do not fit and are passed over in one plan, for smaller ones behind them
+PAST_BATCHES = 8  # how many earlier batches are remembered: their late candidates do not begin a switch back
+
+
+class CancelOutcome(enum.Enum):
+    """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
+
+    NOT_HERE = "not_here"
+    WAITING = "waiting"  # was a candidate, and is no more
+    RUNNING = "running"  # its blocks are free now
+    COPYING = "copying"  # its blocks are free when the copy in flight has ended
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStatus:
+    """`running` counts requests whose copy in is in flight too; lengths are KV tokens, 0 where nothing runs.
+
+    `batch_shortest_tokens`, `batch_longest_tokens`: of those that the running batch was formed of, without late joins.
+    """
+
+    running: int
+    shortest_tokens: int
+    longest_tokens: int
+    batch_shortest_tokens: int
+    batch_longest_tokens: int
+    batch_id: int
+    switching: bool
+    batch_buffer_requests: int
+    requests_buffer_requests: int
+    iterations: int
+    switch_iterations: int
+    evictions: int
+
+
+class IterationScheduler:
+    """Decides who joins, who is evicted and who runs. Called from one thread.
+
+    The worker's loop: `plan`, start its copies, run its iteration, `advance`; `copied_in` and `copied_out` as copies
+    complete. `advance` may come when the iteration has only been launched: who ended with it, though taken to go on, is
+    told by `ended`, at most one plan later. Copies never delay an iteration: a joining request runs
+    after its copy, an evicted one's blocks stay owned until its copy. Every request's `max_total_tokens` must fit in
+    the cache (others are given back at once).
+    `starvation_after_s`: a candidate without an objective of its own that has waited here for so long goes first even
+    where nobody marked it urgent.
+    `join_window`: what runs and is within this share of a new batch's lengths belongs to it from then on: not
+    every new batch is a switch, and a switch ends sooner. None: every new batch is a switch from all that runs.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        allocator: BlockAllocator,
+        block_size: int,
+        *,
+        starvation_after_s: float = math.inf,
+        join_window: float | None = None,
+    ) -> None:
+        self._config = config
+        self._batch = RunningBatch(allocator, block_size)
+        self._allocator = allocator
+        self._starvation_after_s = starvation_after_s
+        self._join_window = join_window
+        self._waiting = CandidateBuffers()
+        self._deadlines = Deadlines()  # of candidates that were not found overdue here: offered, or evicted
+        self._giving_back: dict[RequestKey, None] = {}
+        self._lease_blocks = 0
+        self._batch_id = 0
+        self._past_batches: deque[int] = deque(maxlen=PAST_BATCHES)
+        self._sweep = False  # the requests buffer may hold what does not match the batch
+        self._switching = False
+        self._draining = False
+        self._decided = True  # the last plan did something, or there was none yet
+        self._iterations = self._switch_iterations = self._evictions = 0
+
+    @classmethod
+    def configured(cls, config: Config, allocator: BlockAllocator, block_size: int) -> IterationScheduler:
+        """As a decode instance with this configuration has it."""
+        settings = config.scheduler
+        return cls(
+            config.decode,
+            allocator,
+            block_size,
+            starvation_after_s=settings.starvation_after_s,
+            join_window=settings.join_window,
+        )
+
+    # what the worker tells
+
+    def offer(self, candidate: Candidate, now_s: float) -> None:
+        """The candidate waits, complete, in its buffer. Idempotent; ignored for one that has joined."""
+        key = candidate.key
+        if self._batch.get(key) is not None or key in self._giving_back:
+            return
+        needed = self._batch.blocks_for(max(candidate.max_total_tokens, candidate.kv_tokens + 1))
+        if needed > self._allocator.capacity or self._draining:
+            self.withdraw(key)
+            self._giving_back[key] = None
+            return
+        self._waiting.add(candidate)
+        if key not in self._deadlines:
+            self._deadlines.set(key, self._due_s(candidate, now_s))
+        self._sweep |= candidate.buffer is BufferKind.REQUESTS and candidate.batch_id != self._batch_id
+
+    def withdraw(self, key: RequestKey) -> bool:
+        """The candidate is gone at its source. False where it is no candidate (unknown, or it has joined)."""
+        self._deadlines.discard(key)
+        given_back = key in self._giving_back
+        self._giving_back.pop(key, None)
+        return self._waiting.remove(key) is not None or given_back
+
+    def recall(self, keys: Iterable[RequestKey]) -> None:
+        """Give back those that have not joined, with the next plan."""
+        for key in keys:
+            if self._waiting.remove(key) is not None:
+                self._deadlines.discard(key)
+                self._giving_back[key] = None
+
+    def mark_urgent(self, due_s: Mapping[RequestKey, float]) -> None:
+        """These are overdue, each since its threshold: they join first, the first due first.
+
+        In the batch buffer one stops late joins and begins the switch.
+        """
+        for key, key_due_s in due_s.items():
+            if self._batch.get(key) is None and key not in self._giving_back:
+                self._waiting.mark_overdue(key, key_due_s)
+
+    def cancel(self, key: RequestKey) -> CancelOutcome:
+        member = self._batch.get(key)
+        if member is None:
+            return CancelOutcome.WAITING if self.withdraw(key) else CancelOutcome.NOT_HERE
+        if member.phase is Phase.RUNNING:
+            self._batch.remove(member)
+            return CancelOutcome.RUNNING
+        member.cancelled = True
+        return CancelOutcome.COPYING
+
+    def drain(self) -> None:
+        """From the next plan on: give every candidate back, evict what runs to the pool, let nobody join."""
+        self._draining = True
+
+    def set_requests_buffer_lease(self, blocks: int) -> None:
+        """Free leased blocks of the candidate requests buffer now, without those of evictions already planned."""
+        self._lease_blocks = blocks
+
+    def copied_in(self, key: RequestKey) -> bool:
+        """The copy into the cache has completed. False where the request was cancelled meanwhile (and is gone)."""
+        member = self._copying(key, Phase.ENTERING)
+        if member.cancelled:
+            self._batch.remove(member)
+            return False
+        self._batch.move(member, Phase.RUNNING)
+        return True
+
+    def copied_out(self, key: RequestKey) -> bool:
+        """The eviction's copy has completed; a request in the requests buffer is a candidate again, without an offer.
+
+        False where it was cancelled meanwhile: the caller frees the copy.
+        """
+        member = self._copying(key, Phase.LEAVING)
+        self._batch.remove(member)
+        if member.cancelled:
+            return False
+        if not member.to_pool:
+            self._waiting.add(
+                replace(
+                    member.candidate,
+                    kv_tokens=member.kv_tokens,
+                    buffer=BufferKind.REQUESTS,
+                    batch_id=member.batch_id,
+                    due_s=math.inf,
+                )
+            )
+            self._deadlines.set(key, self._due_s(member.candidate, member.left_s))
+            self._sweep |= member.batch_id != self._batch_id
+        return True
+
+    def copy_failed(self, key: RequestKey) -> bool:
+        """A copy has failed. True where the request runs on: it was leaving, and its KV is still here.
+
+        False where it is gone here, its blocks free: it was entering, or was cancelled meanwhile.
+        """
+        member = self._batch.get(key)
+        if member is None or member.phase is Phase.RUNNING:
+            raise AccountingError(f"{key} is not being copied", request_id=key.request_id)
+        if member.phase is Phase.ENTERING or member.cancelled:
+            self._batch.remove(member)
+            return False
+        member.iterations = 0  # it runs before it is evicted again
+        self._batch.move(member, Phase.RUNNING)
+        return True
+
+    def advance(self, tokens: Iterable[tuple[RequestKey, bool]]) -> None:
+        """After an iteration: each request that ran has grown by a token; True: it has finished and is gone.
+
+        Requests that were cancelled during the iteration are ignored.
+        """
+        running = self._batch.running
+        ran = False
+        for key, finished in tokens:
+            member = running.get(key)
+            ran = True
+            if member is None:
+                continue
+            if finished:
+                self._batch.remove(member)
+            else:
+                member.kv_tokens += 1
+                member.iterations += 1
+        if ran:
+            self._iterations += 1
+            self._switch_iterations += self._switching
+
+    def ended(self, key: RequestKey) -> None:
+        """The request has ended with an iteration that `advance` took it to go on after. Its blocks are free.
+
+        An eviction that was planned since is undone: its copy must not have been started.
+        """
+        member = self._batch.get(key)
+        if member is None or member.phase is Phase.ENTERING:
+            raise AccountingError(f"{key} does not run and cannot end", request_id=key.request_id)
+        if member.phase is Phase.LEAVING:
+            self._evictions -= 1
+            if not member.to_pool:
+                self._lease_blocks += self._batch.blocks_for(member.kv_tokens)
+        self._batch.remove(member)
+
+    # what the worker does next
+
+    def plan(self, now_s: float) -> IterationPlan:
+        """The next iteration, and the copies to start beside it."""
+        self._mark_overdue(now_s)
+        evictions = self._leave(now_s) if self._draining else self._relieve(now_s)
+        run, stalled = self._cover_next_tokens()
+        joins = [] if self._draining else self._join(now_s, evictions)
+        if evictions:  # those evicted to make room for an overdue candidate do not run
+            run = [item for item in run if item.key in self._batch.running]
+        self._give_back_strangers()
+        self._switching = self._batch.holds_others_than(self._batch_id)
+        give_back = GiveBack(tuple(self._giving_back))
+        self._giving_back.clear()
+        self._decided = bool(joins or evictions or give_back.keys)
+        return IterationPlan(
+            tuple(joins), tuple(evictions), give_back, tuple(run), stalled, self._switching, self._batch_id
+        )
+
+    def quiet_iterations(self, most: int) -> int:
+        """After `plan`: how many iterations more, at most `most`, before a plan could do anything but cover tokens.
+
+        As long as nothing is told here, nobody finishes, and it is before `deadline_s`. See `quiet.py`.
+        """
+        waiting = len(self._waiting)
+        if self._draining or self._sweep or self._giving_back or (waiting and self._decided):
+            return 0
+        most = count_quiet(self._batch, self._config, most)
+        if waiting and most:
+            most = count_blocked(self._batch, self._config, self._waiting.first_due_s(), most)
+        return most
+
+    def deadline_s(self) -> float:
+        """When a candidate becomes overdue here; infinite where none can."""
+        return self._deadlines.next_s()
+
+    def pass_quietly(self, iterations: int) -> None:
+        """What so many rounds of `advance` and `plan` would do: at most as many as `quiet_iterations` has said."""
+        pass_iterations(self._batch, iterations)
+        self._iterations += iterations
+        self._switch_iterations += iterations * self._switching
+
+    def status(self) -> IterationStatus:
+        lengths = [member.kv_tokens for member in self._batch.present()]
+        formed = self._batch.formed_lengths(self._batch_id)
+        return IterationStatus(
+            running=len(lengths),
+            shortest_tokens=min(lengths, default=0),
+            longest_tokens=max(lengths, default=0),
+            batch_shortest_tokens=min(formed, default=0),
+            batch_longest_tokens=max(formed, default=0),
+            batch_id=self._batch_id,
+            switching=self._switching,
+            batch_buffer_requests=self._waiting.count(BufferKind.BATCH),
+            requests_buffer_requests=self._waiting.count(BufferKind.REQUESTS),
+            iterations=self._iterations,
+            switch_iterations=self._switch_iterations,
+            evictions=self._evictions,
+        )
+
+    def holds_nothing(self) -> bool:
+        return not (len(self._waiting) or self._giving_back or self._batch.size or self._batch.leaving)
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where candidates, members and blocks do not match."""
+        if not set(self._deadlines) <= set(self._waiting):
+            raise AccountingError("waiting times are kept for others than candidates")
+        both = [key for key in self._waiting if self._batch.get(key) is not None or key in self._giving_back]
+        if both:
+            raise AccountingError(f"{both[0]} is a candidate and more than that")
+        self._batch.check_integrity()
+
+    # how it decides
+
+    def _mark_overdue(self, now_s: float) -> None:
+        for due_s, key in self._deadlines.pop_due(now_s):
+            self._waiting.mark_overdue(key, due_s)
+
+    def _due_s(self, candidate: Candidate, since_s: float) -> float:
+        return since_s + (candidate.wait_objective_s or self._starvation_after_s)
+
+    def _relieve(self, now_s: float) -> list[Evict]:
+        """Case 3: evict the longest until the free blocks, those on their way out included, reach the watermark.
+
+        Of equals the one that joined last goes. One always stays: alone it has room, by the check in `offer`. Nobody
+        goes before its first iteration, for which it has a block: what leaves has grown since it came.
+        """
+        evictions: list[Evict] = []
+        running = self._batch.running
+        if len(running) <= 1:
+            return evictions
+        shortfall = Shortfall(self._batch, self._config.watermark_blocks)
+        victims: list[Member] | None = None
+        while len(running) > 1:
+            crowded = len(running) > self._config.max_running  # after a copy out that failed
+            if not crowded and shortfall.blocks() <= 0:
+                break
+            if victims is None:
+                victims = [member for member in reversed(running.values()) if member.iterations]
+            if not victims:
+                break
+            claims = [self._claim(member) for member in victims]
+            victim = victims.pop(claims.index(max(claims)))
+            shortfall.leave(victim)
+            evictions.append(self._evict(victim, now_s))
+        return evictions
+
+    def _leave(self, now_s: float) -> list[Evict]:
+        """Draining: candidates go back, and so does what runs; as in `_relieve`, after its first iteration."""
+        self.recall(list(self._waiting))
+        return [self._evict(member, now_s) for member in list(self._batch.running.values()) if member.iterations]
+
+    def _claim(self, member: Member) -> tuple[bool, int]:
+        """The greatest is evicted first: the longest, of the old batch as long as that has members."""
+        return member.batch_id != self._batch_id, member.kv_tokens
+
+    def _evict(self, member: Member, now_s: float) -> Evict:
+        blocks = self._batch.blocks_for(member.kv_tokens)
+        switching = self._batch.holds_others_than(self._batch_id)
+        member.to_pool = self._draining or switching or blocks > self._lease_blocks
+        if not member.to_pool:
+            self._lease_blocks -= blocks
+        member.left_s = now_s
+        self._batch.move(member, Phase.LEAVING)
+        self._evictions += 1
+        return Evict(member.key, tuple(member.block_ids[:blocks]), member.kv_tokens, member.to_pool)
+
+    def _cover_next_tokens(self) -> tuple[list[RunItem], int]:
+        """The requests that run, and how many must sit out for want of a block."""
+        size, cover = self._batch.block_size, self._batch.cover_next_token
+        running = self._batch.running.values()
+        run: list[RunItem] = [
+            member for member in running if len(member.block_ids) * size > member.kv_tokens or cover(member)
+        ]
+        return run, len(running) - len(run)
+
+    def _join(self, now_s: float, evictions: list[Evict]) -> list[Join]:
+        """Cases 1 and 2: overdue candidates, then the requests buffer, then, where that is empty, the batch buffer."""
+        joins: list[Join] = []
+        waiting = self._waiting
+        if not len(waiting):
+            return joins
+        room = Room(self._batch, self._config)
+        urgent = waiting.has_overdue(BufferKind.BATCH)
+        blocked = self._take(waiting.overdue(), room, joins)
+        if blocked is not None:
+            self._make_room(blocked, room, evictions, now_s)
+            return joins
+        if not urgent:
+            self._take(waiting.normal(BufferKind.REQUESTS), room, joins)
+        if urgent or not waiting.count(BufferKind.REQUESTS):
+            self._take(waiting.normal(BufferKind.BATCH), room, joins)
+        return joins
+
+    def _take(self, candidates: Iterable[Candidate], room: Room, joins: list[Join]) -> Candidate | None:
+        """Let candidates join while there is room. The overdue one that found none, if one did: it stops the others."""
+        taken: list[Candidate] = []
+        blocked = None
+        misfits = 0
+        for candidate in candidates:
+            resident = self._batch.resident_blocks(candidate)
+            if resident is None:  # its group's prompt is on its way in: wait for it and share it
+                continue
+            if not room.take(candidate, len(resident)):
+                misfits += 1
+                if candidate.overdue:
+                    blocked = candidate
+                if candidate.overdue or misfits >= MOST_MISFITS or room.slots <= 0:
+                    break
+                continue
+            self._enter_batch(candidate)
+            joins.append(self._batch.join(candidate, self._batch_id, resident))
+            taken.append(candidate)
+        for candidate in taken:
+            self._waiting.remove(candidate.key)
+            self._deadlines.discard(candidate.key)
+        return blocked
+
+    def _enter_batch(self, candidate: Candidate) -> None:
+        """A candidate of a batch that was never the running one makes it that, and the others old: a batch switch.
+
+        Those that run and match the new batch belong to it from here on, as late joins would: nothing of them is old.
+        """
+        if candidate.batch_id == self._batch_id:
+            return
+        idle = not self._batch.size
+        if idle or (candidate.buffer is BufferKind.BATCH and candidate.batch_id not in self._past_batches):
+            if not idle and self._join_window is not None:
+                lengths = self._candidate_lengths(candidate.batch_id)
+                self._batch.adopt(candidate.batch_id, *join_range(min(lengths), max(lengths), self._join_window))
+            self._past_batches.append(self._batch_id)
+            self._batch_id = candidate.batch_id
+            self._sweep = True
+
+    def _candidate_lengths(self, batch_id: int) -> list[int]:
+        return [c.kv_tokens for c in self._waiting.of(BufferKind.BATCH) if c.batch_id == batch_id]
+
+    def _make_room(self, candidate: Candidate, room: Room, evictions: list[Evict], now_s: float) -> None:
+        """Evict for an overdue candidate, if that makes enough room.
+
+        Spared: those that were overdue when they joined and were due before it, and those that have only just joined.
+        Of the others that were overdue the one that was due last goes first, after all that were not.
+        """
+        self._enter_batch(candidate)
+        victims = [
+            member
+            for member in reversed(self._batch.running.values())
+            if member.candidate.due_s > candidate.due_s and member.iterations >= self._config.join_iterations
+        ]
+        if room.never_enough(candidate, victims):
+            return
+        victims.sort(key=lambda member: (member.candidate.due_s, *self._claim(member)), reverse=True)
+        count = room.victims_needed(candidate, victims)
+        evictions.extend(self._evict(member, now_s) for member in victims[:count])
+
+    def _give_back_strangers(self) -> None:
+        """The requests buffer passes to the new batch: candidates that neither belong to it nor match it go back."""
+        if not self._sweep or not self._batch.size:
+            return
+        self._sweep = False
+        lengths = self._batch.lengths(self._batch_id) + self._candidate_lengths(self._batch_id)
+        shortest, longest = join_range(min(lengths, default=0), max(lengths, default=0), self._join_window or 0.0)
+        for candidate in list(self._waiting.normal(BufferKind.REQUESTS)):
+            if candidate.batch_id == self._batch_id:
+                continue
+            if shortest <= candidate.kv_tokens <= longest:
+                self._waiting.add(replace(candidate, batch_id=self._batch_id))
+            else:
+                self._waiting.remove(candidate.key)
+                self._deadlines.discard(candidate.key)
+                self._giving_back[candidate.key] = None
+
+    def _copying(self, key: RequestKey, phase: Phase) -> Member:
+        member = self._batch.get(key)
+        if member is None or member.phase is not phase:
+            raise AccountingError(f"{key} is not being copied, or the other way", request_id=key.request_id)
+        return member

@@ -1,0 +1,187 @@
+"""Chunked prefill on one instance: several prompts share a forward pass, a long prompt is cut over several.
+
+First come, first served (paper, section 3.2, step 1; the token budget is Sarathi-Serve's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alignedserve.errors import AccountingError, InvalidRequestError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute tokens `start .. start + count - 1` of the request's prompt. `last`: its prefill ends with this chunk."""
+
+    key: RequestKey
+    start: int
+    count: int
+    last: bool = False
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: int
+    planned: int  # tokens in chunks handed out, computed or not
+    computed: int
+    started: bool = False  # holds its blocks
+    fetching: bool = False  # the KV of its first tokens is being brought
+    cancelled: bool = False
+
+    @property
+    def in_flight(self) -> bool:
+        return self.planned > self.computed or self.fetching
+
+
+class ChunkScheduler:
+    """Decides which tokens the next forward pass of a prefill instance computes. No I/O.
+
+    A prompt starts only once the cache has room for all of it, so that started prompts always finish; while the first
+    in line finds no room nobody overtakes it. A prompt's blocks are held by its key in `allocator` from its first
+    chunk until `release` (or `cancel`): the worker releases them when their copy has been committed in the pool.
+    """
+
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival; until every token is computed
+        self._pending_tokens = 0
+        self._to_fetch: list[RequestKey] = []
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens that have not been computed yet."""
+        return self._pending_tokens
+
+    @property
+    def pending_prompts(self) -> int:
+        return len(self._prompts)
+
+    def add(self, key: RequestKey, tokens: int, start: int = 0) -> None:
+        """Queue a prompt of `tokens` tokens, of which the KV of the first `start` will be brought from elsewhere.
+
+        Such a one is in `take_fetches` once it has its blocks, and is computed after `fetched`.
+
+        Raises InvalidRequestError where the cache could never hold it, AccountingError where it is here already.
+        """
+        if key in self._prompts:
+            raise AccountingError(f"{key} is already being prefilled", request_id=key.request_id)
+        if not 0 <= start < tokens:
+            raise InvalidRequestError(f"nothing to prefill: {tokens} tokens, {start} of them computed", param="prompt")
+        if self._blocks_for(tokens) > self._allocator.capacity:
+            raise InvalidRequestError(
+                f"a prompt of {tokens} tokens needs {self._blocks_for(tokens)} blocks; the prefill cache has "
+                f"{self._allocator.capacity}",
+                param="prompt",
+            )
+        self._prompts[key] = _Prompt(tokens, planned=start, computed=start, fetching=start > 0)
+        self._pending_tokens += tokens - start
+
+    def plan(self, token_budget: int, max_requests: int) -> list[Chunk]:
+        """The next forward pass: at most `token_budget` tokens of at most `max_requests` prompts, oldest first."""
+        chunks: list[Chunk] = []
+        for key, prompt in self._prompts.items():
+            if token_budget <= 0 or len(chunks) >= max_requests:
+                break
+            if prompt.cancelled or prompt.planned == prompt.tokens:
+                continue
+            if not prompt.started:
+                if self._allocator.allocate(self._blocks_for(prompt.tokens), key) is None:
+                    break
+                prompt.started = True
+                if prompt.fetching:
+                    self._to_fetch.append(key)
+            if prompt.fetching:
+                continue
+            count = min(token_budget, prompt.tokens - prompt.planned)
+            last = prompt.planned + count == prompt.tokens
+            chunks.append(Chunk(key, prompt.planned, count, last))
+            prompt.planned += count
+            token_budget -= count
+        return chunks
+
+    def take_fetches(self) -> list[RequestKey]:
+        """Prompts that have got their blocks since the last call and wait for the KV of their first tokens."""
+        fetches, self._to_fetch = self._to_fetch, []
+        return fetches
+
+    def fetched(self, key: RequestKey, *, failed: bool = False) -> bool:
+        """The KV of a prompt's first tokens is in its blocks; `failed`: it is not, and they are computed instead.
+
+        False for a prompt that was cancelled meanwhile.
+        """
+        prompt = self._prompts[key]
+        prompt.fetching = False
+        if prompt.cancelled:
+            del self._prompts[key]
+            self._allocator.release_all(key)
+            return False
+        if failed:
+            self._pending_tokens += prompt.computed
+            prompt.planned = prompt.computed = 0
+        return True
+
+    def done(self, chunk: Chunk) -> bool:
+        """The chunk has been computed. True where that completes the prompt (whose blocks stay held).
+
+        False also for a prompt that was cancelled meanwhile: nothing must be done with its result.
+        """
+        prompt = self._prompts.get(chunk.key)
+        if prompt is None or prompt.computed != chunk.start:
+            raise AccountingError(f"{chunk} was not next in line", request_id=chunk.key.request_id)
+        prompt.computed += chunk.count
+        if not prompt.cancelled:
+            self._pending_tokens -= chunk.count
+            if prompt.computed < prompt.tokens:
+                return False
+            del self._prompts[chunk.key]
+            return True
+        if not prompt.in_flight:
+            del self._prompts[chunk.key]
+            self._allocator.release_all(chunk.key)
+        return False
+
+    def cancel(self, key: RequestKey) -> bool:
+        """Compute no more of this prompt; its blocks are freed now, or when what is in flight is done.
+
+        False where it is not (or no longer) being prefilled: blocks of a completed one stay held until `release`.
+        """
+        prompt = self._prompts.get(key)
+        if prompt is None or prompt.cancelled:
+            return False
+        self._pending_tokens -= prompt.tokens - prompt.computed
+        if prompt.in_flight and prompt.started and key not in self._to_fetch:
+            prompt.cancelled = True
+            return True
+        if key in self._to_fetch:
+            self._to_fetch.remove(key)
+        del self._prompts[key]
+        self._allocator.release_all(key)
+        return True
+
+    def blocks_of(self, key: RequestKey) -> list[int]:
+        """The blocks of a started prompt, in order; until `release`."""
+        return self._allocator.blocks_of(key)
+
+    def release(self, key: RequestKey) -> None:
+        """Free the blocks of a completed prompt. Idempotent."""
+        if key in self._prompts:
+            raise AccountingError(f"{key} is still being prefilled", request_id=key.request_id)
+        self._allocator.release_all(key)
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where prompts, blocks and counters do not match."""
+        pending = sum(p.tokens - p.computed for p in self._prompts.values() if not p.cancelled)
+        if pending != self._pending_tokens:
+            raise AccountingError(f"pending tokens: counted {self._pending_tokens}, recount {pending}")
+        for key, prompt in self._prompts.items():
+            held = len(self._allocator.blocks_of(key))
+            if held != (self._blocks_for(prompt.tokens) if prompt.started else 0):
+                raise AccountingError(f"{key} holds {held} blocks for {prompt.tokens} tokens, started {prompt.started}")
+        self._allocator.check_integrity()
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)

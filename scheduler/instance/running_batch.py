@@ -1,0 +1,205 @@
+"""The requests that hold blocks of a decode cache, and the blocks that they hold.
+
+    entering ──copy completed──► running ──evicted──► leaving ──copy completed──► (gone)
+        └──copy failed──► (gone)    └──finished, cancelled──► (gone)   └──copy failed──► running
+
+Full blocks of a prompt that several answers share are counted once: a joining request takes over those that a member
+of its group already holds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.plan import Candidate, Join, RunItem
+
+
+class Phase(enum.IntEnum):
+    ENTERING = 0  # its KV is being copied in
+    RUNNING = 1
+    LEAVING = 2  # its KV is being copied out
+
+
+@dataclass(slots=True)
+class Member(RunItem):
+    """A request that holds blocks. `kv_tokens` have been computed; `block_ids` cover at least one token more."""
+
+    max_total_tokens: int
+    candidate: Candidate
+    batch_id: int  # the candidate batch that it belongs to
+    phase: Phase
+    iterations: int = 0  # since it joined
+    left_s: float = 0.0  # when it was evicted
+    to_pool: bool = False  # leaving for the pool, not for the requests buffer
+    cancelled: bool = False  # its blocks are freed when the copy in flight has ended
+
+
+class RunningBatch:
+    """Members by phase, their blocks, and what they will need. Takes blocks from `allocator`, under their keys."""
+
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self.allocator = allocator
+        self.block_size = block_size
+        self.entering: dict[RequestKey, Member] = {}
+        self.running: dict[RequestKey, Member] = {}
+        self.leaving: dict[RequestKey, Member] = {}
+        self._by_phase = (self.entering, self.running, self.leaving)
+        self._groups: dict[str, dict[RequestKey, Member]] = {}
+        self._of_batch: dict[int, int] = {}  # candidate batch -> its members that run or are about to
+
+    @property
+    def size(self) -> int:
+        """Requests that run or are about to."""
+        return len(self.running) + len(self.entering)
+
+    def present(self) -> Iterator[Member]:
+        """Members that run or are about to, oldest first."""
+        return chain(self.running.values(), self.entering.values())
+
+    def holds_others_than(self, batch_id: int) -> bool:
+        """Whether anything of another candidate batch runs or is about to: a switch."""
+        return len(self._of_batch) > (batch_id in self._of_batch)
+
+    def lengths(self, batch_id: int) -> list[int]:
+        """KV tokens of those of a candidate batch that run or are about to."""
+        return [member.kv_tokens for member in self.present() if member.batch_id == batch_id]
+
+    def formed_lengths(self, batch_id: int) -> list[int]:
+        """KV tokens of those that the candidate batch was formed of: late joins would widen what joins late."""
+        return [
+            member.kv_tokens
+            for member in self.present()
+            if member.candidate.batch_id == batch_id and member.candidate.buffer is BufferKind.BATCH
+        ]
+
+    def adopt(self, batch_id: int, shortest_tokens: int, longest_tokens: int) -> None:
+        """Members of other candidate batches whose length lies in the range belong to this one from here on."""
+        for member in chain(self.present(), self.leaving.values()):
+            if shortest_tokens <= member.kv_tokens <= longest_tokens:
+                self._count(member, -1)
+                member.batch_id = batch_id
+                self._count(member, 1)
+
+    def get(self, key: RequestKey) -> Member | None:
+        return self.running.get(key) or self.entering.get(key) or self.leaving.get(key)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def resident_blocks(self, candidate: Candidate) -> list[int] | None:
+        """Leading blocks of the candidate's prompt that are in the cache already; None: they are being copied in."""
+        group = self._groups.get(candidate.group_id)
+        if not group:
+            return []
+        for member in group.values():
+            if member.phase is not Phase.ENTERING:
+                shared_tokens = min(candidate.shared_tokens, member.candidate.shared_tokens, candidate.kv_tokens)
+                return member.block_ids[: shared_tokens // self.block_size]
+        return None
+
+    def join(self, candidate: Candidate, batch_id: int, resident: list[int]) -> Join:
+        """Give the candidate blocks for its KV and one token more. The caller has made sure that they are available."""
+        key = candidate.key
+        own = self.allocator.allocate(self.blocks_for(candidate.kv_tokens + 1) - len(resident), key)
+        if own is None:
+            raise AccountingError(f"no room for {key} to join", request_id=key.request_id)
+        self.allocator.retain(resident, key)
+        block_ids = resident + own
+        kv_tokens = candidate.kv_tokens
+        most = candidate.max_total_tokens
+        member = Member(key, kv_tokens, block_ids, most, candidate, batch_id, Phase.ENTERING)
+        self.entering[key] = member
+        self._count(member, 1)
+        if candidate.group_id:
+            self._groups.setdefault(candidate.group_id, {})[key] = member
+        copied = self.blocks_for(kv_tokens)
+        return Join(key, tuple(block_ids[:copied]), min(len(resident), copied))
+
+    def cover_next_token(self, member: Member) -> bool:
+        """Make sure that the member has a block for its next token; False where none is available."""
+        return len(member.block_ids) * self.block_size > member.kv_tokens or self.take_block(member)
+
+    def take_block(self, member: Member) -> bool:
+        """One block more for the member; False where none is available."""
+        block = self.allocator.allocate_one(member.key)
+        if block is None:
+            return False
+        member.block_ids.append(block)
+        return True
+
+    def move(self, member: Member, phase: Phase) -> None:
+        del self._by_phase[member.phase][member.key]
+        self._count(member, -1)
+        member.phase = phase
+        self._by_phase[phase][member.key] = member
+        self._count(member, 1)
+
+    def remove(self, member: Member) -> None:
+        """The member ends here; its blocks are free but for those that its group shares."""
+        key = member.key
+        del self._by_phase[member.phase][key]
+        self._count(member, -1)
+        self.allocator.release_all(key)
+        group = self._groups.get(member.candidate.group_id)
+        if group is not None:
+            del group[key]
+            if not group:
+                del self._groups[member.candidate.group_id]
+
+    def own_blocks(self, member: Member) -> int:
+        """Blocks that are free once the member has gone."""
+        group = self._groups.get(member.candidate.group_id)
+        if group is None or len(group) == 1:
+            return len(member.block_ids)
+        return sum(1 for block in member.block_ids if self.allocator.holder_count(block) == 1)
+
+    def leaving_blocks(self) -> int:
+        """Blocks that are free once every copy out has completed: a block is counted once, and not while it is kept."""
+        if not self.leaving:
+            return 0
+        if all(self._is_alone(member) for member in self.leaving.values()):
+            return sum(len(member.block_ids) for member in self.leaving.values())
+        count = self.allocator.holder_count
+        leaving: dict[int, int] = {}
+        for member in self.leaving.values():
+            for block in member.block_ids:
+                leaving[block] = leaving.get(block, 0) + 1
+        return sum(1 for block, holders in leaving.items() if holders == count(block))
+
+    def _count(self, member: Member, change: int) -> None:
+        if member.phase is Phase.LEAVING:
+            return
+        count = self._of_batch.get(member.batch_id, 0) + change
+        if count:
+            self._of_batch[member.batch_id] = count
+        else:
+            self._of_batch.pop(member.batch_id, None)
+
+    def _is_alone(self, member: Member) -> bool:
+        return len(self._groups.get(member.candidate.group_id, ())) <= 1
+
+    def check_integrity(self) -> None:
+        """Raises AccountingError where members and blocks do not match."""
+        for phase, in_phase in zip(Phase, self._by_phase, strict=True):
+            for key, member in in_phase.items():
+                if member.phase is not phase or member.key != key:
+                    raise AccountingError(f"{key} is {member.phase.name} among those {phase.name}")
+                if sorted(self.allocator.blocks_of(key)) != sorted(member.block_ids):
+                    raise AccountingError(f"{key}: its blocks are not those that it holds", request_id=key.request_id)
+                if len(member.block_ids) < self.blocks_for(member.kv_tokens):
+                    raise AccountingError(f"{key}: {len(member.block_ids)} blocks for {member.kv_tokens} tokens")
+        grouped = {key for group in self._groups.values() for key in group}
+        members = [member for phase in self._by_phase for member in phase.values()]
+        if Counter(member.batch_id for member in self.present()) != self._of_batch:
+            raise AccountingError("members are not counted right by batch")
+        if grouped != {member.key for member in members if member.candidate.group_id} or not all(self._groups.values()):
+            raise AccountingError("groups do not match the members")
+        self.allocator.check_integrity()

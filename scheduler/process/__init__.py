@@ -1,0 +1,1 @@
+"""The global scheduler's process: carries events to the core and its actions to the roles."""

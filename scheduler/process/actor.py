@@ -1,0 +1,492 @@
+"""The global scheduler's process: feeds the core from gRPC, and carries its actions out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import grpc
+
+from alignedserve.control.checks import check_group
+from alignedserve.control.convert import (
+    enter_stage,
+    failure_from_proto,
+    key_from_proto,
+    key_to_proto,
+    keys_from_proto,
+    keys_to_proto,
+)
+from alignedserve.control.integrity import check_books
+from alignedserve.control.link import Outbox, first_message, serve_stream
+from alignedserve.control.metrics import counter_lines
+from alignedserve.control.role import SERVING_STATES
+from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import decode_worker_pb2 as dw
+from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey, Stage
+from alignedserve.scheduler.core import actions as act
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.process.adoption import Adoption, Found, adopted_whole
+from alignedserve.scheduler.process.intake import IntakeNews
+from alignedserve.scheduler.process.left_behind import LeftBehind
+from alignedserve.scheduler.process.links import WorkerLinks
+from alignedserve.scheduler.process.outgoing import Outgoing
+from alignedserve.scheduler.process.payloads import Files
+from alignedserve.scheduler.process.pool_audit import PoolAudit
+from alignedserve.scheduler.process.succession import Succession
+from alignedserve.scheduler.process.wire import (
+    decode_reported,
+    held_requests,
+    pairs_changed,
+    prefill_reported,
+    request_meta,
+    shards_changed,
+)
+from alignedserve.scheduler.systems import decides
+from alignedserve.sizing import StorePlan
+
+logger = logging.getLogger(__name__)
+
+GATEWAY_GRACE_S = 0.3  # a gateway whose stream broke is back within moments, where it is alive
+ABSENT_GATEWAY_S = 3.0
+ADOPTION_ANSWER_S = 2.0
+
+
+class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
+    """Role `scheduler`. Decides nothing itself: every event goes to the core, every action comes from it."""
+
+    role: ClassVar[str] = "scheduler"
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings)
+        self._core: SchedulerCore | None = None
+        self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
+        self._files = Files()
+        self._pairs = ev.PairsChanged(())
+        self._shards = ev.ShardsChanged(())  # as last named; none: there is one
+        self._asked_s: dict[str, float] = {}  # since when each shard has owed an inventory
+        self._drained: list[str] = []  # as last reported
+        self._capacity = 0
+        self._drops_told = 0  # how many of the core's drops for want of room were logged
+        self._audit = PoolAudit(self._knows)
+        self._left_behind = LeftBehind()
+        self._adoption = Adoption()
+        self._outgoing = Outgoing(self._files, self._adoption, self._links, self._left_behind)
+        self._succession: Succession[sc.GatewayMessage] = Succession()
+        self._living_gateways: set[str] = set()  # as the supervisor knows them
+        self._intake = IntakeNews(lambda message: self._outgoing.tell_all(intake=message))
+        self._ticker: asyncio.Task[None] | None = None
+        self._ticks = 0
+
+    # ---- the role's hooks
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [(sc_grpc.add_SchedulerServicer_to_server, self)]
+
+    async def on_start(self) -> None:
+        self.set_state("loading")
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        if self._core is None and view.store_plan:
+            self._core = SchedulerCore(self.config, StorePlan.from_json(view.store_plan).block_size)
+            self.set_state("ready")
+        self._living_gateways = {peer.process.id for peer in view.peers if peer.process.role == "gateway"}
+        if self._core is None:
+            return
+        if view.pools and (shards := shards_changed(view)) != self._shards:
+            self._follow_shards(shards)
+        if (pairs := pairs_changed(view)) != self._pairs:
+            self._pairs = pairs
+            self._feed(pairs)
+        if (draining := frozenset(view.draining)) != self._core.draining:
+            self._feed(ev.DrainingChanged(draining))
+        await self._links.on_view(view)
+        ready = ((peer.process.role, peer.process.id) for peer in view.peers if peer.state in SERVING_STATES)
+        self._succession.expect(ready, time.monotonic())
+        self._end_succession()
+
+    def _follow_shards(self, shards: ev.ShardsChanged) -> None:
+        gone = set(self._shards.pool_ids).difference(shards.pool_ids)
+        self._shards = shards
+        self._feed(shards)
+        if gone:
+            logger.warning("gone for good, with their nodes: %s", ", ".join(sorted(gone)))
+            self._adoption.lose(gone)
+            self._go_on_all()
+
+    async def on_close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._intake.close()
+        await self._links.close()
+
+    def describe(self) -> sv.Heartbeat:
+        if self._core is None:
+            return sv.Heartbeat()
+        counts = self._counts()
+        self.progress = self._ticks
+        self.busy = True  # it ticks, whatever there is
+        self.step_s = self.config.scheduler.tick_s
+        holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+        gauges = self._core.load_gauges(time.monotonic())
+        gauges |= {f"requests_{name}": count for name, count in counts.items()}
+        alarm = self._core.alarm(time.monotonic())
+        self._drained = self._core.drained()
+        return sv.Heartbeat(
+            holds=holds or "no request",
+            metrics="\n".join([*counter_lines(self.settings.id, gauges), self._policy_line()]),
+            alarms=[alarm] if alarm else [],
+            drained=self._drained,
+        )
+
+    def _policy_line(self) -> str:
+        assert self._core is not None
+        labels = f'instance="{self.settings.id}",policy="{decides(self._core.policy)}"'
+        return f"alignedserve_scheduler_policy{{{labels}}} 1"
+
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        return [check_books("requests", self.settings.id, self._core.check_integrity)] if self._core else []
+
+    # ---- gateways
+
+    async def Link(
+        self, request_iterator: AsyncIterator[sc.GatewayMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[sc.SchedulerMessage]:
+        hello: sc.GatewayHello = await first_message(request_iterator, "hello", context)
+        first = sc.GatewayMessage(hello=hello)
+        gateway_id = hello.process.id
+        outbox: Outbox[sc.SchedulerMessage] = Outbox()
+        self._outgoing.gateways[gateway_id] = outbox
+        outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
+        outbox.put(sc.SchedulerMessage(intake=self._intake.message()))
+        self._on_gateway_message(gateway_id, first)
+        try:
+            async for message in serve_stream(request_iterator, outbox, partial(self._on_gateway_message, gateway_id)):
+                yield message
+        finally:
+            if self._outgoing.gateways.get(gateway_id) is outbox:
+                del self._outgoing.gateways[gateway_id]
+                self._audit.suspect(time.monotonic())
+                asyncio.get_running_loop().call_later(GATEWAY_GRACE_S, self._give_up, gateway_id)
+
+    def _give_up(self, gateway_id: str) -> None:
+        if gateway_id not in self._outgoing.gateways:
+            self._cancel(self._adoption.of_gateway(gateway_id))
+            self._feed(ev.GatewayLost(gateway_id))
+            self._release_unclaimed(self._left_behind.take(gateway_id))
+
+    def _on_gateway_message(self, gateway_id: str, message: sc.GatewayMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "submit":
+            check_group(message.submit.requests)
+        if not self._succession.over:
+            self._succession.keep(gateway_id, message)
+        elif kind == "submit":
+            self._submit(list(message.submit.requests))
+        elif kind == "cancel":
+            self._cancel(keys_from_proto(message.cancel))
+        elif kind == "hello":
+            self._greet(gateway_id, keys_from_proto(pb.RequestKeys(keys=message.hello.running)))
+        elif kind == "open":
+            self._tell_lost(gateway_id, keys_from_proto(message.open))
+        elif kind == "claim":
+            self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
+
+    def _greet(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
+        """What a gateway does not name it submits again, or its cancel was lost with the stream before this one."""
+        assert self._core is not None
+        known = self._core.of_gateway(gateway_id).union(self._adoption.of_gateway(gateway_id))
+        self._cancel(sorted(known.difference(running)))
+        self._tell_lost(gateway_id, running)
+
+    def _tell_lost(self, gateway_id: str, believed_open: Sequence[RequestKey]) -> None:
+        if lost := [key_to_proto(key) for key in believed_open if not self._knows(key)]:
+            self._outgoing.tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
+
+    def _knows(self, key: RequestKey) -> bool:
+        return key in self._files.specs or (self._core is not None and self._core.is_open(key))
+
+    def _end_succession(self) -> None:
+        """Act upon what gateways have said meanwhile, once everyone who is up has said what it holds."""
+        kept = self._succession.end(time.monotonic())
+        if kept is None:
+            return
+        for gateway_id, message in kept:
+            self._on_gateway_message(gateway_id, message)
+        asyncio.get_running_loop().call_later(ABSENT_GATEWAY_S, self._give_up_absent)
+
+    def _give_up_absent(self) -> None:
+        """Requests were taken over whose gateway has not come back."""
+        assert self._core is not None
+        for gateway_id in self._core.gateways() - self._living_gateways:
+            self._give_up(gateway_id)
+
+    def _cancel(self, keys: Sequence[RequestKey]) -> None:
+        waiting = [key for key in keys if self._adoption.forget(key)]
+        for key in waiting:
+            self._files.specs.pop(key, None)
+        strangers = [key for key in keys if not self._knows(key)]
+        if strangers:  # a predecessor's requests: whoever has them is not known here
+            wanted = keys_to_proto(strangers)
+            self._links.send_all("prefill", pw.PrefillCommand(cancel=wanted))
+            self._links.send_all("decode", dw.DecodeCommand(cancel=wanted))
+            self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
+        self._feed(ev.CancelRequested(tuple(keys)))
+
+    def _submit(self, specs: list[pb.RequestSpec]) -> None:
+        assert self._core is not None  # nothing of a gateway is acted upon before
+        keys = [key_from_proto(spec.key) for spec in specs]
+        self._intake.submitted()
+        for key, spec in zip(keys, specs, strict=True):
+            if not spec.prompt_token_ids:
+                spec.prompt_token_ids.extend(specs[0].prompt_token_ids)
+            if not self._core.is_open(key):
+                self._files.specs[key] = spec
+            if (older := self._adoption.replaced_by(key)) is not None:
+                self._adoption.forget(older)
+                self._files.specs.pop(older, None)
+        if self._adoption.wants(specs) and not self._core.is_open(keys[0]):
+            pool_ids = self._shards.pool_ids or self._links.up("kv_pool")
+            wanted = self._adoption.ask(keys[0], specs[0], pool_ids, time.monotonic())
+            self._links.send_pool(kp.PoolCommand(adopt=wanted))
+            return
+        self._feed(ev.Submitted(tuple(request_meta(key, spec) for key, spec in zip(keys, specs, strict=True))))
+        for key in (key for key in keys if not self._core.is_open(key)):  # older than what is open
+            self._files.specs.pop(key, None)
+
+    def _on_adopted(self, pool_id: str, holding: kp.Holding) -> None:
+        """A shard has said what it holds of a request that was submitted again."""
+        key = key_from_proto(holding.key)
+        if key not in self._adoption:  # answered late: the request has gone on without it
+            if holding.kv_tokens:
+                self._feed(ev.CopiesFound(pool_id, {key: (holding.kv_tokens, len(holding.block_ids))}))
+            return
+        worse = self._adoption.answered(pool_id, holding)
+        if worse.kv_tokens:
+            self._outgoing.carry_out(act.ReleasePool((key,), True, (worse.kv_tokens,), worse.pool_id))
+        found = self._adoption.end(key, self._links.up("kv_pool"), time.monotonic())
+        if found is not None:
+            self._go_on(found)
+
+    def _go_on_all(self) -> None:
+        for found in self._adoption.end_all(self._links.up("kv_pool"), time.monotonic()):
+            self._go_on(found)
+
+    def _go_on(self, found: Found) -> None:
+        """With what the pool holds of a request that was submitted again."""
+        key, spec, base = found.key, found.spec, found.base
+        enter = adopted_whole(spec, base)
+        if enter is not None:
+            enter_stage(enter.spec.timings, Stage.POOL, time.time_ns())
+            self._files.stored[key] = enter
+        meta = replace(request_meta(key, spec), base_tokens=base.kv_tokens, whole=enter is not None)
+        meta = replace(meta, base_blocks=len(base.block_ids), own_blocks=base.blocks, base_pool_id=base.pool_id)
+        self._feed(ev.Submitted((meta,)))
+        assert self._core is not None
+        if not self._core.is_open(key):  # a newer epoch came meanwhile, or it was refused
+            self._files.forget(key)
+            self._adoption.forget(key)
+
+    # ---- reports
+
+    def _on_report(self, role: str, instance_id: str, report: Any) -> None:
+        kind = report.WhichOneof("body")
+        if kind == "inventory" and role == "decode":
+            self._on_decode_inventory(instance_id, report.inventory)
+        elif kind == "inventory":
+            self._on_pool_inventory(instance_id, report.inventory)
+        elif kind == "adopted":
+            for holding in report.adopted.holdings:
+                self._on_adopted(instance_id, holding)
+        elif kind == "description":
+            self._on_description(role, instance_id, report.description)
+        elif kind == "prefilled":
+            self._on_prefilled(report.prefilled)
+        elif kind == "finished":
+            self._on_finished(keys_from_proto(report.finished))
+        elif kind == "joined":
+            self._feed(ev.Joined(instance_id, tuple(keys_from_proto(report.joined))))
+        elif kind == "returned":
+            for stored in report.returned.requests:
+                self._on_returned(stored, from_buffer=role == "prefill")
+        elif kind == "failed":
+            self._on_failed(report.failed)
+
+    def _on_description(self, role: str, instance_id: str, message: Any) -> None:
+        self._meet(role, instance_id)
+        if role == "prefill":
+            self._feed(prefill_reported(instance_id, message))
+        elif role == "decode":
+            self._feed(decode_reported(instance_id, message))
+        else:
+            self._feed(ev.PoolReported(instance_id, message.capacity_blocks, message.free_blocks))
+        self._publish_capacity()
+
+    def _meet(self, role: str, instance_id: str) -> None:
+        if self._core is None or self._core.knows(role, instance_id):
+            return
+        self._feed(ev.InstanceJoined(role, instance_id))
+        if role == "kv_pool":
+            self._take_inventory(instance_id)
+            self._ask_again([instance_id], 0.0)
+
+    def _take_inventory(self, pool_id: str) -> None:
+        self._asked_s.setdefault(pool_id, time.monotonic())
+        self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()), pool_id)
+
+    def _ask_again(self, pool_ids: Sequence[str], after_s: float) -> None:
+        """What waits for the shards' answers for so long: it may have been asked of a process that has died."""
+        for pool_id, wanted in self._adoption.ask_again(pool_ids, time.monotonic(), after_s).items():
+            self._links.send_pool(kp.PoolCommand(adopt=wanted), pool_id)
+
+    def _on_decode_inventory(self, decode_id: str, inventory: dw.DecodeInventory) -> None:
+        self._meet("decode", decode_id)
+        held = tuple(held_requests(inventory))
+        restore = not self._succession.over
+        if restore:
+            self._files.restored |= {request.meta.key: request.meta.gateway_id for request in held}
+        self._feed(ev.InventoryTaken(decode_id, held, restore))
+        self._succession.heard("decode", decode_id)
+        self._end_succession()
+
+    def _on_pool_inventory(self, pool_id: str, inventory: kp.Inventory) -> None:
+        copies = {key_from_proto(held.key): (held.kv_tokens, held.blocks) for held in inventory.holdings}
+        self._feed(ev.PoolInventoryTaken(copies, pool_id, self._asked_s.pop(pool_id, -math.inf)))
+        self._succession.heard("kv_pool", pool_id)
+        self._end_succession()
+        self._find_unclaimed(pool_id, copies)
+
+    def _publish_capacity(self) -> None:
+        assert self._core is not None
+        capacity = self._core.max_request_tokens()
+        if capacity and capacity != self._capacity:
+            self._capacity = capacity
+            self._outgoing.tell_all(capacity=sc.Capacity(max_request_tokens=capacity))
+
+    def _on_prefilled(self, stored: pb.StoredRequest) -> None:
+        key = key_from_proto(stored.spec.key)
+        if not self._expects(key):
+            return
+        own_blocks = self._files.prefilled(key, stored, self._adoption.bases.pop(key, None))
+        self._feed(ev.Prefilled(key, stored.kv_tokens, len(stored.pool_block_ids), own_blocks, stored.pool_id))
+
+    def _on_returned(self, stored: pb.StoredRequest, *, from_buffer: bool) -> None:
+        key = key_from_proto(stored.spec.key)
+        if not self._expects(key):
+            return
+        now_ns = time.time_ns()
+        enter_stage(stored.spec.timings, Stage.POOL, now_ns)
+        self._files.stored[key] = stored
+        waited_s = max(0, now_ns - (stored.evicted_ns or now_ns)) / 1e9
+        blocks = len(stored.pool_block_ids)
+        self._feed(ev.Returned(key, stored.kv_tokens, blocks, waited_s, stored.pool_id, from_buffer))
+
+    def _expects(self, key: RequestKey) -> bool:
+        """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""
+        if self._core is not None and self._core.is_open(key):
+            return True
+        self._audit.suspect(time.monotonic())
+        return False
+
+    def _on_finished(self, keys: Sequence[RequestKey]) -> None:
+        strangers = [key for key in keys if not self._knows(key) and key not in self._files.lost]
+        if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
+            self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
+        if any(key in self._files.lost for key in keys):  # nobody will adopt what was kept for its next epoch
+            self._audit.suspect(time.monotonic())
+        self._feed(ev.Finished(tuple(keys)))
+
+    def _on_failed(self, failed: pw.RequestFailures) -> None:
+        keys = tuple(key_from_proto(key) for key in failed.keys)
+        if failed.retry:
+            self._feed(ev.Lost(keys, failure_from_proto(failed.failure).message, failed.distrust))
+        else:
+            self._feed(ev.Finished(keys))
+
+    # ---- what the pool holds for nobody
+
+    def _look_at_pool(self) -> None:
+        """From time to time, and soon after any loss: see `PoolAudit`."""
+        now_s = time.monotonic()
+        pool_ids = self._links.up("kv_pool")
+        if not pool_ids or not self._living_gateways <= self._outgoing.gateways.keys():
+            self._audit.postpone(now_s)
+        elif self._audit.start(now_s, pool_ids):
+            for pool_id in pool_ids:
+                self._take_inventory(pool_id)
+
+    def _find_unclaimed(self, pool_id: str, held: Iterable[RequestKey]) -> None:
+        unknown = self._audit.inventory(pool_id, held, self._outgoing.gateways)
+        if unknown:
+            self._outgoing.tell_all(whose=keys_to_proto(unknown))
+            self._release_unclaimed(self._audit.verdict())
+
+    def _release_unclaimed(self, keys: Sequence[RequestKey]) -> None:
+        if keys:
+            logger.info("%d requests in the pool were nobody's", len(keys))
+            self._outgoing.carry_out(act.ReleasePool(tuple(keys)))
+
+    def _on_lost(self, role: str, instance_id: str) -> None:
+        self._audit.suspect(time.monotonic())
+        self._asked_s.pop(instance_id, None)
+        self._feed(ev.InstanceLost(role, instance_id))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.scheduler.tick_s)
+            self._ticks += 1
+            try:
+                self._look_around()
+            except Exception as error:  # a scheduler that does not tick relieves nothing and nobody
+                logger.exception("the scheduler cannot go on")
+                self.fail(error)
+
+    def _look_around(self) -> None:
+        if self._core is not None:
+            if self._core.needs_ticks:
+                self._feed(ev.Tick())
+            self._end_succession()
+            self._look_at_pool()
+            self._ask_again(self._links.up("kv_pool"), ADOPTION_ANSWER_S)
+            self._go_on_all()
+
+    # ---- actions
+
+    def _feed(self, event: ev.Event) -> None:
+        if self._core is None or self.state == "failed":
+            return
+        now_s = time.monotonic()
+        try:
+            actions = self._core.handle(event, now_s)
+            for action in actions:
+                self._outgoing.carry_out(action)
+        except Exception as error:  # the books may be half changed: a successor rebuilds them from inventories
+            logger.exception("the scheduler cannot go on after %s", type(event).__name__)
+            self.fail(error)
+            return
+        if self._core.dropped_for_room > self._drops_told:
+            self._drops_told = self._core.dropped_for_room
+            logger.warning("%s", self._core.alarm(now_s))
+        self._intake.look(self._core)
+        if self._core.drained() != self._drained:
+            self.report()
+
+    async def Describe(self, request: pb.Empty, context: grpc.aio.ServicerContext[Any, Any]) -> sc.SchedulerDescription:
+        return sc.SchedulerDescription(**self._counts())
+
+    def _counts(self) -> dict[str, int]:
+        described: Any = self._core.describe() if self._core is not None else {}
+        return dict(described) if isinstance(described, dict) else asdict(described)

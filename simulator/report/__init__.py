@@ -1,0 +1,1 @@
+"""The figures of a simulated run and the files that show them."""

@@ -1,0 +1,183 @@
+"""The figures of one run. Units are in the names; what cannot be said of a run (no token, no objective) is None."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alignedserve.request import Stage
+from alignedserve.simulator.report.results import RequestResult, RunResult, StepColumns
+from alignedserve.simulator.report.tokens import Floats, TokenTimes, token_times
+
+Metric = float | int | None
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a request must keep to count for goodput, in seconds; None: any time will do."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def describe(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Passes with decode requests in them, a row each. `bubble`: predicted time less that of equal lengths."""
+
+    seconds: Floats
+    bubble: Floats
+    gap: Floats
+    decodes: Floats
+    start: Floats
+    switching: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run's figures, and the columns from which its plots are drawn; both without the warm-up."""
+
+    metrics: dict[str, Metric]
+    tokens: TokenTimes
+    passes: PassTimes
+
+
+def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Measured:
+    """Requests that arrived, tokens that came and passes that began before `warmup_s` are left out of every figure but
+    `makespan_s`.
+    """
+    counted = [request for request in run.requests if request.arrival.arrival_s >= warmup_s]
+    tokens = token_times(counted)
+    passes = _passes(run.steps, warmup_s)
+    first_s = min((request.arrival.arrival_s for request in run.requests), default=0.0)
+    last_s = max((request.token_s[-1] for request in run.requests if len(request.token_s)), default=first_s)
+    span_s = last_s - max(first_s, warmup_s)
+    refused = sum(bool(request.refused) for request in counted)
+    metrics: dict[str, Metric] = {
+        "requests": len(counted),
+        "completed": len(tokens.ttft),
+        "refused": refused,
+        "preemptions": sum(request.preemptions for request in counted),
+        "makespan_s": last_s - first_s,
+        **_latencies(tokens),
+        **_stages(counted),
+        **_iterations(passes),
+        **_throughput(run, warmup_s, span_s, passes, len(tokens.ttft)),
+        **_attainment(tokens, objectives, len(counted), span_s),
+    }
+    return Measured(metrics, tokens, passes)
+
+
+def _latencies(tokens: TokenTimes) -> dict[str, Metric]:
+    return {
+        **spread("ttft", tokens.ttft),
+        **spread("second_token", tokens.second_token),
+        **spread("tpot", tokens.tpot),
+        **spread("tpot_without_pool_wait", tokens.tpot_without_pool_wait),
+        **spread("tpot_longest_tenth", tokens.longest_tenth),
+        **spread("tpot_p99_gap", tokens.gap_p99),
+        **spread("itl", tokens.gaps),
+        **spread("pool_wait", tokens.pool_wait),
+        **spread("latency", tokens.last - tokens.arrival),
+    }
+
+
+def _stages(requests: Sequence[RequestResult]) -> dict[str, Metric]:
+    """Of those that were served, the mean time in each stage, repetitions included; 0 in one that nobody was in."""
+    served = [request.stages_s for request in requests if len(request.token_s)]
+    return {f"stage_{stage}_mean_s": _mean(np.array([of.get(stage, 0.0) for of in served])) for stage in Stage}
+
+
+def _iterations(passes: PassTimes) -> dict[str, Metric]:
+    busy_s = float(passes.seconds.sum())
+    return {
+        "iterations": len(passes.seconds),
+        **spread("iteration", passes.seconds),
+        **spread("iteration_bubble", passes.bubble),
+        **spread("iteration_gap", passes.gap),
+        "bubble_share": float(passes.bubble.sum()) / busy_s if busy_s else None,
+        "batch_mean_requests": _mean(passes.decodes),
+        "switch_iteration_share": _mean(passes.switching),
+    }
+
+
+def _throughput(run: RunResult, warmup_s: float, span_s: float, passes: PassTimes, completed: int) -> dict[str, Metric]:
+    """Over the time from the end of the warm-up to the last token; decode: while decode passes ran."""
+    outputs = decoded = 0
+    for request in run.requests:
+        stamps = np.frombuffer(request.token_s)
+        outputs += (later := int(len(stamps) - np.searchsorted(stamps, warmup_s)))
+        decoded += min(later, max(len(stamps) - 1, 0))
+    inputs = sum(
+        request.arrival.input_tokens
+        for request in run.requests
+        if len(request.token_s) and request.token_s[0] >= warmup_s
+    )
+    decoding_s = float((passes.start + passes.seconds).max() - passes.start.min()) if len(passes.start) else 0.0
+    return {
+        "throughput_requests_per_s": _per(completed, span_s),
+        "throughput_tokens_per_s": _per(inputs + outputs, span_s),
+        "output_throughput_tokens_per_s": _per(outputs, span_s),
+        "decode_throughput_tokens_per_s": _per(decoded, decoding_s),
+    }
+
+
+def _attainment(tokens: TokenTimes, objectives: Objectives, arrived: int, span_s: float) -> dict[str, Metric]:
+    """Shares of all requests that arrived, refused ones too. One token has no TPOT to miss."""
+    early = tokens.ttft <= (np.inf if objectives.ttft_s is None else objectives.ttft_s)
+    steady = ~(tokens.tpot > (np.inf if objectives.tpot_s is None else objectives.tpot_s))
+    good = int((early & steady).sum())
+    asked_ttft, asked_tpot = objectives.ttft_s is not None, objectives.tpot_s is not None
+    return {
+        "slo_ttft_attainment": _per(int(early.sum()), arrived) if asked_ttft else None,
+        "slo_tpot_attainment": _per(int(steady.sum()), arrived) if asked_tpot else None,
+        "slo_attainment": _per(good, arrived) if objectives.any else None,
+        "goodput_requests_per_s": _per(good, span_s) if objectives.any else None,
+    }
+
+
+def _passes(steps: StepColumns, warmup_s: float) -> PassTimes:
+    start, seconds = np.frombuffer(steps.start_s), np.frombuffer(steps.seconds)
+    decodes = _integers(steps, "decodes")
+    counted = (decodes > 0) & (start >= warmup_s)
+    return PassTimes(
+        seconds=seconds[counted],
+        bubble=(seconds - np.frombuffer(steps.balanced_s))[counted],
+        gap=np.frombuffer(steps.gap_s)[counted],
+        decodes=decodes[counted].astype(np.float64),
+        start=start[counted],
+        switching=_integers(steps, "switching")[counted].astype(np.float64),
+    )
+
+
+def _integers(steps: StepColumns, name: str) -> NDArray[np.int64]:
+    return np.array(getattr(steps, name), dtype=np.int64)
+
+
+def spread(name: str, values: Floats) -> dict[str, Metric]:
+    """Mean, percentiles (linear between ranks) and the largest, in seconds."""
+    values = values[~np.isnan(values)]
+    found: dict[str, Metric] = {f"{name}_mean_s": _mean(values)}
+    levels = np.percentile(values, _PERCENTILES) if len(values) else [None] * len(_PERCENTILES)
+    for percent, level in zip(_PERCENTILES, levels, strict=True):
+        found[f"{name}_p{percent}_s"] = None if level is None else float(level)
+    found[f"{name}_max_s"] = float(values.max()) if len(values) else None
+    return found
+
+
+def _mean(values: Floats) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _per(count: float, whole: float) -> float | None:
+    return count / whole if whole > 0 else None
