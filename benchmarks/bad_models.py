@@ -1,6 +1,6 @@
 """Seconds until `alignedserve serve --model FOLDER` has refused a folder that cannot work, the median of a few runs.
 
-The folders are those of `alignedserve.testing.broken_models`; `good` is one that is not broken: seconds until its
+The folders are those of `support.broken_models`; `good` is one that is not broken: seconds until its
 cluster is ready.
 
     python benchmarks/bad_models.py --runs 5 --json bad_models.json
@@ -22,8 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alignedserve.testing.broken_models import BROKEN, SHARD
+import rigs  # noqa: F401
+
 from alignedserve.testing.models import make_model, make_tokenizer
+from support.broken_models import BROKEN, SHARD
 
 GOOD = "good"
 LIMIT_S = 120.0

@@ -19,17 +19,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import rigs  # noqa: F401
 from mixed_load import MixedLoad
 
 from alignedserve.client import AsyncClient
 from alignedserve.cluster.cli.live_command import busy_channels
 from alignedserve.cluster.cli.status_command import table
 from alignedserve.model import resolve_model
-from alignedserve.testing.greedy_streams import Expected, stream
 from alignedserve.testing.models import make_model
-from alignedserve.testing.namespaces import why_not
-from alignedserve.testing.ray_nodes import RayNodes, ServedNodes
 from alignedserve.testing.reference import random_prompts
+from support.greedy_streams import Expected, stream
+from support.namespaces import why_not
+from support.ray_nodes import RayNodes, ServedNodes
 
 DECODE_NODE = 1
 LENGTHS, NEW_TOKENS = (60, 33, 140, 17, 100, 64), 300

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rigs  # noqa: F401
 import yaml
 
-from alignedserve.testing.endless_streams import EndlessStreams
-from alignedserve.testing.ray_head import RayHead
+from support.endless_streams import EndlessStreams
+from support.ray_head import RayHead
 
 SERVE_YAML = Path(__file__).parents[1] / "deploy" / "serve.yaml"
 SETTLED_WITHIN_S = 300.0

@@ -1,6 +1,6 @@
 """A whole gateway in one event loop: HTTP application, gRPC service, ledger, and its links into the cluster.
 
-It knows nothing of Ray: `gateway/serve/app.py` runs it in a Serve replica, `standalone.py` under uvicorn in a plain process:
+It knows nothing of Ray: `gateway/serve/app.py` runs it in a Serve replica, `standalone.py` under uvicorn:
 
     server = await GatewayServer.create(config, model_path, process, supervisor_address, token)
     uvicorn.Config(server.asgi_app, ...)

@@ -11,6 +11,10 @@ from hypothesis import settings
 settings.register_profile("unhurried", settings.default, deadline=None)
 settings.load_profile("unhurried")
 
+# Child processes of tests import `support` as well.
+HERE = str(Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -19,7 +23,7 @@ ENDED_WITHIN_S = 10.0
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
-    from alignedserve.testing.leftovers import descendants, leftovers
+    from support.leftovers import descendants, leftovers
 
     before = descendants()
     yield

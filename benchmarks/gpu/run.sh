@@ -5,7 +5,7 @@
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 "$root/tools/pkgview.sh"
-PYTHONPATH="$root/.pkgview:$root/benchmarks/gpu${PYTHONPATH:+:$PYTHONPATH}"
+PYTHONPATH="$root/.pkgview:$root/benchmarks/gpu:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
 PYTHONUNBUFFERED=1
 HF_HUB_OFFLINE=1
 TOKENIZERS_PARALLELISM=false

@@ -169,7 +169,7 @@ class RaySession:
 
     @staticmethod
     def build(tree: dict[str, Any]) -> Any:
-        """The application; `alignedserve.testing.fake_serve` has another."""
+        """The application; `support.fake_serve` has another."""
         from alignedserve.cluster.app import application
 
         return application(from_tree(tree), wait_ready=False)

@@ -1,6 +1,6 @@
 """Where decode passes are captured and replayed: a contract, and CUDA's side of it.
 
-The twins that run the same engine on a CPU are tests' (`alignedserve.testing.graph_twins`).
+The twins that run the same engine on a CPU are tests' (`support.graph_twins`).
 """
 
 from __future__ import annotations

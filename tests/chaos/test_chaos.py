@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
-from alignedserve.testing.chaos import HEADER, Chaos, Round, table
 from alignedserve.testing.reference import random_prompts
+from support.chaos import HEADER, Chaos, Round, table
 
 STREAMS = 32
 ROLES = ("decode", "prefill", "kv_pool", "scheduler", "gateway", "supervisor", "node_agent")

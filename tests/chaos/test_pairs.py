@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
-from alignedserve.testing.blows import Blow, Ring, Seen, leaving, pair, pairs, slow
 from alignedserve.testing.reference import random_prompts
+from support.blows import Blow, Ring, Seen, leaving, pair, pairs, slow
 
 SEED = int(os.environ.get("ALIGNEDSERVE_CHAOS_SEED", "1"))
 ROUNDS = 60

@@ -31,7 +31,7 @@ from alignedserve.cluster.supervisor.nodes import Placement
 from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.errors import ResourceError, UnavailableError
-from alignedserve.testing.ray_nodes import HEALTH_CHECKS
+from support.ray_nodes import HEALTH_CHECKS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from alignedserve.testing import kuberay, namespaces, rayservice
+from support import kuberay, namespaces, rayservice
 
 KEY, PASSWORD, TOKEN = "sk-of-a-test", "of-a-test", "0123456789abcdef" * 4
 NEW_TOKENS = 4000

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from alignedserve.model import resolve_model
-from alignedserve.testing import kuberay, namespaces, rayservice
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support import kuberay, namespaces, rayservice
 
 pytestmark = [
     pytest.mark.cluster,

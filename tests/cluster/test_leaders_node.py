@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.testing.greedy_streams import Expected, stream
 from alignedserve.testing.models import make_model
-from alignedserve.testing.namespaces import why_not
-from alignedserve.testing.ray_nodes import RayNodes, ServedNodes
 from alignedserve.testing.reference import random_prompts
+from support.greedy_streams import Expected, stream
+from support.namespaces import why_not
+from support.ray_nodes import RayNodes, ServedNodes
 
 pytestmark = [
     pytest.mark.cluster,

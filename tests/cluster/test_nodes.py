@@ -20,12 +20,12 @@ import httpx
 import pytest
 
 from alignedserve.cluster.cli.live_command import busy_channels
-from alignedserve.testing.certificates import Authority
-from alignedserve.testing.greedy_streams import Expected, Streamed, stream
 from alignedserve.testing.models import make_model
-from alignedserve.testing.namespaces import why_not
-from alignedserve.testing.ray_nodes import GCS_PORT, RayNodes, ServedNodes
 from alignedserve.testing.reference import random_prompts
+from support.certificates import Authority
+from support.greedy_streams import Expected, Streamed, stream
+from support.namespaces import why_not
+from support.ray_nodes import GCS_PORT, RayNodes, ServedNodes
 
 pytestmark = [
     pytest.mark.cluster,

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.client import AsyncClient, NotFoundError
 from alignedserve.cluster.records import fetch_status
-from alignedserve.testing.endless_streams import EndlessStreams
-from alignedserve.testing.ray_head import RayHead
+from support.endless_streams import EndlessStreams
+from support.ray_head import RayHead
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

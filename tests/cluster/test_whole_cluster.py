@@ -32,9 +32,9 @@ from alignedserve.control.samples import value
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.testing.models import KINDS, make_model
-from alignedserve.testing.raw_http import RawAnswer, ask, read, send
-from alignedserve.testing.raw_requests import BODY, LENGTH, LIVE, POST, REFUSED, TAKEN
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.raw_http import RawAnswer, ask, read, send
+from support.raw_requests import BODY, LENGTH, LIVE, POST, REFUSED, TAKEN
 
 pytestmark = pytest.mark.cluster
 

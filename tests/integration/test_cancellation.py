@@ -19,9 +19,9 @@ from alignedserve.control.samples import value
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
-from alignedserve.testing.callers import Callers
-from alignedserve.testing.gateway_process import GatewayProcess
-from alignedserve.testing.haproxy_front import HaProxyFront
+from support.callers import Callers
+from support.gateway_process import GatewayProcess
+from support.haproxy_front import HaProxyFront
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

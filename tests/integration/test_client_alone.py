@@ -25,7 +25,7 @@ import pytest_asyncio
 import alignedserve
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
-from alignedserve.testing.gateway_process import GatewayProcess
+from support.gateway_process import GatewayProcess
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("grpcio", "protobuf", "typing-extensions")

@@ -22,7 +22,7 @@ import pytest
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.cluster.launch.processes import is_alive
-from alignedserve.testing.serving import FakeServeProcess
+from support.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

@@ -15,9 +15,9 @@ from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.request import SamplingParams
-from alignedserve.testing.driver import Answer, Driver
 from alignedserve.testing.models import KINDS, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Answer, Driver
 
 NEW_TOKENS = 48
 # Short ones first: many run together, and grow until the cache is full. 300 tokens are five chunks.

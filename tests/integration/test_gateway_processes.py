@@ -19,8 +19,8 @@ from alignedserve.client import AsyncClient, Chunk, UnavailableError
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.testing.callers import Callers
-from alignedserve.testing.gateway_process import GatewayProcess
+from support.callers import Callers
+from support.gateway_process import GatewayProcess
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

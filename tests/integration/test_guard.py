@@ -38,8 +38,8 @@ from alignedserve.proto import (
     scheduler_pb2,
     supervisor_pb2,
 )
-from alignedserve.testing import nonsense
-from alignedserve.testing.gateway import joined_gateway
+from support import nonsense
+from support.gateway import joined_gateway
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

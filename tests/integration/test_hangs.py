@@ -14,9 +14,9 @@ import pytest_asyncio
 from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
-from alignedserve.testing.faulty_roles import FOLDER
-from alignedserve.testing.gateway import http_to, joined_gateway
-from alignedserve.testing.held import wait_nothing_held
+from support.faulty_roles import FOLDER
+from support.gateway import http_to, joined_gateway
+from support.held import wait_nothing_held
 
 httpx = pytest.importorskip("httpx")
 
@@ -61,7 +61,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         "supervisor": {"heartbeat_s": 0.2},
     }
     config = from_tree(tree)
-    module = "alignedserve.testing.faulty_roles"
+    module = "support.faulty_roles"
     async with LocalCluster(config, environment={FOLDER: str(folder)}, module=module) as cluster:
         await cluster.wait_ready()
         async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 120.0) as http:

@@ -17,11 +17,11 @@ import torch
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.testing.faulty_channel import FaultPlan, fault_environment
-from alignedserve.testing.gateway import http_to, joined_gateway
-from alignedserve.testing.held import wait_nothing_held
 from alignedserve.testing.models import VOCAB_SIZE, make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.faulty_channel import FaultPlan, fault_environment
+from support.gateway import http_to, joined_gateway
+from support.held import wait_nothing_held
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

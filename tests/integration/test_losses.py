@@ -14,9 +14,9 @@ import pytest_asyncio
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.testing.gateway import http_to, joined_gateway
-from alignedserve.testing.held import wait_nothing_held
 from alignedserve.transfer.segments import SegmentClient
+from support.gateway import http_to, joined_gateway
+from support.held import wait_nothing_held
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.testing.namespaces import Switch, why_not
+from support.namespaces import Switch, why_not
 
 pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 

@@ -12,8 +12,8 @@ from alignedserve.errors import UnavailableError
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import served_settings
-from alignedserve.testing.driver import Driver
 from alignedserve.testing.models import make_model
+from support.driver import Driver
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/operations/metrics.md"

@@ -22,7 +22,7 @@ APART = {"prefill-0": "node-0", "decode-0": "node-1"}
 
 def make_cluster(placed: dict[str, str], prefill: int = 1, decode: int = 1) -> LocalCluster:
     config = Config(cluster=ClusterConfig(device="cpu", prefill=prefill, decode=decode), supervisor=QUICK)
-    return LocalCluster(config, nodes=NODES, placed=placed, module="alignedserve.testing.fake_roles")
+    return LocalCluster(config, nodes=NODES, placed=placed, module="support.fake_roles")
 
 
 async def eventually(check: Callable[[], bool], timeout_s: float = 15.0) -> None:

@@ -17,7 +17,7 @@ from alignedserve.cluster.cli.open_loop import Load, drive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
-from alignedserve.testing.gateway_process import GatewayProcess
+from support.gateway_process import GatewayProcess
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

@@ -14,9 +14,9 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import ResourceError
 from alignedserve.request import SamplingParams
-from alignedserve.testing.driver import Driver
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Driver
 
 VOCAB_SIZE = 400
 NEW_TOKENS = 40

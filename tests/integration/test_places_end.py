@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.launch.processes import is_alive
-from alignedserve.testing.ray_head import RayHead
+from support.ray_head import RayHead
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -61,7 +61,7 @@ def deploy(head: RayHead, name: str, orphan_after_s: float, **environment: str) 
     application = {
         "name": name,
         "route_prefix": f"/{name}",
-        "import_path": "alignedserve.testing.fake_application:build",
+        "import_path": "support.fake_application:build",
         "runtime_env": {"env_vars": environment},
         "args": {
             "cluster": {"device": "cpu", "decode": 2},

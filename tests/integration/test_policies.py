@@ -16,10 +16,10 @@ from alignedserve.config_sources import load
 from alignedserve.control.samples import value
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import FOLDER_VARIABLE, served_settings
-from alignedserve.testing.driver import Answer, Driver
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
-from alignedserve.testing.traced_roles import TRACE
+from support.driver import Answer, Driver
+from support.traced_roles import TRACE
 
 EXAMPLE = Path(__file__).parents[2] / "examples/shortest_first.py"
 POLICIES = "alignedserve.scheduler.policies"
@@ -55,7 +55,7 @@ def serve(policy: str, folder: Path, **flags: object) -> Served:
     prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=42)
 
     async def run() -> tuple[list[Answer], str, Path]:
-        module = "alignedserve.testing.traced_roles"
+        module = "support.traced_roles"
         async with LocalCluster(config, environment={TRACE: str(trace)}, output_dir=folder, module=module) as cluster:
             await cluster.wait_ready()
             async with Driver(cluster.address("scheduler-0"), cluster.token) as driver:

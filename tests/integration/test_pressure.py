@@ -16,9 +16,9 @@ from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import SamplingParams
 from alignedserve.sizing import GIB
-from alignedserve.testing.driver import Answer, Driver
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Answer, Driver
 
 VOCAB_SIZE = 400
 BLOCK_SIZE = 4

@@ -13,7 +13,7 @@ import pytest
 
 from alignedserve.cluster.launch.descendants import Descendants
 from alignedserve.cluster.serve.stopped_processes import UNREPLACED_STOPPED_S
-from alignedserve.testing.serving import FakeServeProcess
+from support.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -11,7 +11,7 @@ import httpx
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.simulator.traces import Load, read_trace
-from alignedserve.testing.gateway_process import GatewayProcess
+from support.gateway_process import GatewayProcess
 
 STAGES = ("queue", "prefill", "pool", "prefetch", "handover", "decode")
 

@@ -13,9 +13,9 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import ConfigError, ResourceError
 from alignedserve.request import SamplingParams
-from alignedserve.testing.driver import Answer, Driver
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Answer, Driver
 
 pytestmark = pytest.mark.timeout(300)
 

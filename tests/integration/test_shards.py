@@ -15,10 +15,10 @@ from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.request import SamplingParams
-from alignedserve.testing.driver import Driver
-from alignedserve.testing.held import wait_nothing_held
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Driver
+from support.held import wait_nothing_held
 
 pytestmark = pytest.mark.timeout(600)
 

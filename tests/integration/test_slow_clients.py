@@ -17,11 +17,11 @@ from alignedserve.client import AsyncClient
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.request import FinishReason, RequestSpec
-from alignedserve.testing.callers import head_of
-from alignedserve.testing.fake_cluster import FakeCluster
-from alignedserve.testing.gateway import RunningGateway, running_gateway
-from alignedserve.testing.haproxy_front import HaProxyFront
-from alignedserve.testing.raw_h2 import RawH2
+from support.callers import head_of
+from support.fake_cluster import FakeCluster
+from support.gateway import RunningGateway, running_gateway
+from support.haproxy_front import HaProxyFront
+from support.raw_h2 import RawH2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 

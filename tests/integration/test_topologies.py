@@ -12,9 +12,9 @@ from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.request import SamplingParams
-from alignedserve.testing.driver import Answer, Driver
 from alignedserve.testing.models import make_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
+from support.driver import Answer, Driver
 
 VOCAB_SIZE = 400
 NEW_TOKENS = 40

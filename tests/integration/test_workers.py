@@ -17,9 +17,9 @@ from alignedserve.config_sources import from_tree
 from alignedserve.control.samples import value
 from alignedserve.errors import InvalidRequestError
 from alignedserve.request import SamplingParams
-from alignedserve.testing.driver import Driver
 from alignedserve.testing.models import make_model, make_tokenizer
 from alignedserve.testing.reference import greedy, load_reference, logprobs, random_prompts
+from support.driver import Driver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:  # a test that asks for none of these imports nothing for them
     import httpx
 
     from alignedserve.kv_pool.pool import KvPool
-    from alignedserve.testing.fake_cluster import FakeCluster
-    from alignedserve.testing.gateway import RunningGateway
-    from alignedserve.testing.gateway_front import Front
+    from support.fake_cluster import FakeCluster
+    from support.gateway import RunningGateway
+    from support.gateway_front import Front
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[FakeCluster]:
-    from alignedserve.testing.fake_cluster import FakeCluster
+    from support.fake_cluster import FakeCluster
 
     async with FakeCluster() as cluster:
         yield cluster
@@ -26,7 +26,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 @pytest.fixture
 async def gateway(cluster: FakeCluster) -> AsyncIterator[RunningGateway]:
-    from alignedserve.testing.gateway import running_gateway
+    from support.gateway import running_gateway
 
     async with running_gateway(cluster) as gateway:
         yield gateway
@@ -42,7 +42,7 @@ async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def front() -> AsyncIterator[Front]:
-    from alignedserve.testing.gateway_front import Front
+    from support.gateway_front import Front
 
     front = Front()
     yield front
@@ -52,7 +52,7 @@ async def front() -> AsyncIterator[Front]:
 @pytest.fixture
 def memory() -> memoryview:
     """Of a pool's allocation table."""
-    from alignedserve.testing.kv_pool import table_memory
+    from support.kv_pool import table_memory
 
     return table_memory()
 
@@ -60,7 +60,7 @@ def memory() -> memoryview:
 @pytest.fixture
 def pool(memory: memoryview) -> Iterator[KvPool]:
     """In the end its books add up, and so do those of a pool that goes on from its table."""
-    from alignedserve.testing.kv_pool import open_pool
+    from support.kv_pool import open_pool
 
     pool = open_pool(memory)
     yield pool

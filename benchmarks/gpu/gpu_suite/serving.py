@@ -11,9 +11,9 @@ from typing import Any
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
 from alignedserve.memory import GIB, available_memory_bytes
-from alignedserve.testing.driver import Driver
 from gpu_suite.models import write_model
 from gpu_suite.record import Context
+from support.driver import Driver
 
 REPORTED_S = 1.5  # a role reports its metrics with its heartbeats, one a second
 

@@ -1,1 +1,1 @@
-"""Helpers for tests only: small random models and tokenizers. May import any component."""
+"""For tests of code that uses the package: small random models and tokenizers, and references to compare with."""

@@ -11,9 +11,9 @@ import statistics
 from typing import Any
 
 from alignedserve.request import SamplingParams, Stage
-from alignedserve.testing.driver import Answer
 from gpu_suite.record import Context
 from gpu_suite.serving import REPORTED_S, Cell, medium_model, pool_gib, running
+from support.driver import Answer
 
 BATCH, TOKENS, JOINING, JOINS, ALONE = 64, 1024, 2048, 12, 4
 

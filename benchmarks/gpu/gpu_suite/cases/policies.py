@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignedserve.request import SamplingParams, Stage
-from alignedserve.testing.driver import Answer
 from gpu_suite.cases.profile import FILE
 from gpu_suite.record import Context
 from gpu_suite.serving import Cell, medium_model, pool_gib, running
+from support.driver import Answer
 
 KERNELS = {"split": ("triton", "split_kv"), "no_split": ("triton_no_split", "no_split")}
 POLICIES = ("aligned", "fcfs")

@@ -1,0 +1,42 @@
+"""The real roles, whose forward passes hang where they are told to.
+
+`python -m support.faulty_roles` is `role_main` with them. `FAULTY_FOLDER` in the environment names a
+folder: while there is a file `hang-<role>` in it, the passes of that role do not return; its heartbeats go on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cluster.launch import role_main
+from alignedserve.control import runtime
+from alignedserve.control.runtime import RoleServer, RoleSettings
+
+FOLDER = "FAULTY_FOLDER"
+
+
+def _install(role: str) -> None:
+    from alignedserve.engine.runner import ModelRunner
+
+    order, forward = Path(os.environ[FOLDER]) / f"hang-{role}", ModelRunner.forward
+
+    def faulty(self: ModelRunner, items: Any, on_layer: Any = None) -> Any:
+        if order.exists():
+            threading.Event().wait()
+        return forward(self, items, on_layer)
+
+    ModelRunner.forward = faulty  # type: ignore[method-assign]
+
+
+def _new_role(settings: RoleSettings) -> RoleServer:
+    if settings.role in ("prefill", "decode"):
+        _install(settings.role)
+    return runtime.new_role(settings)
+
+
+if __name__ == "__main__":
+    role_main.new_role = _new_role  # type: ignore[attr-defined]
+    role_main.main()

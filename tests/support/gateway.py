@@ -1,0 +1,86 @@
+"""Gateways within a test's process: in front of a FakeCluster, or of the roles of a LocalCluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.control.role import new_incarnation
+from alignedserve.gateway.server import GatewayServer
+from alignedserve.gateway.standalone import StandaloneGateway
+from alignedserve.model import resolve_model
+from alignedserve.proto import common_pb2 as pb
+from support.fake_cluster import TOKEN, FakeCluster
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(slots=True)
+class RunningGateway:
+    """A gateway that is ready for requests at `url` and `grpc_address`."""
+
+    server: GatewayServer
+    url: str
+    grpc_address: str
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    cluster: FakeCluster,
+    *,
+    gateway_id: str = "gateway-0",
+    model_path: str | Path = "",
+    wait: bool = True,
+    **gateway_keys: Any,
+) -> AsyncIterator[RunningGateway]:
+    """Start one (the shipped model's texts unless `model_path` says otherwise), with keys of the `gateway` section."""
+    config = Config()
+    config = replace(config, gateway=replace(config.gateway, **gateway_keys))
+    path = model_path or resolve_model("tiny")
+    process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
+    server = await GatewayServer.create(config, path, process, cluster.address, TOKEN)
+    try:
+        async with StandaloneGateway(server) as listening:
+            if wait:
+                await server.wait_model(5.0)
+                await cluster.wait_for(lambda: server.backend.scheduler_up)
+            address = f"127.0.0.1:{listening.port}"
+            yield RunningGateway(server, f"http://{address}", f"127.0.0.1:{listening.grpc_port}")
+            server.ledger.check_integrity()
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def joined_gateway(
+    join_info: Mapping[str, Any], *, gateway_id: str = "gateway-0", wait_s: float = 10.0
+) -> AsyncIterator[GatewayServer]:
+    """One that has joined the cluster of this `LocalCluster.join_info`, and knows its model; it listens nowhere."""
+    process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
+    server = await GatewayServer.create(
+        from_tree(join_info["config"]),
+        resolve_model(join_info["model_path"]),
+        process,
+        join_info["supervisor_address"],
+        join_info["token"],
+        node_id=join_info["node_id"],
+    )
+    try:
+        await server.wait_model(wait_s)
+        yield server
+    finally:
+        await server.close()
+
+
+def http_to(server: GatewayServer, timeout_s: float) -> httpx.AsyncClient:
+    """A client of its HTTP interface, without a socket."""
+    import httpx
+
+    transport = httpx.ASGITransport(server.asgi_app)
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=timeout_s)

@@ -1,0 +1,81 @@
+"""A decode worker's part around a real iteration scheduler, without an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from alignedserve.config import DecodeConfig
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate, IterationPlan
+from support.core_cell import key
+
+
+def names(items: Iterable[Any]) -> list[str]:
+    """Of what carries a key, or is one."""
+    return [getattr(item, "key", item).request_id for item in items]
+
+
+class Worker:
+    """Carries out plans, a second an iteration. Copies are over at once, or, not `instant`, when a test says so.
+
+    `lease`: blocks of the requests buffer that it may evict to. The other arguments are the scheduler's.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        block_size: int = 4,
+        *,
+        instant: bool = True,
+        lease: int = 1000,
+        starvation_after_s: float = float("inf"),
+        window: float | None = None,
+        **config: Any,
+    ) -> None:
+        self.allocator = BlockAllocator(capacity, "decode-0")
+        self.config = DecodeConfig(**{"join_iterations": 2, **config})
+        self.scheduler = IterationScheduler(
+            self.config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=window
+        )
+        self.scheduler.set_requests_buffer_lease(lease)
+        self.now_s = 0.0
+        self._instant = instant
+
+    def offer(
+        self,
+        name: object,
+        kv_tokens: int,
+        most: int | None = None,
+        buffer: BufferKind = BufferKind.BATCH,
+        batch_id: int = 1,
+        *,
+        group: str = "",
+        shared: int = 0,
+        due_s: float = math.inf,
+    ) -> None:
+        candidate = Candidate(key(name), kv_tokens, most or kv_tokens + 8, group, shared, buffer, batch_id, due_s)
+        self.scheduler.offer(candidate, self.now_s)
+
+    def plan(self) -> IterationPlan:
+        plan = self.scheduler.plan(self.now_s)
+        if self._instant:
+            for join in plan.joins:
+                self.scheduler.copied_in(join.key)
+            for evict in plan.evictions:
+                self.scheduler.copied_out(evict.key)
+        self.scheduler.check_integrity()
+        return plan
+
+    def run(self, plan: IterationPlan, finished: Collection[str] = ()) -> None:
+        self.scheduler.advance([(item.key, item.key.request_id in finished) for item in plan.run])
+        self.scheduler.check_integrity()
+        self.now_s += 1
+
+    def step(self, finished: Collection[str] = ()) -> IterationPlan:
+        plan = self.plan()
+        self.run(plan, finished)
+        return plan

@@ -1,0 +1,197 @@
+"""A decode loop without its thread over a scripted engine: copies end when a test says so; everything is checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from alignedserve.config import DecodeConfig
+from alignedserve.control.convert import key_from_proto, spec_to_proto
+from alignedserve.decode_worker.held import EvictionOrder, Outcome
+from alignedserve.decode_worker.loop import DecodeLoop
+from alignedserve.errors import TransferError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import IterationScheduler
+from alignedserve.transfer.completion import Completion
+from support.scripted_decode import Script, ScriptedDecode
+
+POOL, BUFFER = "pool", "requests"
+
+
+@dataclass
+class Client:
+    """What a request's gateway and the scheduler know of it. `where`: pool, here, ended or lost."""
+
+    script: Script
+    stored: pb.StoredRequest
+    tokens: list[int]
+    where: str = POOL
+    cancelled: bool = False
+    reason: str = ""
+
+
+@dataclass
+class Pull:
+    stored: pb.StoredRequest
+    completion: Completion
+
+
+@dataclass
+class ScriptedCell:
+    """A cache of `blocks` blocks. `overlap` is the loop's."""
+
+    blocks: int
+    block_size: int
+    overlap: bool | None
+    config: DecodeConfig = field(default_factory=DecodeConfig)
+    engine_overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        self.clients: dict[RequestKey, Client] = {}
+        self.pulls: list[Pull] = []
+        self.settled_pulls = 0  # that wait for no iteration
+        self.evictions: list[EvictionOrder] = []
+        self.drained = False
+        self.allocator = BlockAllocator(self.blocks, "cache")
+        self.scheduler = IterationScheduler(self.config, self.allocator, self.block_size)
+        self.engine = ScriptedDecode({}, self.blocks, self.block_size, self.engine_overlaps)
+        self.loop = DecodeLoop(
+            "decode-0", self.engine, self.scheduler, None, self._pull, self._on_outcome, overlap=self.overlap
+        )
+
+    # what a test does
+
+    def add(self, script: Script) -> Client:
+        """A request that waits in the pool, prefilled."""
+        self.engine.scripts[script.number] = script
+        tokens = [script.token(0)]
+        stored = pb.StoredRequest(
+            spec=spec_to_proto(script.spec()), kv_tokens=len(script.prompt), store_id=POOL, pool_id=POOL
+        )
+        client = self.clients[script.key] = Client(script, stored, tokens)
+        return client
+
+    def offer(self, client: Client, buffer: BufferKind = BufferKind.BATCH, batch_id: int = 1) -> None:
+        if client.where == POOL and not client.cancelled:
+            client.where = "here"
+            self.loop.offer(buffer, batch_id, [client.stored])
+
+    def cancel(self, client: Client) -> None:
+        client.cancelled = True
+        self.loop.cancel([client.script.key])
+
+    def end_pull(self, index: int = 0, *, fails: bool = False) -> None:
+        pull = self.pulls.pop(index)
+        pull.completion.finish(TransferError("as it was told to") if fails else None)
+
+    def end_eviction(self, index: int = 0, *, fails: bool = False) -> None:
+        """What is copied is read at its end: until then nobody may write to it."""
+        order = self.evictions.pop(index)
+        if fails:
+            self.loop.evicted(order, None)
+            return
+        client = self.clients[order.key]
+        kept = self.engine.read(order.block_ids, order.stored.kv_tokens)
+        assert kept == self._text(client, order.stored.kv_tokens)
+        stored = copy.deepcopy(order.stored)
+        stored.store_id = POOL if order.to_pool else BUFFER
+        self.loop.evicted(order, stored)
+
+    def turn(self) -> bool:
+        ran = self.loop.turn()
+        self.check()
+        return ran
+
+    def settle(self, turns: int = 500) -> None:
+        """Everything goes on to its end: copies end, and what has come back to the pool is offered again."""
+        for _ in range(turns):
+            ran = self.turn()
+            moved = bool(self.pulls or self.evictions)
+            while self.pulls:
+                self.end_pull()
+            while self.evictions:
+                self.end_eviction()
+            for client in self.clients.values():
+                moved |= client.where == POOL and not client.cancelled and not self.drained
+                if not self.drained:
+                    self.offer(client)
+            if not ran and not moved:
+                return
+        raise AssertionError(f"not at rest: {[(c.script.number, c.where) for c in self.clients.values()]}")
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+
+    def check_ended(self) -> None:
+        """All has ended as it was written down, and nothing is held."""
+        self.check()
+        assert self.scheduler.holds_nothing()
+        assert self.allocator.free_blocks == self.blocks
+        assert all(step.taken for step in self.engine.steps)
+        for client in self.clients.values():
+            tokens, reason = client.script.answer()
+            if client.cancelled or client.where == "lost" or client.reason == "error":
+                assert client.tokens == tokens[: len(client.tokens)]
+            else:
+                assert (client.tokens, client.reason) == (tokens, reason)
+
+    # what the loop does
+
+    def _pull(
+        self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
+    ) -> Completion:
+        busy = not self.engine.busy_blocks().isdisjoint(block_ids[resident:])
+        assert not (busy and settled), "a copy would write to what an iteration under way uses"
+        self.settled_pulls += settled
+        kept = stored.kv_tokens
+        text = self._text(self.clients[key_from_proto(stored.spec.key)], kept)
+        shared = resident * self.block_size
+        assert self.engine.read(block_ids, min(shared, kept)) == text[:shared]
+        self.engine.write(block_ids, shared, text[shared:])
+        self.pulls.append(Pull(stored, Completion("hand-over")))
+        return self.pulls[-1].completion
+
+    def _text(self, client: Client, tokens: int) -> list[int]:
+        return [*client.script.prompt, *client.tokens][:tokens]
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        assert outcome.fatal is None
+        for held in outcome.inventory or ():
+            client = self.clients[key_from_proto(held.key)]
+            assert client.where == "here"
+            assert held.prefix_tokens == len(client.script.prompt) + len(client.tokens)
+        for address, event in outcome.events:
+            assert address == "gateway"
+            client = self.clients[key_from_proto(event.key)]
+            assert client.where == "here"
+            assert not client.reason, "an event behind the last"
+            assert event.position == len(client.tokens)
+            client.tokens += event.token_ids
+            client.reason = event.finish_reason
+        for order in outcome.evictions:
+            self._check_stored(order.stored)
+            self.evictions.append(order)
+        for key in outcome.finished:
+            client = self.clients[key]
+            assert client.where == "here"
+            assert client.cancelled or client.reason
+            client.where = "ended"
+        for key in (*outcome.lost, *outcome.unreadable):
+            assert self.clients[key].where == "here"
+            self.clients[key].where = "lost"
+        for stored in (*outcome.give_back, *outcome.returned):
+            self._check_stored(stored)
+            client = self.clients[key_from_proto(stored.spec.key)]
+            assert client.where == "here"
+            client.where, client.stored = POOL, stored
+            stored.store_id = POOL
+        self.drained |= outcome.drained
+
+    def _check_stored(self, stored: pb.StoredRequest) -> None:
+        client = self.clients[key_from_proto(stored.spec.key)]
+        assert list(stored.spec.output_token_ids) == client.tokens
+        assert stored.kv_tokens == len(client.script.prompt) + len(client.tokens) - 1

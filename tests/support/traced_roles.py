@@ -1,0 +1,51 @@
+"""The real roles, whose scheduler says which class formed its batches.
+
+`python -m support.traced_roles` is `role_main` with them. `TRACE_FILE` in the environment names a file: a
+line for each batch is appended to it, the module and the name of the policy's class.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from alignedserve.cluster.launch import role_main
+from alignedserve.control import runtime
+from alignedserve.control.runtime import RoleServer, RoleSettings
+
+TRACE = "TRACE_FILE"
+
+
+def _install() -> None:
+    from alignedserve.scheduler import systems
+    from alignedserve.scheduler.policies.base import BatchPolicy
+
+    trace, policy_class = Path(os.environ[TRACE]), systems.policy_class
+
+    def traced(system: systems.System) -> type[BatchPolicy]:
+        found = policy_class(system)
+        form = found.form
+
+        def told(self: BatchPolicy, *arguments: Any) -> Any:
+            batch = form(self, *arguments)
+            if batch:
+                with trace.open("a") as lines:
+                    lines.write(f"{type(self).__module__}:{type(self).__name__}\n")
+            return batch
+
+        found.form = told  # type: ignore[assignment,method-assign]
+        return found
+
+    systems.policy_class = traced
+
+
+def _new_role(settings: RoleSettings) -> RoleServer:
+    if settings.role == "scheduler":
+        _install()
+    return runtime.new_role(settings)
+
+
+if __name__ == "__main__":
+    role_main.new_role = _new_role  # type: ignore[attr-defined]
+    role_main.main()

@@ -1,0 +1,224 @@
+"""The request log: a line for every request that ended, whatever its end, and nothing of its text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from alignedserve.control.convert import enter_stage, timings_from_proto, timings_to_proto
+from alignedserve.control.samples import value
+from alignedserve.errors import ConfigError
+from alignedserve.gateway import request_log
+from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.gateway.request_log import RequestLog
+from alignedserve.request import FinishReason, Stage, Stopwatch
+from support.fake_cluster import FakeCluster, silent_script
+from support.gateway import running_gateway
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def answer(number: int, tokens: int = 3) -> Any:
+    """As much of an answer as the log reads."""
+    now_s = time.monotonic()
+    return SimpleNamespace(
+        request_id=f"r{number}",
+        call=SimpleNamespace(
+            arrival_ns=time.time_ns(),
+            arrival_s=now_s,
+            plan=SimpleNamespace(resume=(), wait_objective_s=None),
+            error=None,
+        ),
+        prompt=SimpleNamespace(token_ids=[1] * 7),
+        tokens=[5] * tokens,
+        finish=FinishReason.STOP,
+        stopwatch=Stopwatch(),
+        epoch=0,
+        prefill_id="prefill-0",
+        decode_id="decode-0",
+        first_token_s=now_s + 0.25,
+        second_token_s=now_s + 0.5,
+        last_token_s=now_s + 1.0,
+    )
+
+
+async def test_every_request_that_ends_has_a_line_with_its_lengths_and_times(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    async with (
+        FakeCluster() as cluster,
+        running_gateway(cluster, request_log=str(file)) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as http,
+    ):
+        body = {"prompt": "a secret", "max_tokens": 16, "n": 2, "temperature": 1.0}
+        reply = (await http.post("/v1/completions", json=body)).json()
+        cluster.script = silent_script
+        late = await http.post("/v1/completions", json={"prompt": "b", "timeout_s": 0.05})
+        assert late.status_code == 408, late.text
+    found = lines(file)  # closing the gateway has written all
+    assert len(found) == 3
+    done = [entry for entry in found if entry["outcome"] == "length"]
+    assert len(done) == 2
+    for entry in done:
+        assert entry["input_tokens"] == reply["usage"]["prompt_tokens"]
+        assert entry["output_tokens"] == reply["usage"]["completion_tokens"] / 2
+        assert entry["arrival_unix_s"] <= entry["first_token_unix_s"] <= entry["second_token_unix_s"]
+        assert entry["second_token_unix_s"] <= entry["last_token_unix_s"] <= entry["end_unix_s"] + 0.01
+        assert abs(entry["arrival_unix_s"] - time.time()) < 60
+        assert entry["gateway_id"] == "gateway-0"
+    (other,) = [entry for entry in found if entry["outcome"] != "length"]
+    assert other["outcome"] == "deadline_exceeded"
+    assert other["output_tokens"] == 0
+    assert "secret" not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_stages_are_stamped_where_they_first_begin() -> None:
+    stopwatch = Stopwatch(Stage.QUEUE, 1_000_000_000)
+    stopwatch.enter(Stage.PREFILL, 2_000_000_000)
+    message = timings_to_proto(stopwatch)
+    enter_stage(message, Stage.POOL, 4_000_000_000)
+    enter_stage(message, Stage.DECODE, 5_000_000_000)
+    stopwatch = timings_from_proto(message)
+    stopwatch.enter(Stage.POOL, 8_000_000_000)  # evicted
+    stopwatch.enter(Stage.DECODE, 9_000_000_000)
+    stopwatch.close(10_000_000_000)
+    assert stopwatch.begun_ns == {
+        Stage.QUEUE: 1_000_000_000,
+        Stage.PREFILL: 2_000_000_000,
+        Stage.POOL: 4_000_000_000,
+        Stage.DECODE: 5_000_000_000,
+    }
+    assert stopwatch.spent_s == {Stage.QUEUE: 1.0, Stage.PREFILL: 2.0, Stage.POOL: 2.0, Stage.DECODE: 4.0}
+    one = answer(0)
+    one.stopwatch = stopwatch
+    entry = request_log.entry_of(one, "gateway-0", time.time_ns())
+    assert (entry["queue_unix_s"], entry["pool_unix_s"], entry["decode_s"]) == (1.0, 4.0, 4.0)
+    assert "bubble_s" not in entry  # a 0 would claim that it was measured
+    one.stopwatch.waste(0.25)
+    assert request_log.entry_of(one, "gateway-0", time.time_ns())["bubble_s"] == 0.25
+
+
+def test_several_replicas_append_whole_lines_to_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    logs = [RequestLog(file, f"gateway-{number}", GatewayMetrics(f"g{number}")) for number in range(3)]
+
+    def note(log: RequestLog) -> None:
+        for number in range(2000):
+            log.note(answer(number))
+        log.close()
+
+    threads = [threading.Thread(target=note, args=(log,)) for log in logs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    found = lines(file)
+    assert len(found) == 6000
+    assert {entry["gateway_id"] for entry in found} == {"gateway-0", "gateway-1", "gateway-2"}
+
+
+def test_a_full_disk_costs_lines_and_not_requests() -> None:
+    metrics = GatewayMetrics("g")
+    log = RequestLog("/dev/full", "gateway-0", metrics)
+    for number in range(5):
+        log.note(answer(number))
+    log.close()
+    assert 'alignedserve_gateway_unlogged_requests_total{instance="g"} 5.0' in metrics.text()
+
+
+def test_what_the_disk_does_not_take_in_time_is_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "MAX_WAITING", 10)
+    go = threading.Event()
+    write = RequestLog._write
+    monkeypatch.setattr(RequestLog, "_write", lambda self, entries: (go.wait(30), write(self, entries)))
+    metrics = GatewayMetrics("g")
+    log = RequestLog(tmp_path / "log", "gateway-0", metrics)
+    began_s = time.monotonic()
+    for number in range(1000):
+        log.note(answer(number))
+    assert time.monotonic() - began_s < 20
+    go.set()
+    log.close()
+    written = len(lines(tmp_path / "log"))
+    assert 10 <= written < 1000
+    assert f'unlogged_requests_total{{instance="g"}} {1000 - written}.0' in metrics.text()
+
+
+def test_a_file_that_cannot_be_appended_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.request_log.*Is a directory"):
+        RequestLog(tmp_path, "gateway-0", GatewayMetrics("g"))
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines_and_is_written_to_again_when_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, metrics, room = tmp_path / "log", GatewayMetrics("g"), [1000]
+    write = os.write
+
+    def write_while_there_is_room(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= (size := min(len(data), room[0]))
+        return write(descriptor, data[:size])
+
+    log = RequestLog(file, "gateway-0", metrics)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_while_there_is_room)
+        for number in range(20):
+            log.note(answer(number))
+        deadline = time.monotonic() + 20.0
+        while unlogged(metrics) + len(file.read_text().splitlines()) < 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    log.note(answer(99))
+    log.close()
+
+    found = lines(file)
+    assert len(found) > 1
+    assert found[-1]["request_id"] == "r99"
+    assert len(found) + unlogged(metrics) == 21
+
+
+def test_half_a_line_that_another_replica_has_written_after_stays_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, metrics = tmp_path / "log", GatewayMetrics("g")
+    log = RequestLog(file, "gateway-0", metrics)
+    write = os.write
+
+    def write_half(descriptor: int, data: bytes) -> int:
+        if file.stat().st_size:
+            with file.open("ab") as other:
+                other.write(b"of another replica\n")
+            monkeypatch.setattr(os, "write", write)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:20])
+
+    monkeypatch.setattr(os, "write", write_half)
+    for number in (1, 2):
+        log.note(answer(number))
+        while not file.stat().st_size or (number == 1 and not unlogged(metrics)):
+            time.sleep(0.01)
+    log.close()
+
+    half, blank, whole = file.read_bytes().splitlines()
+    assert half.endswith(b"of another replica")
+    assert blank == b""
+    assert json.loads(whole)["request_id"] == "r2"
+    assert unlogged(metrics) == 1
+
+
+def unlogged(metrics: GatewayMetrics) -> float:
+    return value(metrics.text(), "alignedserve_gateway_unlogged_requests_total")

@@ -1,0 +1,125 @@
+"""The HTTP API under schemathesis, from its own description: no 5xx, no hang, and answers are as described."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from support.fake_cluster import FakeCluster
+from support.gateway import running_gateway
+
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+ANSWER_WITHIN_S = 20.0
+EXAMPLES = 25  # an operation
+TAME = {
+    "model": "tiny",
+    "prompt": [5, 6, 7],
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 4,
+    "max_completion_tokens": 4,
+    "min_tokens": 0,
+    "timeout_s": 5,
+    "wait_objective_s": 2.5,
+    "logit_bias": {"7": 1},
+    "stop_token_ids": [9],
+    "seed": 1,
+    "tools": None,
+    "response_format": None,
+}
+
+
+def serve(url: Future[str], stop: Future[None]) -> None:
+    """A gateway in front of a cluster that counts, in an event loop of its own."""
+
+    async def run() -> None:
+        async with FakeCluster() as cluster, running_gateway(cluster) as gateway:
+            url.set_result(gateway.url)
+            await asyncio.wrap_future(stop)
+
+    try:
+        asyncio.run(run())
+    except BaseException as error:
+        if url.done():
+            raise
+        url.set_exception(error)
+
+
+@pytest.fixture(scope="module")
+def description() -> Iterator[Any]:
+    url: Future[str] = Future()
+    stop: Future[None] = Future()
+    thread = threading.Thread(target=serve, args=(url, stop))
+    thread.start()
+    try:
+        yield schemathesis.openapi.from_url(f"{url.result(30.0)}/openapi.json")
+    finally:
+        stop.set_result(None)
+        thread.join(30.0)
+    assert not thread.is_alive()
+
+
+def ask_everything(operation: Any, mode: GenerationMode) -> Counter[int]:
+    """Ask one operation EXAMPLES times, look at each answer, and count their statuses."""
+    seen: Counter[int] = Counter()
+
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), tame=st.booleans())
+    def ask(case: Any, tame: bool) -> None:
+        if tame and isinstance(case.body, dict):  # what is asked for is there; how, is anything
+            case.body |= {name: value for name, value in TAME.items() if name in case.body}
+        answer = case.call(timeout=ANSWER_WITHIN_S)
+        seen[answer.status_code] += 1
+        case.validate_response(
+            answer, checks=[*CHECKS, negative_data_rejection] if mode is GenerationMode.NEGATIVE else CHECKS
+        )
+
+    ask()
+    return seen
+
+
+def test_whatever_is_asked_is_answered_as_described(description: Any) -> None:
+    operations = [found.ok() for found in description.get_all_operations()]
+    asked = {operation.label: ask_everything(operation, GenerationMode.POSITIVE) for operation in operations}
+
+    assert len(asked) == len(description.raw_schema["paths"])
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert asked[f"POST {path}"][200] > 0
+        assert asked[f"POST {path}"][400] > 0
+
+
+def test_bodies_that_are_not_as_described_are_refused(description: Any) -> None:
+    for found in description.get_all_operations():
+        operation = found.ok()
+        if operation.body:
+            # Who has no admin key is refused before its body is looked at.
+            refusal = 403 if "403" in operation.definition.raw["responses"] else 400
+            assert ask_everything(operation, GenerationMode.NEGATIVE)[refusal] > 0, operation.label

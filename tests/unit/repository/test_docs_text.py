@@ -1,0 +1,171 @@
+"""What the documentation names is there: commands parse, configuration keys, files, make targets and extras exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alignedserve.cluster.cli.main import make_parser, parse
+from alignedserve.config import SECTIONS
+from alignedserve.config_sources import known_keys, value_of
+from alignedserve.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
+# A decision or a measurement is of its day: what it names may have gone since.
+LASTING = [page for page in PAGES if page.parent.name not in ("adr", "measurements")]
+SHELLS = ("bash", "sh", "shell", "console")
+BETWEEN = {"|", "||", "&&", "&", ";", "(", ")", "--"}  # the last one: of `kubectl exec`
+SUFFIXES = (".py", ".sh", ".md", ".yaml", ".yml", ".toml", ".json", ".proto", ".txt", ".tsv", ".svg", ".j2", ".html")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """`(language, text)` of each fenced block."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^( *)```([a-z]*)[^\n]*\n(.*?)^\1```", text, flags=re.DOTALL | re.MULTILINE):
+        yield match[2], match[3]
+
+
+def inline(page: Path) -> list[str]:
+    """Every `code` of a page outside of its blocks."""
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    """Every command line of a page's shell blocks, without comments, continued lines joined."""
+    for language, text in blocks(page):
+        if language in SHELLS:
+            for line in text.replace("\\\n", " ").splitlines():
+                yield line.removeprefix("$ ")
+
+
+def words(line: str) -> list[list[str]]:
+    """The commands of a line, each as its words."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    for word in lexer:
+        if word in BETWEEN:
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return [command for command in commands if command]
+
+
+def command_lines() -> list[tuple[str, list[str]]]:
+    """`(page, arguments)` of every `alignedserve` command line of the documentation, in blocks and in sentences."""
+    found = []
+    for page in PAGES:
+        # In a sentence `alignedserve profile` is the command's name, whatever it needs.
+        sentences = (text for text in inline(page) if re.match(r"(?:.* -- )?alignedserve [a-z]+ ", text))
+        lines = [*shell_lines(page), *sentences]
+        for line in lines:
+            if "alignedserve" not in line:
+                continue
+            for command in words(line.replace("…", "").replace("[ARGS]", "")):
+                while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+                    command.pop(0)
+                if command and command[0].rpartition("/")[2] == "alignedserve":
+                    found.append((name_of(page), command[1:]))
+    return found
+
+
+def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command's own parser has against the arguments; empty: nothing."""
+    try:
+        options = parse(arguments)
+        if options.command in ("serve", "config", "doctor", "profile"):
+            for key, _, value in (assignment.partition("=") for assignment in options.set):
+                value_of(key, value, "--set")
+    except SystemExit as stop:
+        return "" if stop.code == 0 else capsys.readouterr().err  # 0: --help
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def test_command_lines_of_the_documentation_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [
+        f"{page}: {' '.join(given)}: {said}" for page, given in command_lines() if (said := complaint(given, capsys))
+    ]
+    assert wrong == []
+
+
+def test_commands_that_sentences_name_exist() -> None:
+    _, commands = make_parser()
+    named = {text.split()[1] for page in PAGES for text in inline(page) if re.match(r"alignedserve [a-z]+( |$)", text)}
+    assert named - set(commands) == set()
+
+
+def test_the_documentation_has_command_lines() -> None:
+    assert {arguments[0] for _, arguments in command_lines() if arguments} >= {"serve", "simulate", "scale", "doctor"}
+
+
+@pytest.mark.parametrize("page", LASTING, ids=name_of)
+def test_configuration_keys_that_a_page_names_exist(page: Path) -> None:
+    unknown = []
+    for text in inline(page):
+        match = re.fullmatch(rf"(?:--set )?((?:{'|'.join(SECTIONS)})\.[a-z_0-9]+)(?:[= ].*)?", text)
+        if match and not match[1].endswith(tuple(suffix.replace(".", "") for suffix in SUFFIXES)):
+            try:
+                value_of(match[1], "", name_of(page))
+            except ConfigError as error:
+                unknown.append(error.message)
+    assert unknown == []
+
+
+def test_keys_of_yaml_examples_and_of_variables_exist() -> None:
+    unknown, looked_at = [], 0
+    for page in PAGES:
+        for language, text in blocks(page):
+            found = []
+            if language in SHELLS:
+                found = [".".join(pair).lower() for pair in re.findall(r"ALIGNEDSERVE_([A-Z_]+?)__([A-Z_]+)=", text)]
+            elif language == "yaml":
+                sections = yaml.safe_load(text)
+                if sections.keys() <= SECTIONS.keys():  # else it is of Ray Serve, or of Kubernetes
+                    found = [f"{name}.{key}" for name, keys in sections.items() for key in keys]
+            looked_at += len(found)
+            unknown += [f"{name_of(page)}: {key}" for key in found if key not in known_keys()]
+    assert unknown == []
+    assert looked_at >= 10
+
+
+@pytest.mark.parametrize("page", LASTING, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    tops = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    missing = []
+    for text in [*inline(page), *(word for line in shell_lines(page) for word in line.split())]:
+        path = text.split(":")[0].removeprefix("./")
+        top = path.partition("/")[0]
+        named = top in tops and "/" in path and re.fullmatch(r"[\w./*-]+", path) is not None
+        if named and (path.endswith(SUFFIXES) or path.endswith("/")) and not any(ROOT.glob(path.rstrip("/"))):
+            missing.append(path)
+    assert missing == []
+
+
+def test_make_targets_and_extras_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wrong = []
+    for page in LASTING:
+        text = page.read_text(encoding="utf-8")
+        called = [
+            match[1] for line in (*shell_lines(page), *inline(page)) if (match := re.match(r"make ([a-z-]+)", line))
+        ]
+        wrong += [f"{name_of(page)}: make {target}" for target in called if target not in targets]
+        for found in re.findall(r"(?:alignedserve|\.)\[([a-z0-9,-]+)\]", text):
+            wrong += [f"{name_of(page)}: extra {extra}" for extra in found.split(",") if extra not in extras]
+    assert wrong == []

@@ -1,0 +1,242 @@
+"""The iteration scheduler beside a model: offers, cancels, recalls, marks, copies that end or fail, in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from alignedserve.config import DecodeConfig
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler
+from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, Join
+from support.machines import machine_settings
+
+NUMBERS = st.integers(0, 9)
+MANY = st.lists(NUMBERS, max_size=4)
+KINDS = st.sampled_from(BufferKind)
+GROUP_SIZE = 3  # requests 0 to 2, 3 to 5 and 6 to 8 are answers to one prompt each; 9 is alone
+
+
+def key_of(number: int) -> RequestKey:
+    return RequestKey(str(number))
+
+
+@dataclass
+class Known:
+    """`where`: candidate, giving back, entering, running or leaving; `tokens` of KV."""
+
+    candidate: Candidate
+    where: str
+    tokens: int
+    copy: Join | Evict | None = None
+    cancelled: bool = False
+
+
+class IterationMachine(RuleBasedStateMachine):
+    @initialize(
+        capacity=st.integers(3, 24),
+        block_size=st.sampled_from((1, 4)),
+        max_running=st.integers(1, 6),
+        watermark=st.sampled_from((0, 0, 1, 3)),
+        join_iterations=st.sampled_from((1, 4, 8)),
+        starvation_after_s=st.sampled_from((2.0, 20.0, float("inf"))),
+        join_window=st.sampled_from((None, 0.0, 0.25)),
+        prompts=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    )
+    def start(
+        self,
+        capacity: int,
+        block_size: int,
+        max_running: int,
+        watermark: int,
+        join_iterations: int,
+        starvation_after_s: float,
+        join_window: float | None,
+        prompts: list[int],
+    ) -> None:
+        self.allocator = BlockAllocator(capacity, "decode-0")
+        self.block_size, self.capacity, self.max_running, self.prompts = block_size, capacity, max_running, prompts
+        config = DecodeConfig(max_running=max_running, watermark_blocks=watermark, join_iterations=join_iterations)
+        self.scheduler = IterationScheduler(
+            config, self.allocator, block_size, starvation_after_s=starvation_after_s, join_window=join_window
+        )
+        self.known: dict[RequestKey, Known] = {}
+        self.failed_out = 0  # copies out that failed: as many may run beyond `max_running`
+        self.now_s = 0.0
+
+    def where(self, *places: str) -> list[Known]:
+        return [known for known in self.known.values() if known.where in places]
+
+    # what the worker tells
+
+    @rule(number=NUMBERS, more=st.integers(0, 8), most=st.integers(1, 12), kind=KINDS, batch_id=st.integers(1, 3))
+    def offer(self, number: int, more: int, most: int, kind: BufferKind, batch_id: int) -> None:
+        key = key_of(number)
+        prompt = self.prompts[number // GROUP_SIZE]
+        group, shared = (f"g{number // GROUP_SIZE}", prompt) if number < 9 else ("", 0)
+        candidate = Candidate(key, prompt + more, prompt + more + most, group, shared, kind, batch_id)
+        self.scheduler.offer(candidate, self.now_s)
+        known = self.known.get(key)
+        if known is not None and known.where != "candidate":
+            return  # it is here already
+        fits = -(-candidate.max_total_tokens // self.block_size) <= self.capacity
+        self.known[key] = Known(candidate, "candidate" if fits else "giving back", candidate.kv_tokens)
+
+    @rule(number=NUMBERS)
+    def withdraw(self, number: int) -> None:
+        key = key_of(number)
+        was_candidate = key in self.known and self.known[key].where in ("candidate", "giving back")
+        assert self.scheduler.withdraw(key) == was_candidate
+        if was_candidate:
+            del self.known[key]
+
+    @rule(numbers=MANY)
+    def recall(self, numbers: list[int]) -> None:
+        self.scheduler.recall([key_of(number) for number in numbers])
+        for known in self.where("candidate"):
+            if int(known.candidate.key.request_id) in numbers:
+                known.where = "giving back"
+
+    @rule(numbers=MANY, late_s=st.floats(-5.0, 5.0))
+    def mark_urgent(self, numbers: list[int], late_s: float) -> None:
+        self.scheduler.mark_urgent({key_of(number): self.now_s - late_s for number in numbers})
+
+    @rule(number=NUMBERS)
+    def cancel(self, number: int) -> None:
+        key = key_of(number)
+        known = self.known.get(key)
+        outcome = self.scheduler.cancel(key)
+        if known is None:
+            assert outcome is CancelOutcome.NOT_HERE
+        elif known.where in ("entering", "leaving"):
+            assert outcome is CancelOutcome.COPYING
+            known.cancelled = True
+        else:
+            assert outcome is (CancelOutcome.RUNNING if known.where == "running" else CancelOutcome.WAITING)
+            del self.known[key]
+
+    @rule(blocks=st.sampled_from((0, 0, 4, 100)))
+    def set_lease(self, blocks: int) -> None:
+        self.scheduler.set_requests_buffer_lease(blocks)
+
+    @precondition(lambda self: hasattr(self, "known") and self.where("entering", "leaving"))
+    @rule(index=st.integers(0, 9), fails=st.sampled_from((False, False, True)))
+    def end_copy(self, index: int, *, fails: bool) -> None:
+        copies = self.where("entering", "leaving")
+        known = copies[index % len(copies)]
+        key, leaving = known.candidate.key, known.where == "leaving"
+        known.copy = None
+        if fails:
+            runs_on = leaving and not known.cancelled
+            assert self.scheduler.copy_failed(key) == runs_on
+            self.failed_out += runs_on
+        elif leaving:
+            assert self.scheduler.copied_out(key) == (not known.cancelled)
+            runs_on = False
+        else:
+            runs_on = not known.cancelled
+            assert self.scheduler.copied_in(key) == runs_on
+        if runs_on:
+            known.where = "running"
+        elif leaving and not (fails or known.cancelled or self.to_pool[key]):
+            known.where = "candidate"
+            known.candidate = replace(known.candidate, kv_tokens=known.tokens)
+        else:
+            del self.known[key]
+
+    @rule(number=NUMBERS)
+    def end_a_copy_that_is_none(self, number: int) -> None:
+        known = self.known.get(key_of(number))
+        if known is None or known.where not in ("entering", "leaving"):
+            for end in self.scheduler.copied_in, self.scheduler.copied_out, self.scheduler.copy_failed:
+                with pytest.raises(AccountingError):
+                    end(key_of(number))
+
+    # an iteration
+
+    @rule(passes_s=st.sampled_from((0.0, 0.5, 3.0, 30.0)), cancels=MANY, stops=MANY)
+    def iterate(self, passes_s: float, cancels: list[int], stops: list[int]) -> None:
+        """`cancels` come while it computes; `stops` end with a stop string."""
+        self.now_s += passes_s
+        plan = self.scheduler.plan(self.now_s)
+        self.take_plan(plan)
+        for number in cancels:
+            self.cancel(number)
+        tokens = []
+        for item in plan.run:
+            known = self.known.get(item.key)
+            if known is None:
+                tokens.append((item.key, bool(stops)))  # cancelled meanwhile: ignored
+                continue
+            known.tokens += 1
+            stopped = int(item.key.request_id) in stops
+            ends = known.tokens >= known.candidate.max_total_tokens or stopped
+            tokens.append((item.key, ends))
+            if ends:
+                del self.known[item.key]
+        self.scheduler.advance(tokens)
+
+    def take_plan(self, plan: IterationPlan) -> None:
+        for key in plan.give_back.keys:
+            assert self.known.pop(key).where in ("candidate", "giving back")
+        assert not self.where("giving back")
+        self.to_pool = getattr(self, "to_pool", {})
+        for evict in plan.evictions:
+            known = self.known[evict.key]
+            assert (known.where, known.tokens) == ("running", evict.kv_tokens)
+            assert len(evict.block_ids) == -(-evict.kv_tokens // self.block_size)
+            known.where, known.copy = "leaving", evict
+            self.to_pool[evict.key] = evict.to_pool
+        for join in plan.joins:
+            known = self.known[join.key]
+            assert known.where == "candidate"
+            assert len(join.block_ids) == -(-known.tokens // self.block_size)
+            for block in join.block_ids[join.resident_blocks :]:
+                assert self.allocator.holders(block) == (join.key,)  # nobody else's KV is overwritten
+            known.where, known.copy = "entering", join
+        for item in plan.run:
+            known = self.known[item.key]
+            assert (known.where, known.tokens) == ("running", item.kv_tokens)  # its copy has completed
+            assert len(item.block_ids) * self.block_size > item.kv_tokens
+            assert self.allocator.holders(item.block_ids[item.kv_tokens // self.block_size]) == (item.key,)
+        assert len({item.key for item in plan.run}) == len(plan.run)
+        assert len(plan.run) + plan.stalled <= len(self.where("running"))
+        assert len(self.where("running", "entering")) <= self.max_running + self.failed_out
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "known"):
+            return
+        self.scheduler.check_integrity()
+        status = self.scheduler.status()
+        assert status.running == len(self.where("running", "entering"))
+        assert status.batch_buffer_requests + status.requests_buffer_requests == len(self.where("candidate"))
+        assert self.scheduler.holds_nothing() == (not self.known)
+        copying = self.where("running", "entering", "leaving")
+        assert bool(self.allocator.owned_blocks) == bool(copying)
+
+    def teardown(self) -> None:
+        """Nothing new comes, copies end: whatever is left runs to its end."""
+        if not hasattr(self, "known"):
+            return
+        for _ in range(2000):
+            if not self.known:
+                break
+            before = {key: (known.where, known.tokens) for key, known in self.known.items()}
+            self.iterate(1.0, [], [])
+            for _ in self.where("entering", "leaving"):
+                self.end_copy(0, fails=False)
+            after = {key: (known.where, known.tokens) for key, known in self.known.items()}
+            assert before != after, f"stuck: {after}"
+        assert not self.known
+        assert self.allocator.free_blocks == self.capacity
+
+
+TestIteration = IterationMachine.TestCase
+TestIteration.settings = machine_settings(80, 50)

@@ -1,0 +1,167 @@
+"""The chunk scheduler beside a model: arrivals, passes, cancellations and releases in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from alignedserve.errors import AccountingError, InvalidRequestError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.instance.block_allocator import BlockAllocator
+from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
+from support.machines import machine_settings
+
+KEYS = st.integers(0, 5).map(lambda number: RequestKey(str(number)))
+CAPACITY, BLOCK = 8, 4
+
+
+@dataclass
+class Prompt:
+    tokens: int
+    planned: int
+    computed: int
+    cancelled: bool = False
+    done: bool = False  # computed, its blocks held until they are released
+    started: bool = False
+    to_fetch: bool = False  # the KV of its first tokens is to come, or is coming
+    fetching: bool = False
+
+
+@dataclass
+class Model:
+    prompts: dict[RequestKey, Prompt] = field(default_factory=dict)  # in order of arrival
+    in_flight: list[Chunk] = field(default_factory=list)
+
+    def waiting(self, key: RequestKey) -> bool:
+        return key in self.prompts and not self.prompts[key].done
+
+
+class ChunksMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = BlockAllocator(CAPACITY, "prefill-0")
+        self.chunks = ChunkScheduler(self.allocator, BLOCK)
+        self.model = Model()
+
+    @initialize()
+    def start(self) -> None:
+        pass
+
+    @rule(key=KEYS, tokens=st.integers(0, 40), start=st.integers(-1, 12))
+    def add(self, key: RequestKey, tokens: int, start: int) -> None:
+        if self.model.waiting(key):
+            with pytest.raises(AccountingError):
+                self.chunks.add(key, tokens, start)
+        elif not 0 <= start < tokens or tokens > CAPACITY * BLOCK:
+            with pytest.raises(InvalidRequestError):
+                self.chunks.add(key, tokens, start)
+        elif key not in self.model.prompts:
+            self.chunks.add(key, tokens, start)
+            self.model.prompts[key] = Prompt(tokens, start, start, to_fetch=start > 0)
+
+    @rule(budget=st.integers(0, 20), most=st.integers(0, 4))
+    def plan(self, budget: int, most: int) -> None:
+        chunks = self.chunks.plan(budget, most)
+        assert sum(chunk.count for chunk in chunks) <= budget
+        assert len(chunks) <= most
+        for chunk in chunks:
+            prompt = self.model.prompts[chunk.key]
+            assert not prompt.cancelled
+            assert not prompt.to_fetch
+            assert chunk.start == prompt.planned
+            assert chunk.count > 0
+            prompt.planned += chunk.count
+            prompt.started = True
+            assert chunk.last == (prompt.planned == prompt.tokens) == (prompt.planned >= prompt.tokens)
+        self.model.in_flight += chunks
+        for key in self.chunks.take_fetches():
+            prompt = self.model.prompts[key]
+            assert prompt.to_fetch
+            prompt.started = prompt.fetching = True
+        wanted = [k for k, p in self.model.prompts.items() if not (p.cancelled or p.done) and p.planned < p.tokens]
+        started = [key for key in wanted if self.model.prompts[key].started]
+        assert wanted[: len(started)] == started  # first come, first served: nobody overtakes
+
+    @precondition(lambda self: self.model.in_flight)
+    @rule()
+    def computed(self) -> None:
+        """A worker has one pass in flight at a time, and says `done` in its order."""
+        chunk = self.model.in_flight.pop(0)
+        prompt = self.model.prompts[chunk.key]
+        prompt.computed += chunk.count
+        complete = self.chunks.done(chunk)
+        assert complete == (not prompt.cancelled and prompt.computed == prompt.tokens)
+        prompt.done = complete
+        if prompt.cancelled and prompt.computed == prompt.planned:
+            del self.model.prompts[chunk.key]
+
+    @rule(failed=st.booleans())
+    def fetched(self, *, failed: bool) -> None:
+        key = next((key for key, prompt in self.model.prompts.items() if prompt.fetching), None)
+        if key is None:
+            return
+        prompt = self.model.prompts[key]
+        assert self.chunks.fetched(key, failed=failed) == (not prompt.cancelled)
+        prompt.to_fetch = prompt.fetching = False
+        if prompt.cancelled:
+            del self.model.prompts[key]
+        elif failed:
+            prompt.planned = prompt.computed = 0
+
+    @rule(key=KEYS)
+    def done_out_of_turn(self, key: RequestKey) -> None:
+        if not any(chunk.key == key for chunk in self.model.in_flight):
+            with pytest.raises(AccountingError):
+                self.chunks.done(Chunk(key, 1000, 1))
+
+    @rule(key=KEYS)
+    def cancel(self, key: RequestKey) -> None:
+        prompt = self.model.prompts.get(key)
+        ends = prompt is not None and not prompt.done and not prompt.cancelled
+        assert self.chunks.cancel(key) == ends
+        if not ends or prompt is None:
+            return
+        if prompt.planned > prompt.computed or prompt.fetching:
+            prompt.cancelled = True
+        else:
+            del self.model.prompts[key]
+
+    @rule(key=KEYS)
+    def release(self, key: RequestKey) -> None:
+        if self.model.waiting(key):
+            with pytest.raises(AccountingError):
+                self.chunks.release(key)
+            return
+        self.chunks.release(key)
+        self.model.prompts.pop(key, None)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.chunks.check_integrity()
+        prompts = self.model.prompts
+        assert self.chunks.pending_prompts == sum(not p.done for p in prompts.values())
+        assert self.chunks.pending_tokens == sum(p.tokens - p.computed for p in prompts.values() if not p.cancelled)
+        held = {key: -(-p.tokens // BLOCK) for key, p in prompts.items() if p.started}
+        assert {key: len(self.chunks.blocks_of(key)) for key in held} == held
+        assert self.allocator.owned_blocks == sum(held.values())
+
+    def teardown(self) -> None:
+        """Every prompt that is left is computed once the blocks of the completed ones are released."""
+        for _ in range(1000):
+            if not self.model.prompts:
+                break
+            self.plan(16, 4)
+            self.fetched(failed=False)
+            while self.model.in_flight:
+                self.computed()
+            for key in [key for key, prompt in self.model.prompts.items() if prompt.done]:
+                self.release(key)
+        assert not self.model.prompts
+        assert self.allocator.owned_blocks == self.chunks.pending_tokens == 0
+
+
+TestChunks = ChunksMachine.TestCase
+TestChunks.settings = machine_settings(60, 40)

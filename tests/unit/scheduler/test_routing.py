@@ -1,0 +1,146 @@
+"""Where a prompt is computed, the queue before it, and the cost model that predicts how long it takes."""
+
+import random
+
+import pytest
+
+from alignedserve.errors import AccountingError
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core import events as ev
+from alignedserve.scheduler.core.actions import StartPrefill
+from alignedserve.scheduler.core.prefill_queue import PrefillQueue
+from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
+from alignedserve.scheduler.cost.pass_model import LinearCostModel, LinearFit, Passes
+from support.core_cell import CoreCell, key, only
+
+A, B, C = (RequestKey(name) for name in "abc")
+
+
+def choose(loads, tokens, queue_tokens):
+    return choose_prefill(able_to_prefill(loads, tokens, queue_tokens), tokens)
+
+
+def load(name, pending=0, cache=10_000):
+    return PrefillLoad(name, cache_tokens=cache, pending_tokens=pending)
+
+
+def test_the_instance_with_the_least_predicted_wait_is_chosen():
+    assert choose([load("p0", 500), load("p1", 100)], 50, 8192).prefill_id == "p1"
+
+
+def test_a_faster_instance_may_have_more_pending():
+    slow, fast = load("slow", 400), load("fast", 800)
+    for now_s in range(1, 30):
+        for instance, seconds_per_token in (slow, 1e-2), (fast, 1e-3):
+            tokens = 10 * now_s
+            instance.cost.observe_chunks(Passes(1, tokens, 0, tokens * seconds_per_token))
+    assert choose([slow, fast], 100, 8192).prefill_id == "fast"
+
+
+def test_ties_go_to_the_least_pending_then_to_the_first():
+    assert choose([load("p0"), load("p1")], 10, 8192).prefill_id == "p0"
+
+
+def test_a_busy_instance_gets_no_more_than_queue_tokens_ahead_but_an_idle_one_any_prompt():
+    assert choose([load("p0", 90)], 20, 100) is None
+    assert choose([load("p0", 80)], 20, 100).prefill_id == "p0"
+    assert choose([load("p0", 0)], 5000, 100).prefill_id == "p0"
+
+
+def test_an_instance_whose_cache_is_too_small_is_passed_over():
+    assert choose([load("p0", cache=10), load("p1", 50)], 20, 8192).prefill_id == "p1"
+    assert choose([load("p0", cache=10)], 20, 8192) is None
+
+
+def test_an_instance_is_as_fast_as_its_own_chunks_say():
+    instance = load("p0")
+    for i in range(50):
+        tokens = 100 + 10 * (i % 7)
+        instance.cost.observe_chunks(Passes(3, 3 * tokens, 0, 3 * (0.005 + 0.001 * tokens)))
+    assert instance.predicted_ttft_s(200) == pytest.approx(0.205, rel=0.05)
+    instance.begin(400)
+    assert instance.predicted_ttft_s(200) == pytest.approx(0.61, rel=0.05), "600 tokens are two chunks"
+    instance.drop(400)
+    assert instance.pending_tokens == 0
+
+
+def test_the_queue_is_first_come_first_served_by_group():
+    queue = PrefillQueue()
+    queue.add([A, B], 10)
+    queue.add([C], 5)
+    assert (len(queue), queue.tokens) == (3, 15)
+    assert queue.head().keys == [A, B]
+    assert queue.pop().tokens == 10
+    assert queue.pop().keys == [C]
+    assert queue.head() is None
+    with pytest.raises(AccountingError):
+        queue.pop()
+    queue.check_integrity()
+
+
+def test_a_group_leaves_the_queue_with_its_last_request():
+    queue = PrefillQueue()
+    queue.add([A, B], 10)
+    assert queue.cancel(A)
+    assert not queue.cancel(A)
+    assert queue.head().keys == [B]
+    assert queue.cancel(B)
+    assert queue.head() is None
+    assert queue.tokens == 0
+    queue.check_integrity()
+
+
+def test_nobody_is_queued_twice():
+    queue = PrefillQueue()
+    queue.add([A], 1)
+    with pytest.raises(AccountingError):
+        queue.add([B, A], 1)
+
+
+def test_the_linear_model_finds_the_coefficients_of_what_it_sees():
+    rng = random.Random(0)
+    model = LinearCostModel()
+    for _ in range(300):
+        lengths = [rng.randint(1, 4000) for _ in range(rng.randint(1, 128))]
+        seconds = 0.004 + 2e-5 * len(lengths) + 1e-8 * sum(lengths)
+        model.observe_iterations(Passes(1, len(lengths), sum(lengths), seconds))
+        tokens, cached = rng.randint(1, 512), rng.randint(0, 4096)
+        model.observe_chunks(Passes(1, tokens, cached, 0.002 + 1e-4 * tokens + 1e-6 * cached))
+    assert model.predict_iteration_s([1000] * 50) == pytest.approx(0.004 + 1e-3 + 5e-4, rel=0.02)
+    assert model.predict_prefill_s(500) == pytest.approx(0.052, rel=0.02)
+    assert model.predict_prefill_s(500, 2000) == pytest.approx(0.054, rel=0.02)
+    assert model.predict_prefill_s(1500) == pytest.approx(0.156, rel=0.02), "three chunks"
+
+
+def test_the_fit_follows_a_change_and_stays_finite_without_news():
+    fit = LinearFit((0.0, 0.0), (1.0, 100.0))
+    for _ in range(5000):
+        fit.observe((1.0, 50.0), 1.0)
+    assert fit.predict((1.0, 50.0)) == pytest.approx(1.0, rel=0.01)
+    for _ in range(300):
+        fit.observe((1.0, 50.0), 2.0)
+    assert fit.predict((1.0, 50.0)) == pytest.approx(2.0, rel=0.01)
+
+
+def test_predictions_are_never_negative():
+    model = LinearCostModel()
+    for tokens, seconds in (100, 0.5), (200, 0.1), (300, 0.01):
+        model.observe_chunks(Passes(1, tokens, 0, seconds))
+    assert model.predict_prefill_s(5000) >= model.predict_prefill_s(100) >= 0.0
+
+
+def test_while_the_pool_has_no_room_nobody_is_predicted(monkeypatch):
+    """Every event asks whether the first in line can start."""
+    cell = CoreCell(prefills=8, pool=20, cache=20, growth_reserve=0.2)
+    for name in range(12):
+        cell.submit(name, tokens=10, most=12)
+    assert cell.states()["queued"]
+    asked = []
+    predict = LinearCostModel.predict_prefill_s
+    monkeypatch.setattr(
+        LinearCostModel, "predict_prefill_s", lambda self, *tokens: asked.append(1) or predict(self, *tokens)
+    )
+    cell.do(ev.Tick(), after_s=0.1)
+    assert not asked
+    assert only(cell.do(ev.Finished((key(0),))), StartPrefill)
+    assert len(asked) == 8

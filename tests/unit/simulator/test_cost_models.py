@@ -1,0 +1,456 @@
+"""Step costs: exact at measured points, the same for one pass and for many, and honest about broken files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignedserve.config import Config
+from alignedserve.config_sources import from_tree
+from alignedserve.errors import ConfigError
+from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from alignedserve.scheduler.cost.fit import fit_grid
+from alignedserve.scheduler.cost.grid import Curve, Grid4, Surface
+from alignedserve.scheduler.cost.load import (
+    configured_cost,
+    default_hardware,
+    load_parts,
+    load_step_cost,
+    shipped_names,
+)
+from alignedserve.scheduler.cost.makespan import makespan, makespan_bound
+from alignedserve.scheduler.cost.measured import MeasuredCost
+from alignedserve.scheduler.cost.pass_model import LinearCostModel, Passes
+from alignedserve.scheduler.cost.prior import cost_model_factory
+from alignedserve.scheduler.cost.skew import AXES, SkewTable
+from alignedserve.scheduler.cost.step import KERNEL_MODES, ChunkShape
+from alignedserve.simulator.hardware import Hardware
+
+DATA = Path(os.environ.get("ALIGNEDSERVE_DATA", Path(__file__).parents[4] / "shared/data"))
+TABLES = DATA / "costmodel/rtxpro6000-llama-3.1-8b"
+needs_tables = pytest.mark.skipif(not TABLES.is_dir(), reason=f"no measured tables in {TABLES} (ALIGNEDSERVE_DATA)")
+LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
+RTX = "rtxpro6000-llama-3.1-8b"
+MADE_UP_SKEW = "0,n<=2,few,short,kp=0,0.25\n0,n>2,few,short,kp=0,0.125\n0,n>2,many,short,kp=0,0.5\n"
+
+
+loaded = cache(load_step_cost)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Small tables of a made-up model."""
+    write = {
+        "dense.csv": "layer,tokens,time_us\nembedding,1,1\nembedding,100,2\nqkv_proj,1,10\nqkv_proj,100,20\n"
+        "layernorm,1,3\nlayernorm,100,3\n",
+        "per_sequence.csv": "layer,sequences,time_us\nlm_head,1,5\nlm_head,10,5\nsampler,1,1\nsampler,10,2\n",
+        "attention.csv": "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n"
+        + "".join(f"0,0,{n},{kv},{4 + n * kv / 16}\n" for n in (1, 2, 4) for kv in (16, 64, 128))
+        + "".join(f"{t},{c},0,0,{4 + t / 4 + c / 8}\n" for t in (16, 64) for c in (0, 64))
+        + "".join(
+            f"{t},{c},{n},{kv},{4 + t / 4 + c / 8 + n * kv / 8}\n"
+            for t in (16, 64)
+            for c in (0, 64)
+            for n in (1, 4)
+            for kv in (16, 128)
+        ),
+        "skew_fit.csv": "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha\n" + MADE_UP_SKEW,
+        "meta.yaml": "model: someone/made-up\ngpu: NVIDIA H100\nskew_fit:\n  bucket_axes:\n"
+        "    n_bins: [0, 2, 1000000]\n    n_labels: [n<=2, n>2]\n"
+        "    skew_rate_bins: [-0.01, 0.5, 1.01]\n    skew_rate_labels: [few, many]\n"
+        "    kv_big_bins: [0, 1024, 1000000]\n    kv_big_labels: [short, long]\n"
+        "    kp_bins: [-1, 0, 1000]\n    kp_labels: [kp=0, kp>0]\n",
+    }
+    for name, text in write.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+SHAPE = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+
+
+def test_a_pass_is_the_sum_of_its_parts(folder: Path) -> None:
+    cost = load_step_cost(folder, **SHAPE)
+    dense = 1.0 + 2 * (10.0 + 2 * 3.0)  # one token: embedding once, two layers with two norms each
+    assert cost.step_s((), [64]) == pytest.approx((dense + 6.0 + 2 * (4 + 64 / 16)) * 1e-6, rel=1e-12)
+    dense = 1.0 + 15 / 99 + 2 * (10.0 + 10 * 15 / 99 + 6.0)
+    assert cost.step_s([ChunkShape(16, 64)], []) == pytest.approx((dense + 6.0 + 2 * (4 + 4 + 8)) * 1e-6, rel=1e-12)
+    assert cost.step_s((), ()) == 0.0
+    assert cost.balanced_step_s((), ()) == 0.0
+
+
+def test_alpha_says_how_much_of_the_way_to_the_longest(folder: Path) -> None:
+    cost = load_step_cost(folder, **SHAPE)
+    lengths = [16, 16, 16, 128]  # mean 44; a quarter is long: alpha 0.125
+    bubble = cost.step_s((), lengths) - cost.balanced_step_s((), lengths)
+    assert bubble == pytest.approx(2 * 0.125 * (4 * (128 - 44) / 16) * 1e-6)
+    lengths = [16, 128, 128, 128]  # three quarters: alpha 0.5
+    bubble = cost.step_s((), lengths) - cost.balanced_step_s((), lengths)
+    assert bubble == pytest.approx(2 * 0.5 * (4 * (128 - 100) / 16) * 1e-6)
+
+
+def test_chunks_and_decodes_share_a_pass(folder: Path) -> None:
+    cost = load_step_cost(folder, **SHAPE)
+    alone = cost.step_s([ChunkShape(16)], [])
+    beside = cost.step_s([ChunkShape(16)], [128] * 4)
+    more_tokens = 4 / 99 * (1 + 2 * 10) + 4 / 9  # dense and sampling
+    assert beside - alone == pytest.approx((2 * 4 * 128 / 8 + more_tokens) * 1e-6)
+    two = cost.step_s([ChunkShape(16, 64), ChunkShape(16)], [])
+    more_tokens = 16 / 99 * (1 + 2 * 10) + 1 / 9
+    assert two - cost.step_s([ChunkShape(16, 64)], []) == pytest.approx((0.0 + more_tokens) * 1e-6), (
+        "the launch counts once"
+    )
+
+
+@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("mode", KERNEL_MODES)
+def test_what_ships_loads_and_says_whose_it_is(name: str, mode: str) -> None:
+    cost = load_step_cost(name, mode)
+    told = cost.describe()
+    assert (told["name"], told["kernel_mode"]) == (name, mode)
+    assert len(told["source"]["sha256"]) == 64
+    assert all(told["source"][key] for key in ("attribution", "licence"))
+    json.dumps(told)
+    hardware = Hardware(**default_hardware(name))
+    assert 1000 < hardware.kv_tokens < hardware.pool_tokens
+    assert 0.001 < cost.step_s((), [500] * 32) < cost.step_s((), [500] * 64) < 1.0
+
+
+@given(lengths=LENGTHS, steps=st.integers(0, 70), name=st.sampled_from(shipped_names()))
+@settings(max_examples=60, deadline=None)
+def test_a_run_of_passes_is_each_of_them_bit_for_bit(lengths: list[int], steps: int, name: str) -> None:
+    for mode in KERNEL_MODES:
+        cost = loaded(name, mode)
+        steps = steps if mode == "split_kv" else min(steps, 4)
+        expected = [cost.step_s((), [length + step for length in lengths]) for step in range(steps)]
+        assert cost.run_s(lengths, steps) == expected
+        balanced = [cost.balanced_step_s((), [length + step for length in lengths]) for step in range(steps)]
+        assert cost.balanced_run_s(lengths, steps) == balanced
+
+
+@given(lengths=LENGTHS, longer=st.integers(0, 5000))
+@settings(max_examples=60, deadline=None)
+def test_more_work_takes_no_less_time(lengths: list[int], longer: int) -> None:
+    cost = loaded(RTX)
+    equal = [max(lengths)] * len(lengths)
+    assert cost.step_s((), equal) <= cost.step_s((), [equal[0] + longer] * len(equal))
+    assert cost.step_s((), equal) <= cost.step_s((), [*equal, equal[0]])
+    assert cost.step_s((), lengths) <= cost.step_s((), equal) * (1 + 1e-12), "never slower than all as the longest"
+    assert cost.balanced_step_s((), lengths) <= cost.step_s((), lengths) * (1 + 1e-12)
+    chunk = ChunkShape(1 + longer % 2048, max(lengths))
+    assert cost.step_s([chunk], []) <= cost.step_s([ChunkShape(chunk.tokens, chunk.cached_tokens + longer)], [])
+    assert cost.step_s([chunk], []) <= cost.step_s([ChunkShape(chunk.tokens + longer, chunk.cached_tokens)], [])
+
+
+@given(lengths=LENGTHS, order=st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_the_order_of_requests_says_nothing(lengths: list[int], order: Any) -> None:
+    mixed = list(lengths)
+    order.shuffle(mixed)
+    for mode in KERNEL_MODES:
+        cost = loaded(RTX, mode)
+        assert cost.step_s((), lengths) == cost.step_s((), mixed)
+        assert cost.step_s([ChunkShape(100)], lengths) == cost.step_s([ChunkShape(100)], mixed)
+
+
+def list_schedule(jobs: list[int], workers: int) -> int:
+    """Job by job, to the worker that is free first."""
+    free = [0] * workers
+    for job in sorted(jobs, reverse=True):
+        first = free.index(min(free))
+        free[first] += job
+    return max(free) if jobs else 0
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), heads=st.integers(1, 9), workers=st.integers(1, 23))
+@settings(max_examples=150, deadline=None)
+def test_the_makespan_is_that_of_scheduling_job_by_job(lengths: list[int], heads: int, workers: int) -> None:
+    jobs = [length for length in lengths for _ in range(heads)]
+    found = makespan(lengths, heads, workers)
+    assert found == list_schedule(jobs, workers)
+    if jobs:
+        assert max(lengths) <= found <= makespan_bound(sum(lengths), max(lengths), heads, workers)
+
+
+def test_one_block_is_the_straggler_and_never_beats_the_memory() -> None:
+    lengths = [500] * 15 + [8000]
+    split, slow = load_step_cost(RTX), load_step_cost(RTX, "no_split", block_bandwidth=5e9)
+    quick = load_step_cost(RTX, "no_split", block_bandwidth=1e15)
+    straggler = 32 * (8000 * 512 / 5e9)  # layers, one head's bytes of the longest
+    without_attention = split.step_s((), [1] * 16)
+    assert slow.step_s((), lengths) == pytest.approx(without_attention + straggler, rel=0.02)
+    assert quick.step_s((), lengths) == split.balanced_step_s((), lengths)
+    times = [load_step_cost(RTX, "no_split", block_bandwidth=x).step_s((), lengths) for x in (5e9, 25e9, 200e9)]
+    assert times == sorted(times, reverse=True)
+    equal = [700] * 40
+    assert slow.step_s((), equal) == slow.balanced_step_s((), equal)
+    assert slow.step_s([ChunkShape(256)], equal) == slow.balanced_step_s([ChunkShape(256)], equal)
+
+
+def test_distserves_formula_is_met_in_both_regimes() -> None:
+    cost = load_step_cost("a100-opt-13b")
+    assert cost.step_s((), [1000] * 94) == pytest.approx(
+        (19.9347026 + 0.00062693565 * 94_000 + 0.0385069774 * 94) / 1e3
+    )
+    assert cost.step_s((), [700] * 95) == pytest.approx((7.16618895 + 0.00057980004 * 66_500 + 0.158310962 * 95) / 1e3)
+    prompts = [ChunkShape(1000), ChunkShape(500)]
+    expected = 18.1025465 + 0.101912257 * 1500 + 7.12226431e-6 * (1000**2 + 500**2)
+    assert cost.step_s(prompts, ()) == pytest.approx(expected / 1e3)
+
+
+def test_past_the_grid_time_is_linear_in_bytes() -> None:
+    cost = load_step_cost(RTX)
+    a, b, c = (cost.step_s((), [length] * 4) for length in (20_000, 30_000, 40_000))
+    assert c - b == pytest.approx(b - a)
+    per_token = (c - b) / (4 * 10_000)
+    bandwidth = 131072 / per_token
+    assert 0.8e12 < bandwidth < 1.8e12, "bytes a second of the device's memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        (
+            "dense.csv",
+            lambda text: text.replace("qkv_proj,100,20", "qkv_proj,100,fast"),
+            r"dense.csv:5: column 'time_us'",
+        ),
+        ("dense.csv", lambda text: text.replace("qkv_proj,100,20", "qkv_proj,100"), r"dense.csv:5: 2 values"),
+        (
+            "dense.csv",
+            lambda text: text.replace("qkv_proj,100,20", "qkv_proj,100,nan"),
+            r"dense.csv:5: column 'time_us'",
+        ),
+        ("attention.csv", lambda text: text.replace("n_decode", "decodes"), r"attention.csv:1: no column 'n_decode'"),
+        ("attention.csv", lambda text: text.splitlines()[0] + "\n", r"attention.csv: the table has no rows"),
+        ("per_sequence.csv", lambda _: "", r"per_sequence.csv: the table is empty"),
+        ("skew_fit.csv", lambda text: text.replace("n>2,many", "n>9,many"), r"skew_fit.csv:4: column 'n_label'"),
+        ("skew_fit.csv", lambda text: text.replace("0.125", "x"), r"skew_fit.csv:3: column 'alpha'"),
+        ("meta.yaml", lambda text: text + "\n  broken: [", r"meta.yaml:\d+:\d+"),
+        ("meta.yaml", lambda text: text.replace("n_bins", "m_bins"), r"meta.yaml: skew_fit.bucket_axes needs n_bins"),
+    ],
+)
+def test_a_broken_table_is_named_with_line_and_column(
+    folder: Path, name: str, change: Callable[[str], str], told: str
+) -> None:
+    (folder / name).write_text(change((folder / name).read_text()))
+    with pytest.raises(ConfigError, match=told):
+        load_step_cost(folder, **SHAPE)
+
+
+def test_a_folder_that_lacks_a_table_or_a_shape_says_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"shape of model 'someone/made-up' is not known; add it.*layers, heads"):
+        load_step_cost(folder)
+    (folder / "dense.csv").unlink()
+    with pytest.raises(ConfigError, match=r"has no dense\.csv"):
+        load_step_cost(folder, **SHAPE)
+
+
+def test_the_shape_of_an_unknown_model_and_the_size_of_an_unknown_gpu_stand_in_meta_yaml(folder: Path) -> None:
+    meta = folder / "meta.yaml"
+    known = meta.read_text().replace("NVIDIA H100", "Some GPU")
+    meta.write_text(f"{known}shape: {json.dumps(SHAPE)}\n")
+    assert load_step_cost(folder).describe().items() >= SHAPE.items()
+    with pytest.raises(ConfigError, match=r"no_split needs sm_count.*meta\.yaml"):
+        load_step_cost(folder, "no_split")
+    meta.write_text(f"{known}shape: {json.dumps(SHAPE)}\nsm_count: 10\n")
+    assert load_step_cost(folder, "no_split").describe()["options"]["sm_count"] == 10
+    for wrong, told in (("{layers: 0}", "layers must be a whole"), ("{rows: 2}", "some of layers"), ("7", "some of")):
+        meta.write_text(f"{known}shape: {wrong}\n")
+        with pytest.raises(ConfigError, match=told):
+            load_step_cost(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ("Qwen/Qwen3-32B", 64),
+        ("Qwen/Qwen3-4B-Instruct-2507", 36),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", 32),
+        ("meta-llama/Llama-2-13b-chat-hf", 40),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 32),
+        ("facebook/opt-30b", 48),
+    ],
+)
+def test_tables_of_a_known_model_need_no_shape(folder: Path, model: str, layers: int) -> None:
+    meta = folder / "meta.yaml"
+    meta.write_text(meta.read_text().replace("someone/made-up", model))
+    assert load_step_cost(folder).describe()["layers"] == layers
+
+
+def test_a_profile_whose_experts_have_a_table_of_their_own_is_refused(folder: Path) -> None:
+    (folder / "moe.csv").write_text("tokens,activated_experts,time_us\n1,8,48\n")
+    with pytest.raises(ConfigError, match=r"moe\.csv.*experts"):
+        load_step_cost(folder, **SHAPE)
+
+
+def test_unknown_names_modes_and_options_list_the_choices(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown cost model 'magic'; choose one of: a100-opt-13b, "):
+        load_step_cost("magic")
+    with pytest.raises(ConfigError, match=r"choose one of: split_kv, no_split"):
+        load_step_cost(RTX, "other")
+    with pytest.raises(ConfigError, match=r"no option 'speed'.*block_bandwidth, sm_count, heads"):
+        load_step_cost(RTX, "no_split", speed=3)
+    with pytest.raises(ConfigError, match=r"block_bandwidth.*above 0"):
+        load_step_cost(RTX, "no_split", block_bandwidth=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda raw: raw.update(version=2), r"schema alignedserve-cost version 1"),
+        (lambda raw: raw.pop("dense"), r"dense is missing"),
+        (lambda raw: raw["dense"].update(tokens=[5, 1]), r"dense.tokens: a grid's points must rise"),
+        (
+            lambda raw: raw["attention"]["decode"].update(us=[[1.0]]),
+            r"attention.decode.us must be numbers in the shape",
+        ),
+        (lambda raw: raw["skew"]["buckets"].append([0, 0, 0, 0, 7, 0.5]), r"no bucket 7 of cached_tokens"),
+        (lambda raw: raw["shape"].update(layers=0), r"shape.layers must be a number of at least 1"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_place(tmp_path: Path, change: Callable[[Any], Any], told: str) -> None:
+    raw = json.loads((Path(load_parts.__code__.co_filename).parent / "data/a100-opt-13b.json").read_text())
+    change(raw)
+    (tmp_path / "mine.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"mine\.json.*" + told):
+        load_step_cost(tmp_path / "mine.json")
+    (tmp_path / "mine.json").write_text('{"schema": \n x}')
+    with pytest.raises(ConfigError, match=r"mine\.json:2:2: broken JSON"):
+        load_step_cost(tmp_path / "mine.json")
+
+
+def test_interpolation_is_exact_at_the_points_and_linear_between() -> None:
+    curve = Curve([1, 2, 4], [10.0, 30.0, 20.0])
+    assert [curve.at(x) for x in (0, 1, 1.5, 2, 3, 4)] == [10.0, 10.0, 20.0, 30.0, 25.0, 20.0]
+    assert curve.at(9) == 20.0, "past the last point it never falls"
+    assert curve.at_each(np.array([0.0, 1.5, 3.3])).tolist() == [curve.at(x) for x in (0.0, 1.5, 3.3)]
+    surface = Surface([1, 2], [1, 3], [[1.0, 3.0], [5.0, 9.0]])
+    assert (surface.at(1, 3), surface.at(2, 1), surface.at(1.5, 2)) == (3.0, 5.0, 4.5)
+    assert surface.at(3, 1) == 9.0, "past the last, along the secant"
+    values = np.arange(16.0).reshape(2, 2, 2, 2)
+    grid = Grid4([[0, 1]] * 4, values)
+    assert grid.at(1, 0, 1, [0, 0.5, 1]) == [10.0, 10.5, 11.0]
+    assert grid.at(0.5, 0.5, 0.5, [0.5]) == [7.5]
+
+
+def test_a_bucket_that_was_not_measured_takes_the_nearest() -> None:
+    bounds: dict[str, list[float]] = {axis: [] for axis in AXES} | {"requests": [2.0, 4.0], "longest": [100.0]}
+    table = SkewTable(bounds, {(0, 0, 0, 0, 0): 0.2, (0, 2, 0, 1, 0): 0.6, (0, 1, 0, 1, 0): -0.3})
+    assert table.at(2, 0.5, 100.0) == 0.2
+    assert table.at(2, 0.5, 101.0) == 0.2
+    assert table.at(3, 0.5, 50.0) == 0.0, "noise below 0 is 0"
+    assert table.at(500, 0.5, 50.0) == 0.6
+
+
+def test_a_fit_finds_what_made_the_measurements() -> None:
+    rng = np.random.default_rng(5)
+    points = rng.uniform((1, 0), (8, 100), (200, 2))
+    values = fit_grid(([1, 8], [0, 100]), points, 3.0 + 2.0 * points[:, 0] * points[:, 1])
+    assert values == pytest.approx(np.array([[3.0, 203.0], [3.0, 1603.0]]), rel=1e-5)
+
+
+@needs_tables
+def test_measured_points_are_met_exactly() -> None:
+    parts = loaded(TABLES).parts
+    assert parts.mixed is not None
+    with (TABLES / "attention.csv").open() as file:
+        for row in csv.DictReader(file):
+            chunk, cached, requests, length = (
+                int(row[name]) for name in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+            )
+            if not chunk:
+                found = parts.decode.at(requests, length)
+            elif not requests:
+                found = parts.chunk.at(chunk, cached)
+            else:
+                found = parts.mixed.at(chunk, cached, requests, [length])[0]
+            assert found == float(row["time_us"])
+
+
+def skew_errors(cost: MeasuredCost) -> dict[str, float]:
+    """Mean relative error against skew.csv, which no grid was made of: equal lengths, and unequal ones.
+
+    Its times are those of three iterations together (attention.csv has their mean).
+    """
+    errors: dict[str, list[float]] = {"equal": [], "unequal": [], "as if equal": []}
+    parts = cost.parts
+    with (TABLES / "skew.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["t_skew_us"]]
+    for row in rows:
+        chunk, cached, requests = float(row["pc"]), float(row["kp"]), int(row["n"])
+        mean, longest, shortest = float(row["kv_mean"]), float(row["kv_big"]), float(row["kvs"])
+        if chunk:
+            assert parts.mixed is not None
+            at_mean, at_longest = parts.mixed.at(chunk, cached, requests, (mean, longest))
+        else:
+            at_mean, at_longest = parts.decode.at(requests, mean), parts.decode.at(requests, longest)
+        share = (mean - shortest) / (longest - shortest)
+        alpha = parts.skew.at(requests, share, longest, chunk, cached)
+        skewed = at_mean + alpha * max(0.0, at_longest - at_mean)
+        errors["equal"].append(abs(at_mean / (float(row["t_mean_us"]) / 3) - 1))
+        errors["unequal"].append(abs(skewed / (float(row["t_skew_us"]) / 3) - 1))
+        errors["as if equal"].append(abs(at_mean / (float(row["t_skew_us"]) / 3) - 1))
+    return {name: float(np.mean(values)) for name, values in errors.items()}
+
+
+@needs_tables
+@pytest.mark.parametrize(("source", "equal", "unequal"), [(TABLES, 0.025, 0.04), (RTX, 0.05, 0.06)])
+def test_unequal_lengths_are_predicted(source: str | Path, equal: float, unequal: float) -> None:
+    errors = skew_errors(loaded(source))
+    assert errors["equal"] < equal
+    assert errors["unequal"] < unequal < errors["as if equal"]
+
+
+@needs_tables
+def test_tables_bring_the_hardware_of_the_model_fitted_to_them() -> None:
+    assert default_hardware(TABLES) == default_hardware(RTX)
+    assert load_parts(TABLES).sm_count == 188
+
+
+def test_a_prior_predicts_at_once_and_is_corrected_by_what_is_measured() -> None:
+    cost = loaded(RTX)
+    model = cost_model_factory(from_tree({"scheduler": {"cost_model": RTX}, "prefill": {"token_budget": 512}}))()
+    lengths = [300] * 15 + [5000]
+    assert model.predict_iteration_s(lengths) == cost.step_s((), lengths)
+    full, rest = cost.step_s([ChunkShape(512)], ()), cost.step_s([ChunkShape(76)], ())
+    assert model.predict_prefill_s(1100) == pytest.approx(2 * full + rest)
+    assert model.predict_prefill_s(0) == 0.0
+    for _ in range(40):
+        model.observe_iterations(Passes(10, 160, 160 * 500, 10 * 1.5 * cost.step_s((), [500] * 16)))
+        model.observe_chunks(Passes(4, 2048, 0, 4 * 0.8 * full))
+    assert model.predict_iteration_s(lengths) == pytest.approx(1.5 * cost.step_s((), lengths), rel=0.05)
+    assert model.predict_prefill_s(512) == pytest.approx(0.8 * full, rel=0.05)
+    model.observe_iterations(Passes(1, 16, 16 * 500, 1000.0))
+    assert model.predict_iteration_s(lengths) < 2.5 * cost.step_s((), lengths), "a machine that stood still"
+
+
+def test_without_one_the_scheduler_learns_as_it_goes() -> None:
+    assert isinstance(cost_model_factory(Config())(), LinearCostModel)
+    with pytest.raises(ConfigError, match="unknown cost model 'magic'"):
+        SchedulerCore(from_tree({"scheduler": {"cost_model": "magic"}}), 16)
+
+
+def test_the_configured_cost_has_the_configured_mode_and_bandwidth_of_a_block() -> None:
+    lengths = [100] * 30 + [8000]
+    settings = {"cost_model": RTX, "kernel_mode": "no_split"}
+    slow, usual = (
+        configured_cost(from_tree({"scheduler": {**settings, **more}}).scheduler)
+        for more in ({"block_bandwidth_gb_s": 2.0}, {})
+    )
+    assert slow is not None
+    assert usual is not None
+    assert slow.step_s((), lengths) > 1.2 * usual.step_s((), lengths)
+    split = configured_cost(from_tree({"scheduler": {"cost_model": RTX, "block_bandwidth_gb_s": 2.0}}).scheduler)
+    assert split is not None
+    assert split.step_s((), lengths) < usual.step_s((), lengths)

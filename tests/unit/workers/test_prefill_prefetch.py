@@ -1,0 +1,155 @@
+"""Prefetching into a candidate buffer: copies that fail, lie, or outlive the decode instance that they are for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from alignedserve.control.link import Outbox
+from alignedserve.control.runtime import RoleSettings
+from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.remote_shards import PoolReader, RemoteShards
+from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.prefill_worker.buffers import CandidateBuffer
+from alignedserve.prefill_worker.prefetch import Prefetcher
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import prefill_worker_pb2 as pw
+from alignedserve.request import RequestKey
+from alignedserve.scheduler.core.events import BufferKind
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.copier import Copier
+from alignedserve.transfer.host_channel import HostChannel
+from support.faulty_channel import FaultPlan, FaultyChannel
+
+GEOMETRY = KvGeometry("random", "float32", 2, 2, 8, 4)
+CAPACITY = 8
+OWNER = "decode-0/1/0"
+
+
+class Prefill:
+    """A prefetcher with one buffer, of `CAPACITY` blocks; the way from the pool follows `plan`."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.pool = HostBlockStore.private("kv_pool-0", GEOMETRY, CAPACITY)
+        self.pool.blocks[:] = 7
+        self.buffer = CandidateBuffer(BufferKind.BATCH, HostBlockStore.private("buffer", GEOMETRY, CAPACITY))
+        self.channel = FaultyChannel(HostChannel(self.pool, self.store), plan)
+        self.copier = Copier(verify=True, timeout_s=60.0)
+        self.outbox: Outbox[pw.BufferEvent] = Outbox()
+        writer = PoolWriter(pb.ProcessKey(role="write_back", id="prefill-0"), "", 0)
+        others = RemoteShards(RoleSettings("prefill", "prefill-0", {}, "c", ""), pb.ProcessKey(), 10.0)
+        readers = {BufferKind.BATCH: PoolReader(self.channel, others)}
+        self.prefetcher = Prefetcher({BufferKind.BATCH: self.buffer}, self.copier, readers, {}, writer, 4)
+
+    @property
+    def store(self) -> HostBlockStore:
+        assert isinstance(self.buffer.store, HostBlockStore)
+        return self.buffer.store
+
+    def command(self, *requests: pb.StoredRequest) -> pw.Prefetch:
+        return pw.Prefetch(decode_id="decode-0", buffer=pw.BUFFER_BATCH, batch_id=1, requests=requests)
+
+    def stored(self, name: str, block_ids: list[int]) -> pb.StoredRequest:
+        checksums = self.pool.checksums(block_ids)
+        spec = pb.RequestSpec(key=pb.RequestKey(request_id=name), prompt_token_ids=[1] * 4 * len(block_ids))
+        tokens = 4 * len(block_ids)
+        where = {"store_id": "kv_pool-0", "pool_id": "kv_pool-0", "kv_tokens": tokens, "pool_tokens": tokens}
+        return pb.StoredRequest(
+            spec=spec,
+            block_ids=block_ids,
+            pool_block_ids=block_ids,
+            checksums=checksums,
+            pool_checksums=checksums,
+            **where,
+        )
+
+
+def run(plan: FaultPlan, scenario: Callable[[Prefill], Awaitable[None]]) -> None:
+    async def within() -> None:
+        prefill = Prefill(plan)
+        try:
+            await scenario(prefill)
+        finally:
+            prefill.channel.close()
+            prefill.copier.close()
+        prefill.buffer.allocator.check_integrity()
+
+    asyncio.run(within())
+
+
+def test_what_has_arrived_is_announced_with_its_checksums() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        stored = prefill.stored("r", [5, 2])
+        assert await prefill.prefetcher.prefetch(prefill.command(stored), prefill.outbox, OWNER) == ([], [])
+        here = prefill.buffer.requests[RequestKey("r")]
+        assert here.ready
+        assert list(here.stored.checksums) == prefill.store.checksums(here.stored.block_ids)
+        assert list(here.stored.checksums) == list(stored.pool_checksums)
+
+    run(FaultPlan(), scenario)
+
+
+@pytest.mark.parametrize("plan", [FaultPlan(flip=1.0), FaultPlan(short=1.0), FaultPlan(error=1.0)], ids=str)
+def test_what_could_not_be_copied_is_lost_and_holds_nothing(plan: FaultPlan) -> None:
+    async def scenario(prefill: Prefill) -> None:
+        command = prefill.command(prefill.stored("r", [5, 2]), prefill.stored("s", [1]))
+        returned, lost = await prefill.prefetcher.prefetch(command, prefill.outbox, OWNER)
+        assert (returned, lost) == ([], [RequestKey("r"), RequestKey("s")])
+        assert prefill.buffer.allocator.free_blocks == CAPACITY
+        assert prefill.copier.failures == 4  # each was tried twice
+
+    run(plan, scenario)
+
+
+def test_a_fault_of_a_moment_is_made_good_by_copying_again() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        command = prefill.command(prefill.stored("r", [5, 2]))
+        assert await prefill.prefetcher.prefetch(command, prefill.outbox, OWNER) == ([], [])
+        assert prefill.copier.failures == 1
+        assert bool((prefill.store.blocks[list(prefill.buffer.requests[RequestKey("r")].stored.block_ids)] == 7).all())
+
+    run(FaultPlan(flip=1.0, most=1), scenario)
+
+
+def test_blocks_stay_taken_while_a_copy_for_a_lost_decode_instance_may_still_write() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        stored = prefill.stored("r", [5, 2])
+        prefetching = asyncio.ensure_future(prefill.prefetcher.prefetch(prefill.command(stored), prefill.outbox, OWNER))
+        await asyncio.sleep(0)
+        assert prefill.channel.pending == 1
+        assert prefill.buffer.drop_owner(OWNER) == []
+        assert prefill.buffer.allocator.free_blocks == CAPACITY - 2
+        prefill.channel.release()
+        returned, lost = await prefetching
+        assert ([request.spec.key.request_id for request in returned], lost) == (["r"], [])
+        assert list(returned[0].block_ids) == [5, 2]  # it lies in the pool
+        assert prefill.buffer.allocator.free_blocks == CAPACITY
+
+    run(FaultPlan(stuck=1.0), scenario)
+
+
+def test_a_candidate_whose_shard_has_gone_is_lost_and_delays_no_other() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        gone, here = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
+        gone.pool_id = gone.store_id = "kv_pool-7"
+        returned, lost = await prefill.prefetcher.prefetch(prefill.command(gone, here), prefill.outbox, OWNER)
+        assert (returned, lost) == ([], [RequestKey("r")])
+        assert prefill.buffer.requests[RequestKey("s")].ready
+        assert prefill.buffer.allocator.free_blocks == CAPACITY - 1
+
+    run(FaultPlan(), scenario)
+
+
+def test_answers_to_one_prompt_share_blocks_in_a_buffer_only_where_they_lie_in_one_shard() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        first, same, other = (prefill.stored(name, [5, 2]) for name in "rst")
+        for stored in (first, same, other):
+            stored.spec.group_id, stored.spec.group_size = "g", 3
+        other.pool_id = "kv_pool-7"
+        await prefill.prefetcher.prefetch(prefill.command(first), prefill.outbox, OWNER)
+        placed = [prefill.buffer.place(stored, OWNER) for stored in (same, other)]
+        assert [placement.resident for placement in placed if placement is not None] == [2, 0]
+
+    run(FaultPlan(), scenario)
