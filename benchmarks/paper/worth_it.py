@@ -195,10 +195,10 @@ def make(options: Evaluation, runner: Runner) -> str:
         "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass",
     ]
     sections = [
-        head("Is it worth it?", options, runner, notes),
-        "## The gain over one thread block's bandwidth: decode throughput, decode-bound, all at time zero",
+        head("`aligned` against `fcfs`, `vllm` and `fastgen`", options, runner, notes),
+        "## Gain over one thread block's bandwidth: decode throughput, decode-bound, all at time zero",
         results.curve_tables(),
-        "## Uniform lengths: what is lost",
+        "## Uniform lengths: decode throughput lost",
         results.uniform_table(),
         results.tables(),
     ]
