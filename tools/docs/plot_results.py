@@ -19,10 +19,8 @@ from matplotlib.figure import Figure
 DOCS = Path(__file__).parents[2] / "docs"
 MIXES = [f"{share} % short" for share in (70, 75, 80, 85, 90, 95)]
 OPT, LLAMA = "OPT-13B, A100", "Llama-3.1-8B, RTX PRO 6000"
-TWO = ("aligned", "fcfs")
-WORTH_IT = "2026-11-22-worth-it-rtxpro6000.csv"
-# Colourblind-safe, legible on white and on dark. Markers and dashes also tell the policies apart; `fcfs` is open, since
-# `aligned` often lies on it.
+TWO, WORTH_IT = ("aligned", "fcfs"), "2026-11-22-worth-it-rtxpro6000.csv"
+# Colourblind-safe, legible on white and on dark. `fcfs` has open markers: `aligned` often lies on it.
 STYLES: dict[str, dict[str, Any]] = {
     "fcfs": {"color": "#d55e00", "marker": "s", "ls": "--", "fillstyle": "none", "ms": 10},
     "aligned": {"color": "#2f86cc", "marker": "o", "ls": "-"},
@@ -73,6 +71,7 @@ def pairs(axes: Axes, groups: Sequence[str], values: Mapping[str, Sequence[float
         axes.bar_label(drawn, [f"{value:g}" for value in values[policy]], padding=2, fontsize=9)
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(visible=False, axis="x")
+    axes.legend(loc="upper right")
 
 
 def gain(left: Axes, right: Axes) -> None:
@@ -96,7 +95,6 @@ def bubble(left: Axes, right: Axes) -> None:
         values = {one: [round(100 * float(row[f"{one} bubble_share"]), 1) for row in found] for one in TWO}
         pairs(axes, [row["workload"].replace(" short", "\nshort").replace(", ", ",\n") for row in found], values)
         axes.set(title=machine, ylim=(0, 15.5), ylabel="bubble, % of the iterations' time")
-    left.legend(loc="upper right")
 
 
 def throughput(left: Axes, right: Axes) -> None:
@@ -117,7 +115,6 @@ def latency(left: Axes, right: Axes) -> None:
     ]
     pairs(left, labels[::2], values)
     left.set(title="four decode instances, 95 % short", ylim=(0, 235), ylabel="P99 TPOT, ms")
-    left.legend(loc="upper right")
     for policy in STYLES:
         line(right, worth_it("balanced", "0.9", "tpot_p99_s"), policy, policy, 1e3)
     right.set(title="Llama-3.1-8B, RTX PRO 6000, 1:1, 0.9 of capacity", ylim=(0, 85), ylabel="P99 TPOT, ms")
