@@ -1,27 +1,33 @@
-"""Is it worth it? `aligned` against `fcfs`, `vllm` and `fastgen`, as tables for docs/results.md.
+"""Is it worth it? `aligned` against `fcfs`, `vllm` and `fastgen`, as tables for docs/measurements/.
 
-    python benchmarks/paper/worth_it.py --data DIR --out results/paper
+    python benchmarks/paper/worth_it.py --data DIR --out results/paper --csv FILE
 
 Workloads: the six mixes, ShareGPT and long-document lengths, the Azure and Mooncake traces, uniform lengths. At time
-zero for throughput; at 0.9 of capacity for latency and goodput. Every table names the kernel mode and the topology. The
-gain is a curve over one thread block's bandwidth, too. With --out an interrupted run goes on where it was. About 3,900
-runs of one to two seconds of processor time each: an hour on two cores that others used too.
+zero for throughput; at 0.9 of capacity for latency and goodput. The report has the main figures of each kernel mode and
+topology, and the gain over one thread block's bandwidth; --csv writes every figure. With --out an interrupted run goes
+on where it was. About 3,900 runs of one to two seconds of processor time each: an hour on two busy cores.
 """
 
 from __future__ import annotations
 
+import csv
 import itertools
+import math
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from evaluation.comparison import COLOCATED
-from evaluation.grid import DECODE_BOUND, Case, Grid, by_condition, condition
+from evaluation.grid import DECODE_BOUND, Case, by_condition, condition
 from evaluation.options import Evaluation, arrivals, head, is_colocated, parser, run, workloads_of
 from evaluation.runner import Runner
-from evaluation.runs import ALIGNED, ALIGNED_60_S, ALIGNED_COST, BASELINES, Machine, Variant
-from evaluation.tables import NOTHING, gain, percent, ratios, table, with_interval
+from evaluation.runs import ALIGNED, ALIGNED_60_S, ALIGNED_COST, BASELINES, FASTGEN, FCFS, VLLM, Machine, Variant
+from evaluation.tables import gain, number, percent, ratios, table
 from evaluation.workloads import APPLICATIONS, SHARES, Source, mixes, stand_ins, uniform_lengths
+
+from alignedserve.simulator.seeds import mean_and_interval
 
 VARIANTS = (ALIGNED, ALIGNED_60_S, ALIGNED_COST, *BASELINES)
 CURVE_VARIANTS = (ALIGNED, *BASELINES)
@@ -30,8 +36,18 @@ QUICK_BANDWIDTHS_GB_S = (5.0, 200.0)
 CURVE_OF = ("95 % short", "ShareGPT-8k")
 THROUGHPUT = "decode_throughput_tokens_per_s"
 MOST_LOST = 0.01
-
-Cell = Callable[[Case, Variant], str]
+LATENCY_VARIANTS = (ALIGNED, FCFS, VLLM, FASTGEN)
+LATENCY = {
+    "goodput, requests/s": ("goodput_requests_per_s", 1.0),
+    "P99 TTFT, s": ("ttft_p99_s", 1.0),
+    "P99 TPOT, ms": ("tpot_p99_s", 1e3),
+}
+# The CSV file: `load` 0 is all at time zero; GAIN is aligned's decode throughput over that of each policy.
+CONDITION = ("kernel_mode", "topology", "load", "metric", "workload", "instances")
+GAIN, CAPACITY, SWITCHES = "aligned_over", "capacity_requests_per_s", "switch_iteration_share"
+BOTH = ("charged_p99_s", "bubble_share", SWITCHES, "refused")
+AT_ONCE = (THROUGHPUT, GAIN, *BOTH)
+AT_A_LOAD = ("goodput_requests_per_s", "ttft_mean_s", "ttft_p99_s", "second_token_mean_s", "tpot_p99_s", *BOTH)
 
 
 class Results:
@@ -62,49 +78,74 @@ class Results:
         return ratios(ours, self.grid.values(case, variant, THROUGHPUT))
 
     def tables(self) -> str:
+        """One for each condition, with the main figures only: `figures` has all."""
         parts = []
         for cases in by_condition(self.cases):
             first = cases[0]
             parts.append(f"## {first.machine.mode}; {first.topology}; {arrivals(first.load)}")
-            parts += self._of(cases, at_once=first.load is None)
+            parts.append(self._throughput(cases) if first.load is None else self._latency(cases))
         return "\n\n".join(parts)
 
-    def _of(self, cases: Sequence[Case], at_once: bool) -> Iterable[str]:
-        grid, metric = self.grid, self._metric
-        if at_once:
-            yield self._table("decode tokens/s", cases, metric(THROUGHPUT, 4))
-            others = self.variants[1:]
-            yield self._table("aligned's decode throughput over …", cases, lambda c, v: gain(self.gains(c, v)), others)
-        else:
-            yield self._table("goodput, requests/s within the objectives", cases, metric("goodput_requests_per_s"))
-            yield self._table("TTFT mean, s", cases, metric("ttft_mean_s"))
-            yield self._table("TTFT P99, s", cases, metric("ttft_p99_s"))
-            yield self._table("time to second token, mean, s", cases, metric("second_token_mean_s"))
-            yield self._table("P99 TPOT over requests, ms", cases, metric("tpot_p99_s", scale=1e3))
-        yield self._table("P99 TPOT over iterations, ms", cases, metric("charged_p99_s", scale=1e3))
-        yield self._table("bubble share of the iterations' time", cases, self._bubble)
-
-        def switches(case: Case, variant: Variant) -> str:
-            return NOTHING if is_colocated(variant) else percent(grid.values(case, variant, "switch_iteration_share"))
-
-        yield self._table("share of switch iterations", cases, switches)
-        if any(sum(grid.values(case, variant, "refused")) for case in cases for variant in self.variants):
-            yield self._table("requests refused: too long for a store", cases, metric("refused"))
-
-    def _bubble(self, case: Case, variant: Variant) -> str:
-        return percent(self.grid.values(case, variant, "bubble_share"))
-
-    def _metric(self, name: str, digits: int = 3, scale: float = 1.0) -> Cell:
-        return lambda case, variant: with_interval(self.grid.values(case, variant, name), digits, scale)
-
-    def _table(self, what: str, cases: Sequence[Case], cell: Cell, variants: Sequence[Variant] = ()) -> str:
-        """A row a workload, a column a policy: all, unless `variants` names some."""
-        shown = variants or self.variants
+    def _throughput(self, cases: Sequence[Case]) -> str:
+        others = self.of(BASELINES)
         rows = [
-            [case.source.name, str(self.grid.topology(case)), *(cell(case, variant) for variant in shown)]
+            [*self._named(case), number(self._mean(case, self.variants[0], THROUGHPUT), 4)]
+            + [gain(self.gains(case, other)) for other in others]
             for case in cases
         ]
-        return table([what, "prefill:decode", *(variant.label for variant in shown)], rows)
+        gains = (f"aligned / {other.label}" for other in others)
+        return table(["workload", "prefill:decode", "aligned, tokens/s", *gains], rows)
+
+    def _latency(self, cases: Sequence[Case]) -> str:
+        """Means: the policies of `LATENCY_VARIANTS` share a cell."""
+        shown = self.of(LATENCY_VARIANTS)
+        rows = []
+        for case in cases:
+            cells = (
+                ", ".join(number(self._mean(case, variant, metric) * scale) for variant in shown)
+                for metric, scale in LATENCY.values()
+            )
+            rows.append([*self._named(case), number(self.grid.capacity(case)), *cells])
+        labels = ", ".join(variant.label for variant in shown)
+        metrics = (f"{name}: {labels}" for name in LATENCY)
+        return table(["workload", "prefill:decode", "capacity, requests/s", *metrics], rows)
+
+    def _named(self, case: Case) -> list[str]:
+        return [case.source.name, str(self.grid.topology(case))]
+
+    def _mean(self, case: Case, variant: Variant, metric: str) -> float:
+        return statistics.fmean(self.grid.values(case, variant, metric))
+
+    def write_figures(self, file: Path) -> None:
+        """Every figure as CSV: for each policy the mean and half the interval, in the simulator's units."""
+        columns = [name for one in self.variants for name in (one.label, f"{one.label} ±")]
+        with file.open("w", encoding="utf-8", newline="") as to:
+            writer = csv.DictWriter(to, [*CONDITION, *columns], lineterminator="\n")
+            writer.writeheader()
+            for case in self.cases:
+                for metric in AT_ONCE if case.load is None else AT_A_LOAD:
+                    writer.writerow(self._figures(case, metric, self.variants))
+            for case in self.cases:
+                if case.load is not None:
+                    writer.writerow(self._condition(case, CAPACITY) | {"fcfs": f"{self.grid.capacity(case):.5g}"})
+            for case in self.curve:
+                if case not in self.cases:
+                    writer.writerow(self._figures(case, GAIN, self.of(CURVE_VARIANTS)))
+
+    def _condition(self, case: Case, metric: str) -> dict[str, str]:
+        name, topology = self._named(case)
+        values = (case.machine.mode, case.topology, f"{case.load or 0:g}", metric, name, topology)
+        return dict(zip(CONDITION, values, strict=True))
+
+    def _figures(self, case: Case, metric: str, variants: Iterable[Variant]) -> dict[str, str]:
+        row = self._condition(case, metric)
+        for one in variants:
+            values = self.gains(case, one) if metric == GAIN else self.grid.values(case, one, metric)
+            if any(math.isnan(value) for value in values) or (metric == SWITCHES and is_colocated(one)):
+                continue
+            mean, half = mean_and_interval(values)
+            row |= {one.label: f"{mean:.5g}", f"{one.label} ±": "" if half is None else f"{half:.2g}"}
+        return row
 
     def curve_tables(self) -> str:
         others = self.of(CURVE_VARIANTS)[1:]
@@ -142,15 +183,6 @@ def curve_cases(options: Evaluation, sources: Sequence[Source]) -> list[Case]:
     return [Case(source, machine, DECODE_BOUND, None) for source in wanted for machine in machines]
 
 
-def capacities(results: Results, grid: Grid) -> str:
-    rows = [
-        [case.source.name, condition(case), str(grid.topology(case)), with_interval([grid.capacity(case)])]
-        for case in results.cases
-        if case.load is not None
-    ]
-    return table(["workload", "condition", "prefill:decode", "capacity, requests/s"], rows)
-
-
 def make(options: Evaluation, runner: Runner) -> str:
     results = Results(options, runner)
     notes = [
@@ -159,24 +191,26 @@ def make(options: Evaluation, runner: Runner) -> str:
         *stand_ins(),
         results.objectives(),
         COLOCATED,
-        "aligned, 60 s: nobody goes before density in the first minute (scheduler.starvation_after_s; 5 s by default)",
+        "aligned, 60 s: a starvation threshold of 60 s (scheduler.starvation_after_s; 5 s by default)",
         "fcfs + 10 ms: DistServe's time between two iterations, charged before each decode pass",
     ]
     sections = [
-        head("Is it worth it?", options, runner, notes),
-        "## The gain over one thread block's bandwidth: decode throughput, decode-bound, all at time zero",
+        head("`aligned` against `fcfs`, `vllm` and `fastgen`", options, runner, notes),
+        "## Gain over one thread block's bandwidth: decode throughput, decode-bound, all at time zero",
         results.curve_tables(),
-        "## Uniform lengths: what is lost",
+        "## Uniform lengths: decode throughput lost",
         results.uniform_table(),
         results.tables(),
-        "## Capacities",
-        capacities(results, results.grid),
     ]
+    if options.given.csv:
+        results.write_figures(options.given.csv)
     return "\n\n".join(sections)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run(parser(__doc__ or ""), make, argv)
+    found = parser(__doc__ or "")
+    found.add_argument("--csv", type=Path, metavar="FILE", help="write every figure there, as CSV")
+    return run(found, make, argv)
 
 
 if __name__ == "__main__":

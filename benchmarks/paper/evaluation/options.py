@@ -153,9 +153,9 @@ def evaluation(found: argparse.ArgumentParser, argv: Sequence[str] | None) -> Ev
 
 
 def _command(program: str, argv: Sequence[str], given: argparse.Namespace) -> str:
-    """As it can be given on another machine: folders by what they are."""
-    folders = {str(given.data): "DIR", str(given.out): "OUT"}
-    return shlex.join(["python", f"benchmarks/paper/{Path(program).name}", *(folders.get(text, text) for text in argv)])
+    """As it can be given on another machine: paths by what they are."""
+    paths = {str(given.data): "DIR", str(given.out): "OUT", str(getattr(given, "csv", None)): "FILE"}
+    return shlex.join(["python", f"benchmarks/paper/{Path(program).name}", *(paths.get(text, text) for text in argv)])
 
 
 def run(found: argparse.ArgumentParser, report: Callable[[Evaluation, Runner], str], argv: Sequence[str] | None) -> int:

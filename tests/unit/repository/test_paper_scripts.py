@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import random
@@ -410,35 +411,44 @@ def test_options_that_cannot_be_end_with_a_message(
     assert problem in capsys.readouterr().err
 
 
-def test_worth_it_has_every_workload_policy_and_metric(capsys: pytest.CaptureFixture[str], data: Path) -> None:
-    text = report(capsys, "worth_it", "--data", str(data), "--limit", "12", "--topology", "1:1")
+def test_worth_it_has_every_workload_policy_and_metric(
+    capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.csv"
+    arguments = ("--data", str(data), "--limit", "12", "--topology", "1:1", "--csv", str(file))
+    text = report(capsys, "worth_it", *arguments)
+    assert "--csv FILE`" in text
     names = ["95 % short", "ShareGPT-8k", "arXiv summarization", "Azure code", "Azure conversation", "Mooncake"]
-    policies = ["aligned", "aligned-cost", "fcfs", "fcfs + 10 ms", "vllm", "fastgen"]
-    for metric in (
-        "decode tokens/s",
-        "goodput, requests/s within the objectives",
-        "TTFT mean, s",
-        "TTFT P99, s",
-        "time to second token, mean, s",
-        "P99 TPOT over requests, ms",
-        "P99 TPOT over iterations, ms",
-        "bubble share of the iterations' time",
-        "share of switch iterations",
-    ):
-        rows = rows_of(text, metric)
-        assert [row[metric] for row in rows] == [*names, "uniform, 500"], metric
-        for row in rows:
-            shown = [row[policy] for policy in policies]
-            assert [cell == tables.NOTHING for cell in shown] == [
-                metric == "share of switch iterations" and policy in ("vllm", "fastgen") for policy in policies
-            ], (metric, row)
+    names.append("uniform, 500")
+    policies = ["aligned", "aligned, 60 s", "aligned-cost", "fcfs", "fcfs + 10 ms", "vllm", "fastgen"]
+    with file.open(encoding="utf-8", newline="") as lines:
+        figures = [
+            row for row in csv.DictReader(lines) if row["kernel_mode"] == "split_kv" and row["topology"] == "1:1"
+        ]
+    at_load = ("goodput_requests_per_s", "ttft_mean_s", "ttft_p99_s", "second_token_mean_s", "tpot_p99_s")
+    both = ("charged_p99_s", "bubble_share", "switch_iteration_share", "refused")
+    for load, metrics in (("0", ("decode_throughput_tokens_per_s", "aligned_over", *both)), ("0.9", (*at_load, *both))):
+        for metric in metrics:
+            rows = [row for row in figures if (row["load"], row["metric"]) == (load, metric)]
+            assert [row["workload"] for row in rows] == names, metric
+            for row in rows:
+                without = [policy for policy in policies if not row[policy] or not row[f"{policy} ±"]]
+                assert without == (["vllm", "fastgen"] if metric == "switch_iteration_share" else []), (metric, row)
+    throughput, gains = rows_of(text, "workload | prefill:decode | aligned, tokens/s"), iter(figures)
+    for shown in throughput:
+        row = next(row for row in gains if row["metric"] == "decode_throughput_tokens_per_s")
+        assert figure(shown["aligned, tokens/s"]) == pytest.approx(float(row["aligned"]), rel=1e-3)
+    latency = rows_of(text, "workload | prefill:decode | capacity")
+    assert [row["workload"] for row in (*throughput, *latency)] == 2 * names
+    capacity = next(row for row in figures if row["metric"] == "capacity_requests_per_s")
+    assert figure(latency[0]["capacity, requests/s"]) == pytest.approx(float(capacity["fcfs"]), rel=5e-3)
+    assert len(latency[0]["P99 TPOT, ms: aligned, fcfs, vllm, fastgen"].split(", ")) == 4
     curve = rows_of(text, "95 % short: aligned over …")
     modes = [row["95 % short: aligned over …"] for row in curve]
     assert modes == ["no_split, 5 GB/s a block", "no_split, 200 GB/s a block", "split_kv"]
     assert all(figure(row["fcfs + 10 ms"]) > figure(row["fcfs"]) for row in curve)
     (uniform,) = rows_of(text, "workload | condition | decode throughput lost")
-    lost = -(figure(rows_of(text, "aligned's decode throughput over …")[-1]["fcfs"]) - 1)
+    lost = -(figure(throughput[-1]["aligned / fcfs"]) - 1)
     assert figure(uniform["decode throughput lost against fcfs"]) == pytest.approx(100 * lost, abs=0.06)
     assert uniform["at most 1 %"] == "yes"
     assert "objectives, for goodput and aligned-cost: TTFT 2 s, TPOT 0.1 s (95 % short, ShareGPT-8k" in text
-    assert len(rows_of(text, "workload | condition | prefill:decode | capacity")) == 2 * len([*names, "uniform"])
