@@ -27,7 +27,7 @@ from evaluation.runs import ALIGNED, ALIGNED_60_S, ALIGNED_COST, BASELINES, FAST
 from evaluation.tables import gain, number, percent, ratios, table
 from evaluation.workloads import APPLICATIONS, SHARES, Source, mixes, stand_ins, uniform_lengths
 
-from alignedserve.simulator.seeds import mean_and_interval
+from alignedserve.simulator.report.seeds import mean_and_interval
 
 VARIANTS = (ALIGNED, ALIGNED_60_S, ALIGNED_COST, *BASELINES)
 CURVE_VARIANTS = (ALIGNED, *BASELINES)
