@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-FOLDER = Path(__file__).parents[3] / "deploy/kuberay"
+FOLDER = Path(__file__).parents[2] / "deploy/kuberay"
 VARIANTS = ("cpu", "gpu-node", "gpu-nodes")
 Manifest = dict[str, Any]
 
