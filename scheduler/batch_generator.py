@@ -6,7 +6,7 @@
                                                          then right siblings from left to right, until there are enough
 
 "Fits": at most K blocks (and as many requests as an instance can run). "Enough": N requests. What the paper leaves open
-(systems.md, ADR 24): where the search does not reach N, the contiguous range that fits and has the most requests is
+(ADR 24): where the search does not reach N, the contiguous range that fits and has the most requests is
 taken, so that a batch has N wherever any range does; a leaf over K is cut at K, oldest first; a request larger than K
 is a batch alone.
 """

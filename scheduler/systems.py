@@ -1,4 +1,4 @@
-"""Systems by name: what `--policy` chooses, in the cluster and in the simulator (systems.md).
+"""Systems by name: what `--policy` chooses, in the cluster and in the simulator.
 
 A disaggregated system is a batch-formation policy (`policies/`) with settings; a colocated one is an instance scheduler
 (`colocated/`) whose passes hold prompts and decodes together. Besides the names of `SYSTEMS` there are those that

@@ -1,6 +1,9 @@
-"""Who is let in: what could never be served is refused at once, a full queue says when to come again, and a prompt is
-prefilled only when the pool has room for it beside the reserve for the growth of running requests (architecture.md,
-section 8). Each shard of the pool has its own reserve: only what is written on its node takes from it."""
+"""Admission: which requests are accepted, and when a prompt may be prefilled.
+
+A request that no store can hold is refused for good; one that finds the queue full is told when to retry. A prompt is
+prefilled only when its shard has room for it beside the growth reserve. Each shard has its own reserve: only what is
+written on its node uses it.
+"""
 
 from __future__ import annotations
 

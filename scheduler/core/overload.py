@@ -1,6 +1,6 @@
 """Admission by prediction: a request that would miss an objective, or wait too long, is refused before any work.
 
-Early rejection as in Mooncake (systems.md): what counts is the load at the time when the prefill will be done, not the
+Early rejection as in Mooncake: what counts is the load at the time when the prefill will be done, not the
 load of now. Judged by the load of now, a cluster whose prefills take a while accepts everything until the first of them
 decode, then nothing until they end, and so on (`tests/unit/scheduler/test_overload.py` shows both). Every decode is
 taken to last as long as decodes have lasted on average, so nobody's output length is asked for.

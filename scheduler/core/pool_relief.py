@@ -1,8 +1,8 @@
-"""Keeps room in the KV pool for evictions: else a full pool, full buffers and a full cache would wait for each other.
+"""Keeps room in the pool for evictions. Otherwise a full pool, full buffers and a full cache would wait for each other.
 
-In this order: clean copies of running requests are dropped; then, where an eviction has waited for a while all the
-same, the KV of a request that waits, in the pool or as a candidate: it has to be prefilled again (counted;
-architecture.md, section 8). All of this in the shard that is full.
+First, clean copies of running requests are dropped from the shard that is full. Then, where an eviction has waited for
+a while all the same, the KV of a request that waits in the pool or as a candidate is dropped: it has to be prefilled
+again, and is counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups that wait for a prefill instance, first come, first served (systems.md, AlignedServe).
+"""Groups that wait for a prefill instance, first come, first served.
 
 What was begun and lost goes before what is new: somebody waits in the middle of an answer.
 """

@@ -1,4 +1,4 @@
-"""Which prefill instance computes a prompt: the one with the least predicted time to first token (systems.md)."""
+"""Which prefill instance computes a prompt: the one with the least predicted time to first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global scheduler's decisions: events in, actions out, no I/O and no clock (architecture.md, section 6).
+"""The global scheduler's decisions: events in, actions out, no I/O and no clock.
 
 One decider for each request at each moment. Until it is prefilled the core decides: which prefill instance, which
 batch, which decode instance. From `Prefetch` on the decode instance does, until it says Finished, Lost or Returned.

@@ -1,6 +1,6 @@
 """How long a prefill or a decode iteration takes: the interface, and a linear model that learns as it goes.
 
-Measured tables and the two kernel modes of systems.md fit behind the same interface.
+Measured tables and the two kernel modes fit behind the same interface.
 """
 
 from __future__ import annotations

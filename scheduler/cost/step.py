@@ -1,7 +1,7 @@
 """The contract of a step cost: how long one forward pass takes on one instance of given hardware, in seconds.
 
 A pass may hold prompt chunks, decode requests, or both. Attention depends on the length of every request, by one of two
-kernel modes (systems.md, "Where the gain comes from"):
+kernel modes (ADR 20):
 
     split_kv   the KV of all requests is split over thread blocks by work: t_mean + alpha (t_max - t_mean)
     no_split   a (request, head) job is one thread block's: the pass ends when the last job has, laid on the SMs as they

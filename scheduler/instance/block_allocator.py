@@ -4,7 +4,7 @@
     free ──lease──► free, set aside for a writer ──assign_leased──► owned
                           └──quarantine(writer)──► owned, by nobody ──end_quarantine──► free
 
-`capacity = free + owned + cached` at every moment (architecture.md, section 8). A block under a lease is free until a
+`capacity = free + owned + cached` at every moment. A block under a lease is free until a
 holder is put in it; one under a lost writer's lease is owned, because that writer may still write to it.
 """
 

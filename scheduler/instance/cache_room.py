@@ -1,6 +1,6 @@
 """How much room a decode cache has: for growth (when to evict) and for one request more (when to join).
 
-Two marks (systems.md, AlignedServe). The watermark is what has to stay free: one block for each request that can still
+Two marks. The watermark is what has to stay free: one block for each request that can still
 grow, since aligned lengths cross block boundaries together, or a configured number. A join wants the watermark intact
 after `join_iterations` iterations of the whole batch: what has just joined does not cause an eviction right away, and
 what was evicted does not come straight back.

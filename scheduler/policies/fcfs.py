@@ -1,4 +1,4 @@
-"""First come, first served, whatever the lengths: how DistServe's decode stage admits (systems.md)."""
+"""First come, first served, whatever the lengths: how DistServe's decode stage admits."""
 
 from __future__ import annotations
 
