@@ -4,8 +4,9 @@
           │                      ▲            │             │
           └──── KV adopted ──────┴── Returned ┴─────────────┘        (and every state ──► ENDED)
 
-From PREFETCHED on only the decode instance decides about the request, until it gives it back. A request may jump from PREFETCHED to WAITING (given back before it joined), from DECODING to WAITING
-(evicted), and to ENDED from everywhere (finished, cancelled, lost).
+From PREFETCHED on only the decode instance decides about the request, until it gives it back. A request may jump from
+PREFETCHED to WAITING (given back before it joined), from DECODING to WAITING (evicted), and to ENDED from every state
+(finished, cancelled, lost).
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ class CoreState:
         self.actions.append(ReleasePool(keys, dropped=True, kv_tokens=lengths, pool_id=shard.pool_id))
 
     def drop_strays(self, shard: PoolShard, copies: Mapping[RequestKey, tuple[int, int]]) -> None:
-        """A shard was found to hold these as (KV tokens, blocks). Copies that the core places in another shard go there.
+        """`copies`: what a shard was found to hold, as (KV tokens, blocks). Copies of other shards go there.
 
         Only of what nobody but the core decides about: else it may be on its way here.
         """
