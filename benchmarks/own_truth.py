@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import csv
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from mixed_load import MixedLoad
 
 from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
 from alignedserve.cluster.cli.serve_process import ServeProcess
+from alignedserve.control.samples import samples
 from alignedserve.engine.profile.other_work import QUIET_SHARE, OtherWork
 from alignedserve.memory import usable_cores
 from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cost
@@ -108,10 +108,10 @@ def measure(log: Path, trace: Path, options: argparse.Namespace) -> dict[str, An
 
 def capacity_blocks(metrics: str, store: str) -> int:
     """Of the one store whose name begins so. Raises RuntimeError where there is none."""
-    found = re.search(rf'^alignedserve_kv_capacity_blocks{{store="{store}[^"]*".*}} (\d+)$', metrics, re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"the cluster reports no store {store}")
-    return int(found[1])
+    for sample in samples(metrics, "alignedserve_kv_capacity_blocks"):
+        if sample.labels["store"].startswith(store):
+            return int(sample.value)
+    raise RuntimeError(f"the cluster reports no store {store}")
 
 
 def simulate(trace: Path, profile: Path, blocks: Mapping[str, int], options: argparse.Namespace, out: Path) -> None:

@@ -36,7 +36,7 @@ from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import Tree, from_arguments, from_tree, to_tree
 from alignedserve.errors import ConfigError, ModelError
-from alignedserve.gateway.serve.serve_ports import close_internal_port
+from alignedserve.gateway.serve.ray_private import close_internal_port
 from alignedserve.scheduler.systems import served_settings
 
 logger = logging.getLogger(__name__)

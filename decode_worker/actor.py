@@ -13,13 +13,14 @@ import grpc
 from alignedserve.control.convert import failure_to_proto, key_from_proto, keys_from_proto, keys_to_proto
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, serve_stream
-from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.instance import DecodeInstance
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
@@ -27,7 +28,7 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import BufferKind
-from alignedserve.transfer.metrics import channel_lines, locking
+from alignedserve.transfer.metrics import locking, show_channels
 
 logger = logging.getLogger(__name__)
 
@@ -77,22 +78,13 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         waiting = status.batch_buffer_requests + status.requests_buffer_requests
         blocks = f"{cache.owned_blocks}/{cache.capacity} cache"
         beat.holds = f"{status.running} running, {waiting} candidates; blocks: {blocks}{locking(instance.channels)}"
-        values = {
-            "decode_running": status.running,
-            "decode_iterations_total": status.iterations,
-            "decode_switch_iterations_total": status.switch_iterations,
-            "decode_seconds_total": instance.compute.pass_meter.total_s,
-            "decode_evictions_total": status.evictions,
-            "decode_shortest_tokens": status.shortest_tokens,
-            "decode_longest_tokens": status.longest_tokens,
-            **instance.copier.counters(),
-            **instance.engine.counters(),
-        }
-        lines = store_lines(self.settings.id, [self._count()]) + counter_lines(self.settings.id, values)
-        lines += instance.compute.iterations.lines(self.settings.id) + channel_lines(
-            self.settings.id, instance.channels
-        )
-        beat.metrics = "\n".join(lines)
+        page = Page(instance=self.settings.id)
+        show_stores(page, [self._count()])
+        instance.compute.show_metrics(page)
+        instance.copier.show_metrics(page)
+        instance.engine.show_metrics(page)
+        show_channels(page, instance.channels)
+        beat.metrics = page.text()
         return beat
 
     async def check_integrity(self) -> list[sv.BookCheck]:

@@ -121,7 +121,7 @@ class DecodeInstance:
         self.engine = engine = decode_engine(runner, config, self.capturing)
         compute = DecodeLoop(settings.id, engine, scheduler, tokenizer, pull, self._post, meter, overlap=overlap)
         await asyncio.to_thread(compute.warm_up)
-        self.memory.note_graphs(engine.counters().get("decode_graph_bytes", 0.0))
+        self.memory.note_graphs(engine.graph_memory_bytes)
         self.compute = compute
         self.compute.start()
         await self._follow_pairs()

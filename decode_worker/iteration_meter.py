@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from alignedserve.control.metrics import Histogram
+from alignedserve.metrics import Histogram, Page
 from alignedserve.scheduler.cost.step import StepCost
 
 GAP_BOUNDS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
@@ -60,11 +60,16 @@ class IterationMeter:
         self.bubbles.observe(bubble_s)
         return bubble_s
 
-    def lines(self, instance: str) -> list[str]:
-        """Prometheus text."""
-        lines = self.gaps.lines("iteration_gap_seconds", instance)
+    def show_metrics(self, page: Page) -> None:
+        meaning = (
+            "from the last token of an iteration to the launch of the next: "
+            "what the device idles, as far as the host can tell"
+        )
+        page.histogram("iteration_gap_seconds", meaning, self.gaps)
         if self._cost is not None:
-            lines += self.bubbles.lines("iteration_bubble_seconds", instance)
-            for name, seconds in ("predicted", self.predicted_s), ("balanced", self.balanced_s):
-                lines.append(f'alignedserve_iteration_{name}_seconds_total{{instance="{instance}"}} {seconds!r}')
-        return lines
+            meaning = "with a cost model: predicted cost of unequal lengths, of each iteration"
+            page.histogram("iteration_bubble_seconds", meaning, self.bubbles)
+            meaning = "with a cost model: predicted time of iterations"
+            page.counter("iteration_predicted_seconds_total", meaning, self.predicted_s)
+            meaning = "with a cost model: predicted time of the same bytes at equal lengths"
+            page.counter("iteration_balanced_seconds_total", meaning, self.balanced_s)

@@ -24,6 +24,7 @@ from alignedserve.decode_worker.iteration_meter import IterationMeter
 from alignedserve.engine.decoding import DecodeEngine
 from alignedserve.engine.live import LiveRequest
 from alignedserve.errors import TransferError
+from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core.events import BufferKind
@@ -109,6 +110,19 @@ class DecodeLoop:
     def status(self) -> IterationStatus:
         """As of the last iteration boundary."""
         return self._status
+
+    def show_metrics(self, page: Page) -> None:
+        status = self.status
+        page.gauge("decode_running", "requests in the running batch", status.running)
+        page.counter("decode_iterations_total", "iterations", status.iterations)
+        meaning = "iterations with requests of two batches"
+        page.counter("decode_switch_iterations_total", meaning, status.switch_iterations)
+        page.counter("decode_seconds_total", "seconds in iterations", self.pass_meter.total_s)
+        meaning = "requests evicted to the candidate request buffer or the pool"
+        page.counter("decode_evictions_total", meaning, status.evictions)
+        page.gauge("decode_shortest_tokens", "shortest prefix of the running batch", status.shortest_tokens)
+        page.gauge("decode_longest_tokens", "longest prefix of the running batch", status.longest_tokens)
+        self.iterations.show_metrics(page)
 
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
         """Candidates that are complete at their source."""

@@ -6,10 +6,11 @@ Between the two the caller may launch the next, in which a request's last token 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
+from alignedserve.metrics import Page
 
 
 @dataclass(slots=True)  # frozen ones take twice as long to make, and there is one a request and iteration
@@ -75,6 +76,10 @@ class DecodeEngine(ABC):
         """
         return None
 
-    def counters(self) -> Mapping[str, float]:
-        """What this kind of engine counts, for metrics, by name. Any thread may ask."""
-        return {}
+    @property
+    def graph_memory_bytes(self) -> int:
+        """What graphs and their buffers take on the device; 0 without graphs."""
+        return 0
+
+    def show_metrics(self, page: Page) -> None:  # noqa: B027
+        """What this kind of engine counts. Any thread may ask."""

@@ -26,11 +26,15 @@ class GatewayMetrics:
     def __init__(self, instance: str) -> None:
         self.registry = CollectorRegistry()
         self._instance = instance
-        self.stale_events = self._counter("stale_events", "token events that came too late: ended or older epochs")
+        self.stale_events = self._counter(
+            "stale_events", "late token events: of requests that had ended, or of older epochs"
+        )
         self.resubmissions = self._counter("resubmissions", "requests that were submitted again after a loss")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of submitted prompts")
         self.output_tokens = self._counter("output_tokens", "tokens received from workers")
-        self.unlogged = self._counter("unlogged_requests", "requests that the request log has no line of")
+        self.unlogged = self._counter(
+            "unlogged_requests", "requests without a line in the request log, because the disk was full or too slow"
+        )
         self.open_requests = Gauge(
             "alignedserve_gateway_open_requests", "requests held now", ["instance"], registry=self.registry
         ).labels(instance)

@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from alignedserve import logs
 from alignedserve.config import Config
 from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.control.samples import merge
 from alignedserve.errors import ConfigError, UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.backend import Backend, Locate
@@ -190,7 +191,7 @@ class GatewayServer:
         """Every role's metrics, taken now by the supervisor (this gateway's among them); its own without one."""
         status = await self.backend.status()
         text = "" if status is None else status.metrics
-        return text if f'instance="{self.process.id}"' in text else text + self._own_metrics()
+        return text if f'instance="{self.process.id}"' in text else merge([text, self._own_metrics()])
 
     async def status_json(self) -> dict[str, Any]:
         status = await self.backend.status()

@@ -13,7 +13,7 @@ from alignedserve.control.convert import failure_to_proto, key_from_proto, key_t
 from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
-from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError
 from alignedserve.kv_pool.agent_handover import AgentHandover
@@ -21,6 +21,7 @@ from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import Grant, KvPool
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
+from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -146,11 +147,15 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if self._pool is None or self._store is None:
             return sv.Heartbeat()
         counts = self._pool.counts()
-        values = {"pool_requests": counts.requests, "pool_leased_blocks": counts.leased}
+        page = Page(instance=self.settings.id)
+        show_stores(page, [self._count()])
+        page.gauge("pool_requests", "requests whose KV the pool holds", counts.requests)
+        meaning = "blocks leased to writers and not yet committed"
+        page.gauge("pool_leased_blocks", meaning, counts.leased)
         return sv.Heartbeat(
             stores=[self._store.handle().to_proto()],
             holds=f"{counts.requests} requests; blocks: {counts.owned}/{counts.capacity}, {counts.leased} leased",
-            metrics="\n".join(store_lines(self.settings.id, [self._count()]) + counter_lines(self.settings.id, values)),
+            metrics=page.text(),
         )
 
     async def check_integrity(self) -> list[sv.BookCheck]:

@@ -23,14 +23,15 @@ from alignedserve.control.convert import (
 from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
-from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
+from alignedserve.control.metrics import StoreCount, show_stores
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
 from alignedserve.kv_pool.paired_service import PairedCopiesService
+from alignedserve.metrics import Page
 from alignedserve.prefill_worker.instance import PrefillInstance
-from alignedserve.prefill_worker.loop import Computed, PrefilledJob
+from alignedserve.prefill_worker.loop import Computed, PrefilledJob, PrefillLoop
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
@@ -40,7 +41,7 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.transfer.block_store import BlockStore
-from alignedserve.transfer.metrics import channel_lines, locking
+from alignedserve.transfer.metrics import locking, show_channels
 from alignedserve.transfer.pair_choice import PAIRED
 
 logger = logging.getLogger(__name__)
@@ -104,30 +105,26 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         beat = sv.Heartbeat(model_info=model_info, reaches=instance.reaches, gauges=instance.memory.gauges)
         if instance.compute is None:
             return beat
-        passes, meter = instance.compute.passes, instance.compute.meter
+        meter = instance.compute.meter
         self.progress, self.busy, self.step_s = meter.count, instance.compute.busy, meter.longest_s
         beat.stores.extend(buffer.store.handle().to_proto() for buffer in instance.buffers.values())
         counts = self._counts()
         held = ", ".join(f"{count.owned}/{count.capacity} {count.store.rpartition('/')[2]}" for count in counts)
         beat.holds = f"{instance.compute.pending_tokens} tokens to prefill; blocks: {held}{locking(instance.channels)}"
-        counters = {
-            "prefill_pending_tokens": instance.compute.pending_tokens,
-            "prefill_passes_total": passes,
-            "prefill_seconds_total": instance.compute.pass_meter.total_s,
-            "prefill_predicted_seconds_total": instance.compute.pass_meter.predicted_s,
-            "prefill_repeated_tokens_total": instance.compute.repeated_tokens,
-            "prefill_reused_tokens_total": instance.compute.reused_tokens,
-        }
-        if instance.offloader is not None:
-            counters["prefill_offload_exposed_seconds_total"] = instance.offloader.exposed_s
-            counters["prefill_offload_blocks_total"] = instance.offloader.blocks
-            counters["prefill_offload_ahead_blocks_total"] = instance.offloader.blocks_ahead
-        if instance.layerwise is not None:
-            counters["prefill_offload_ahead_layers_total"] = instance.layerwise.layers_ahead
-        counters |= instance.copier.counters()
-        lines = store_lines(self.settings.id, counts) + counter_lines(self.settings.id, counters)
-        beat.metrics = "\n".join(lines + channel_lines(self.settings.id, instance.channels))
+        beat.metrics = self._metrics(instance.compute, counts)
         return beat
+
+    def _metrics(self, compute: PrefillLoop, counts: Sequence[StoreCount]) -> str:
+        instance, page = self._instance, Page(instance=self.settings.id)
+        show_stores(page, counts)
+        compute.show_metrics(page)
+        if instance.offloader is not None:
+            instance.offloader.show_metrics(page)
+        if instance.layerwise is not None:
+            instance.layerwise.show_metrics(page)
+        instance.copier.show_metrics(page)
+        show_channels(page, instance.channels)
+        return page.text()
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         cache, compute, mine = self._instance.cache, self._instance.compute, self.settings.id

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.geometry import KvGeometry
+from alignedserve.metrics import Page
 from alignedserve.request import RequestKey
 from alignedserve.transfer.completion import Completion
 
@@ -123,6 +124,10 @@ class Layerwise:
         self.layers_ahead = 0
         self._geometry = geometry
         self._prepare, self._begin, self.abandon = prepare, begin, abandon
+
+    def show_metrics(self, page: Page) -> None:
+        meaning = "layers copied while later ones were computed (prefill.layerwise_tokens)"
+        page.counter("prefill_offload_ahead_layers_total", meaning, self.layers_ahead)
 
     def open(self, lead: RequestKey, tokens: int, computed: int, kept: int) -> Ahead | None:
         """For a job of `tokens` tokens that starts now; None: not ahead.

@@ -22,6 +22,7 @@ from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler
 from alignedserve.errors import AlignedServeError, CancelledError, TransferError
+from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead, Layerwise, PassCopies
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import FinishReason, RequestKey, RequestSpec, Stage, TokenLogprobs
@@ -192,6 +193,17 @@ class PrefillLoop:
     def idle(self) -> bool:
         """No prompt is known here; one that was submitted a moment ago may not be, yet."""
         return not self._jobs
+
+    def show_metrics(self, page: Page) -> None:
+        meaning = "prompt tokens sent to the instance and not yet computed"
+        page.gauge("prefill_pending_tokens", meaning, self.pending_tokens)
+        page.counter("prefill_passes_total", "forward passes", self.passes)
+        page.counter("prefill_seconds_total", "seconds in passes", self.pass_meter.total_s)
+        meaning = "the same passes as predicted by the cost model; 0 without one"
+        page.counter("prefill_predicted_seconds_total", meaning, self.pass_meter.predicted_s)
+        page.counter("prefill_repeated_tokens_total", "tokens computed again after a loss", self.repeated_tokens)
+        meaning = "tokens of requests submitted again whose KV the pool still had"
+        page.counter("prefill_reused_tokens_total", meaning, self.reused_tokens)
 
     @property
     def pending_tokens(self) -> int:

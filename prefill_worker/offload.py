@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead
 from alignedserve.prefill_worker.loop import PrefilledJob
 from alignedserve.proto import common_pb2 as pb
@@ -37,6 +38,13 @@ class Offloader:
         self.exposed_s = 0.0  # that copies of prompts took after the prompt was computed
         self.blocks = 0  # copied, of prompts
         self.blocks_ahead = 0  # of those: by copies that were begun before the prompt was computed
+
+    def show_metrics(self, page: Page) -> None:
+        meaning = "seconds that copies took after their prompt was computed"
+        page.counter("prefill_offload_exposed_seconds_total", meaning, self.exposed_s)
+        page.counter("prefill_offload_blocks_total", "blocks of prompts written to the pool", self.blocks)
+        meaning = "blocks of prompts written to the pool by copies begun before the prompt was computed"
+        page.counter("prefill_offload_ahead_blocks_total", meaning, self.blocks_ahead)
 
     @property
     def idle(self) -> bool:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from alignedserve.errors import ChecksumError, TransferError
+from alignedserve.metrics import Page
 from alignedserve.transfer.block_store import BlockStore
 from alignedserve.transfer.channel import Channel
 from alignedserve.transfer.completion import Completion
@@ -146,13 +147,11 @@ class Copier:
                     )
         return None
 
-    def counters(self) -> dict[str, int]:
-        """By metric name, without the prefix."""
-        return {
-            "kv_copy_failures_total": self.failures,
-            "kv_checksum_blocks_total": self.checked_blocks,
-            "kv_checksum_mismatches_total": self.mismatches,
-        }
+    def show_metrics(self, page: Page) -> None:
+        page.counter("kv_copy_failures_total", "copies that failed on every route", self.failures)
+        page.counter("kv_checksum_blocks_total", "blocks compared (kv_pool.verify)", self.checked_blocks)
+        meaning = "blocks that differed and were copied or computed again"
+        page.counter("kv_checksum_mismatches_total", meaning, self.mismatches)
 
     def close(self) -> None:
         """Idempotent; the channels are closed by whoever opened them."""

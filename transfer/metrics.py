@@ -1,10 +1,11 @@
-"""Prometheus text of an instance's channels."""
+"""Metrics of an instance's channels."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from alignedserve.memory import describe_bytes
+from alignedserve.metrics import Page
 from alignedserve.transfer.channel import Channel, PageLocked
 
 
@@ -24,23 +25,22 @@ def _page_locked(channels: Collection[Channel]) -> Collection[PageLocked]:
     return {progress.store_id: progress for progress in found}.values()
 
 
-def channel_lines(instance: str, channels: Collection[Channel]) -> list[str]:
-    """What each channel of the instance has moved: copies, failed ones, bytes, and the seconds it was copying.
-
-    And of each store that is to be page-locked how many bytes are, and how many will be.
-    """
-    lines = []
+def show_channels(page: Page, channels: Collection[Channel]) -> None:
+    """What each channel has moved, and of each store that is to be page-locked how far that has come."""
     for channel in channels:
-        labels = (
-            f'source="{channel.source.store_id}",destination="{channel.destination.store_id}",'
-            f'channel="{channel.name}",instance="{instance}"'
-        )
         counters = channel.counters()
-        for name in ("copies", "failed", "bytes", "busy_s"):
-            metric = "busy_seconds" if name == "busy_s" else name
-            lines.append(f"alignedserve_transfer_{metric}_total{{{labels}}} {getattr(counters, name)!r}")
+        ends = {
+            "source": channel.source.store_id,
+            "destination": channel.destination.store_id,
+            "channel": channel.name,
+        }
+        page.counter("transfer_copies_total", "copies over a channel", counters.copies, **ends)
+        page.counter("transfer_failed_total", "copies that failed", counters.failed, **ends)
+        page.counter("transfer_bytes_total", "bytes copied", counters.bytes, **ends)
+        meaning = "seconds in which the channel copied"
+        page.counter("transfer_busy_seconds_total", meaning, counters.busy_s, **ends)
     for progress in _page_locked(channels):
-        labels = f'store="{progress.store_id}",instance="{instance}"'
-        lines.append(f"alignedserve_page_locked_bytes{{{labels}}} {progress.locked_bytes}")
-        lines.append(f"alignedserve_page_lockable_bytes{{{labels}}} {progress.total_bytes}")
-    return lines
+        meaning = "on a GPU: bytes of the store that are page-locked so far"
+        page.gauge("page_locked_bytes", meaning, progress.locked_bytes, store=progress.store_id)
+        meaning = "on a GPU: bytes that will be page-locked"
+        page.gauge("page_lockable_bytes", meaning, progress.total_bytes, store=progress.store_id)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
 from alignedserve.cluster.cli.status_command import ask_newest, table
 from alignedserve.cluster.records import fetch_json, fetch_metrics
+from alignedserve.control.samples import samples
 from alignedserve.errors import UnavailableError
 
 INTEGRITY_PATH = "/alignedserve/integrity"
 TIMEOUT_S = 20.0
 CHANNEL_HEADER = ("source", "destination", "channel", "copies", "failed", "bytes", "seconds", "GB/s")
-_TRANSFER = re.compile(
-    r"alignedserve_transfer_(?P<what>copies|failed|bytes|busy_seconds)_total\{(?P<labels>.*)\} (?P<value>\S+)"
-)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_MOVED = {f"alignedserve_transfer_{what}_total": what for what in ("copies", "failed", "bytes", "busy_seconds")}
 HEADER = ("", "store", "instance", "what was found")
 
 
@@ -45,11 +42,9 @@ def check_live(url: str | None, *, as_json: bool, api_key_file: str | None = Non
 def busy_channels(metrics: str) -> list[dict[str, Any]]:
     """Each channel of the cluster, and what it has reached: bytes moved over the seconds in which it was copying."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
-    for line in metrics.splitlines():
-        if match := _TRANSFER.match(line):
-            labels = dict(_LABEL.findall(match["labels"]))
-            key = tuple(labels.get(name, "") for name in ("source", "destination", "channel"))
-            found.setdefault(key, {})[match["what"]] = float(match["value"])
+    for sample in samples(metrics, *_MOVED):
+        key = tuple(sample.labels[name] for name in ("source", "destination", "channel"))
+        found.setdefault(key, {})[_MOVED[sample.name]] = sample.value
     return [
         {
             "source": source,

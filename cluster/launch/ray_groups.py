@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def groups() -> list[Group]:
 
 
 def handle(identity: str) -> PlacementGroup:
-    return PlacementGroup(PlacementGroupID(bytes.fromhex(identity)))
+    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity)))
 
 
 def remove_abandoned(but: str) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray._private.state import actors
-
 from alignedserve.cluster.launch.actors import ACTORS
 from alignedserve.cluster.launch.launcher import Running
 from alignedserve.cluster.supervisor.handover import newest_view
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Node
+from alignedserve.gateway.serve.ray_private import actor_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,6 @@ class Silent:
 
 def look_at_silent(name: str, actor: Any, nodes: Mapping[str, Node]) -> Silent | None:
     """What Ray knows of it; None where it runs on none of `nodes`, which are alive, by Ray's id. Blocks."""
-    record = actors(actor._actor_id.hex())
+    record = actor_record(actor)
     node = nodes.get(record["Address"]["NodeID"]) if record.get("State") == "ALIVE" else None
     return Silent(name, actor, node, int(record["Pid"])) if node is not None else None

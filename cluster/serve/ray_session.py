@@ -21,12 +21,11 @@ from alignedserve.cluster.serve import haproxy, haproxy_exec
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree
 from alignedserve.errors import AlignedServeError, ConfigError
-from alignedserve.gateway.serve import serve_ports
+from alignedserve.gateway.serve import ray_private, serve_ports
 from alignedserve.memory import usable_cores
 
 GRPC_SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it
-WORKER_SETUP = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray's own name for what its workers run first
 LOOPBACK = "127.0.0.1"
 OLD_SESSION_S = 24 * 3600.0
 
@@ -84,17 +83,16 @@ class RaySession:
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         try:
             if self.owned:
-                _leave_out_services()
-                _stay_on_loopback()
-                os.environ[WORKER_SETUP] = f"{serve_ports.__name__}.{serve_ports.set_up_worker.__name__}"
+                ray_private.leave_out_services()
+                ray_private.stay_on_loopback()
+                ray_private.own_process_groups()
+                ray_private.set_worker_setup(serve_ports.set_up_worker)
                 os.environ[serve_ports.GRPC_HOST] = self._grpc_host()
-                _own_process_groups()
                 options = common | {
                     "address": "local",
                     "include_dashboard": False,
-                    "_node_ip_address": LOOPBACK,
                     "object_store_memory": OBJECT_STORE_BYTES,
-                    "_temp_dir": str(self._folder),
+                    **ray_private.init_options(LOOPBACK, self._folder),
                 }
                 _twice(lambda: ray.init(**options), ray.shutdown)
             else:
@@ -108,8 +106,7 @@ class RaySession:
             raise AlignedServeError(f"{doing}: {_reason(error)}{_busy()}") from error
         self._started = True
         with contextlib.suppress(Exception):  # only for telling where logs are
-            worker: Any = ray._private.worker
-            self._session_dir = Path(worker._global_node.get_session_dir_path())
+            self._session_dir = ray_private.session_dir()
 
     def _proxy_environment(self) -> dict[str, str]:
         """Which proxy Serve has. In a cluster that is joined, that cluster's own environment says."""
@@ -132,7 +129,7 @@ class RaySession:
         from alignedserve.config_sources import to_tree
 
         try:
-            self._serve_ran = not self.owned and _serve_runs()
+            self._serve_ran = not self.owned and ray_private.serve_runs()
             self._refuse_taken_name(serve)
             _twice(lambda: self._start_serve(serve), lambda: None)
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -217,12 +214,8 @@ class RaySession:
         """
         if not self.owned or not self._started:
             return ""
-        with contextlib.suppress(Exception):  # its place in Ray is not a public one
-            import ray
-
-            worker: Any = ray._private.worker
-            for name, _ in worker._global_node.dead_processes():
-                return str(name)
+        with contextlib.suppress(Exception):  # Ray may be on its way out
+            return next(iter(ray_private.dead_processes()), "")
         return ""
 
     def is_alive(self) -> bool:
@@ -277,47 +270,6 @@ class RaySession:
                     shutil.rmtree(session, ignore_errors=True)
 
 
-def _leave_out_services() -> None:
-    """Do without Ray's dashboard, autoscaler and log monitor: a third of the start, 300 MB, and its only network probe.
-
-    There is no option for it, so their starters are taken out of this process's Ray, where it has them.
-    """
-    from ray._private.node import Node
-
-    def start_nothing(self: object, *arguments: object, **options: object) -> None:
-        return None
-
-    for name in ("start_monitor", "start_api_server", "start_log_monitor"):
-        if callable(getattr(Node, name, None)):
-            setattr(Node, name, start_nothing)
-
-
-def _stay_on_loopback() -> None:
-    """Have Ray's own processes listen on loopback only, and leave out the job API that each node's agent serves.
-
-    Ray binds every interface unless the node's address is 127.0.0.1, which it takes for a mistake and replaces; and it
-    has no option to do without the agent's HTTP server but to lack what that imports.
-    """
-    from ray._private import services, utils
-
-    services.resolve_ip_for_localhost = lambda host: host
-    utils.get_dashboard_dependency_error = lambda: ImportError("left out")
-
-
-def _own_process_groups() -> None:
-    """Keep signals to the command's process group from Ray's processes: they are needed to end the others cleanly.
-
-    They cannot outlive the command all the same: Ray has the kernel end them with it.
-    """
-    from ray._private import services
-
-    class OwnGroupPopen(services.ConsolePopen):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, process_group=0, **options)
-
-    services.ConsolePopen = OwnGroupPopen  # type: ignore[misc]
-
-
 def _replica_reason(app_name: str) -> str:
     """Why a replica could not start, in its own words: the last line of the traceback that Serve keeps; "" without."""
     from ray import serve
@@ -329,18 +281,6 @@ def _replica_reason(app_name: str) -> str:
             if found:
                 return re.sub(r"^[\w.]*\.", "", re.sub(r"\x1b\[[0-9;]*m", "", found[-1]))
     return ""
-
-
-def _serve_runs() -> bool:
-    """Whether somebody has started Serve in this Ray cluster already."""
-    import ray
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-
-    try:
-        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def _reason(error: BaseException) -> str:

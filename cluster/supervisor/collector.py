@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from alignedserve.cluster.supervisor.metrics_text import merge
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.control.link import Outbox
+from alignedserve.control.samples import merge
+from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 
@@ -50,12 +51,8 @@ def cluster_metrics(roster: Roster, launches: int) -> str:
     ready: dict[str, int] = {}
     for slot in roster.slots.values():
         ready[slot.planned.role] = ready.get(slot.planned.role, 0) + slot.ready
-    own = [
-        "# HELP alignedserve_ready_instances Instances of a role that are ready.",
-        "# TYPE alignedserve_ready_instances gauge",
-        *(f'alignedserve_ready_instances{{role="{role}"}} {count}' for role, count in ready.items()),
-        "# HELP alignedserve_role_starts_total Processes that the supervisor has started.",
-        "# TYPE alignedserve_role_starts_total counter",
-        f"alignedserve_role_starts_total {launches}",
-    ]
-    return merge([*(member.beat.metrics for member, _ in roster.members()), "\n".join(own)])
+    own = Page()
+    for role, count in ready.items():
+        own.gauge("ready_instances", "instances of a role that are ready", count, role=role)
+    own.counter("role_starts_total", "processes that the supervisor has started", launches)
+    return merge([*(member.beat.metrics for member, _ in roster.members()), own.text()])

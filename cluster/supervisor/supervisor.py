@@ -28,7 +28,6 @@ from alignedserve.cluster.supervisor.core import SupervisorCore
 from alignedserve.cluster.supervisor.fencer import Fencer
 from alignedserve.cluster.supervisor.integrity import check_cluster
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
-from alignedserve.cluster.supervisor.metrics_text import with_label
 from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, Shape, check_gpus, plan_processes, resolve_device
 from alignedserve.cluster.supervisor.redeploy import NO_CHANGE, Change, follow
@@ -40,6 +39,7 @@ from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.role import new_incarnation, started_ticks
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.control.samples import with_label
 from alignedserve.errors import AlignedServeError, ResourceError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv

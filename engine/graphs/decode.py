@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from alignedserve.engine.graphs.device import GraphDevice, Mark
 from alignedserve.engine.runner import ModelRunner
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
 from alignedserve.errors import AccountingError, NumericsError
+from alignedserve.metrics import Page
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +86,18 @@ class GraphDecode(DecodeEngine):
             return self._eager.ahead(rows)
         return len(rows) <= self._passes.sizes[-1] and not any(_chosen_outside(row) for row in rows)
 
-    def counters(self) -> Mapping[str, float]:
+    def show_metrics(self, page: Page) -> None:
         counts = self.counts
-        return {
-            "decode_graph_replays_total": counts.replays,
-            "decode_graph_padded_rows_total": counts.padded_rows,
-            "decode_eager_iterations_total": counts.eager,
-            "decode_sampled_outside_total": counts.sampled_outside,
-            "decode_graph_sizes": len(self.sizes),
-            "decode_graph_bytes": self.graph_memory_bytes,
-        }
+        meaning = "on a GPU: iterations computed from a CUDA graph"
+        page.counter("decode_graph_replays_total", meaning, counts.replays)
+        meaning = "on a GPU: padding rows computed beside those of the batches"
+        page.counter("decode_graph_padded_rows_total", meaning, counts.padded_rows)
+        meaning = "on a GPU: iterations computed without a graph"
+        page.counter("decode_eager_iterations_total", meaning, counts.eager)
+        meaning = "on a GPU: rows whose tokens were chosen outside the graph"
+        page.counter("decode_sampled_outside_total", meaning, counts.sampled_outside)
+        page.gauge("decode_graph_sizes", "on a GPU: batch sizes that were captured", len(self.sizes))
+        page.gauge("decode_graph_bytes", "on a GPU: memory of the graphs", self.graph_memory_bytes)
 
     def device_fault(self) -> Exception | None:
         return self._runner.device_fault()

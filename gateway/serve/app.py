@@ -25,7 +25,7 @@ from alignedserve.gateway.http.asgi import report
 from alignedserve.gateway.http.guard import ApiKeyCheck
 from alignedserve.gateway.ledger import calls  # modules: the deployment is pickled, and a ContextVar cannot be
 from alignedserve.gateway.serve.proxy_watch import ProxyWatch
-from alignedserve.gateway.serve.serve_ports import close_internal_port, guard_grpc
+from alignedserve.gateway.serve.ray_private import close_internal_port, guard_grpc, is_ending
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.model import resolve_model
 from alignedserve.proto import common_pb2 as pb
@@ -178,11 +178,8 @@ async def _invitation(supervisor: DeploymentHandle[Any], tree: Tree, *, wait_rea
 
 
 def _is_ending() -> bool:
-    """Whether Serve has begun to end this replica; it keeps that to itself, so it is read where Ray has it."""
-    with contextlib.suppress(Exception):
-        worker: Any = ray._private.worker.global_worker
-        replica = worker.actors[worker.core_worker.get_actor_id()]
-        return bool(replica._replica_impl._shutting_down)
+    with contextlib.suppress(Exception):  # this process may be on its way out
+        return is_ending()
     return False
 
 

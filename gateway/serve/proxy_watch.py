@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
+
+from alignedserve.gateway.serve import ray_private
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +83,12 @@ class ProxyWatch:
 def _list_proxies() -> dict[str, Any]:
     """Handles of the proxies of all nodes, by actor id."""
     found = {}
+    namespace, prefix = ray_private.serve_proxies()
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == SERVE_NAMESPACE and actor["name"].startswith(SERVE_PROXY_NAME):
+        if actor["namespace"] == namespace and actor["name"].startswith(prefix):
             with contextlib.suppress(ValueError):  # it has just ended
-                handle = ray.get_actor(actor["name"], namespace=SERVE_NAMESPACE)
-                found[handle._actor_id.hex()] = handle
+                handle = ray.get_actor(actor["name"], namespace=namespace)
+                found[ray_private.actor_id(handle)] = handle
     return found
 
 

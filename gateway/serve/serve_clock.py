@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
-MODULES = frozenset({"ray.serve._private.deployment_state", "ray.serve._private.haproxy"})
+from alignedserve.gateway.serve.ray_private import CLOCKED, give_steady_clock, give_steady_timer
+
 _BEHIND_S = time.time() - time.monotonic()
 
 
@@ -24,12 +25,12 @@ def steady_time() -> float:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Of MODULES, which most workers of Ray never import."""
+    """Of CLOCKED, which most workers of Ray never import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in MODULES else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in CLOCKED else None
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
@@ -37,23 +38,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _execute(load: Callable[[ModuleType], None], module: ModuleType) -> None:
     load(module)
-    give_steady_clock(module)
-
-
-def give_steady_clock(module: ModuleType) -> None:
-    if getattr(module, "time", None) is time:
-        # A module itself, and no class of ours: Serve pickles actors whose methods refer to it, by its name.
-        steady_module = ModuleType("time")
-        steady_module.__dict__.update(vars(time), time=steady_time)
-        module.time = steady_module  # type: ignore[attr-defined]
+    give_steady_clock(module, steady_time)
 
 
 def steady() -> None:
     """At the start of a worker of Ray, before it knows what it will be."""
-    from ray._common import utils
-
-    if isinstance(timer := getattr(utils, "Timer", None), type):  # of Serve's proxies
-        timer.time = lambda self: steady_time()  # type: ignore[attr-defined]
-    for name in MODULES & sys.modules.keys():
-        give_steady_clock(sys.modules[name])
+    give_steady_timer(steady_time)
+    for name in CLOCKED & sys.modules.keys():
+        give_steady_clock(sys.modules[name], steady_time)
     sys.meta_path.insert(0, _Finder())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alignedserve.config import Config
 from alignedserve.errors import AlignedServeError
@@ -28,6 +28,17 @@ from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.guarded import GuardedPolicy
+
+if TYPE_CHECKING:
+    from alignedserve.metrics import Page
+
+_STATES = {
+    "queued": "requests that wait for a prefill instance",
+    "prefilling": "requests at a prefill instance",
+    "waiting_in_pool": "requests whose KV waits in the pool for a batch",
+    "prefetched": "requests that are being or have been prefetched for a decode instance",
+    "decoding": "requests at a decode instance",
+}
 
 
 class SchedulerCore:
@@ -152,21 +163,27 @@ class SchedulerCore:
         """How many more requests would be accepted now: gateways refuse by it before they read one."""
         return self._overload.room(now_s)
 
-    def load_gauges(self, now_s: float) -> dict[str, float]:
-        """What is predicted for a usual request that came now (while no role is missing), and what load has cost."""
-        gauges: dict[str, float] = {
-            "requests_refused_for_load_total": self._overload.refused,
-            "requests_dropped_for_room_total": self.dropped_for_room,
-            "late_requests_share": self._state.clock.late,
-            "starvation_threshold_share": self._state.clock.threshold_share,
-        }
+    def show_metrics(self, page: Page, now_s: float) -> None:
+        """Requests by state, what load has cost, and what is predicted while no role is missing."""
+        for state, count in self.describe().items():
+            page.gauge(f"requests_{state}", _STATES[state], count)
+        meaning = "requests refused because they would miss an objective or wait too long"
+        page.counter("requests_refused_for_load_total", meaning, self._overload.refused)
+        meaning = "requests whose KV was dropped as a last resort, to be prefilled again"
+        page.counter("requests_dropped_for_room_total", meaning, self.dropped_for_room)
+        meaning = "share of recent requests that began to decode past their wait objective"
+        page.gauge("late_requests_share", meaning, self._state.clock.late)
+        meaning = "share of its wait objective after which a request is overdue: 1, less while too many are late"
+        page.gauge("starvation_threshold_share", meaning, self._state.clock.threshold_share)
         outlook = self._overload.outlook(now_s)
         if outlook is not None:
-            gauges |= {"predicted_ttft_seconds": outlook.ttft_s, "predicted_tpot_seconds": outlook.tpot_s}
-        return gauges
+            meaning = "predicted TTFT of a typical request that arrives now"
+            page.gauge("predicted_ttft_seconds", meaning, outlook.ttft_s)
+            meaning = "predicted TPOT of such a request"
+            page.gauge("predicted_tpot_seconds", meaning, outlook.tpot_s)
 
     def check_integrity(self) -> None:
-        """Recount everything. Raises AccountingError where two counts of the same thing differ."""
+        """Recount everything. Raises AccountingError where the state do not match."""
         self._state.check_integrity()
 
     # requests

@@ -24,9 +24,9 @@ from alignedserve.control.convert import (
 )
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
-from alignedserve.control.metrics import counter_lines
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleServer, RoleSettings
+from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
@@ -141,21 +141,21 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self.busy = True  # it ticks, whatever there is
         self.step_s = self.config.scheduler.tick_s
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
-        gauges = self._core.load_gauges(time.monotonic())
-        gauges |= {f"requests_{name}": count for name, count in counts.items()}
         alarm = self._core.alarm(time.monotonic())
         self._drained = self._core.drained()
         return sv.Heartbeat(
             holds=holds or "no request",
-            metrics="\n".join([*counter_lines(self.settings.id, gauges), self._policy_line()]),
+            metrics=self._metrics(self._core),
             alarms=[alarm] if alarm else [],
             drained=self._drained,
         )
 
-    def _policy_line(self) -> str:
-        assert self._core is not None
-        labels = f'instance="{self.settings.id}",policy="{decides(self._core.policy)}"'
-        return f"alignedserve_scheduler_policy{{{labels}}} 1"
+    def _metrics(self, core: SchedulerCore) -> str:
+        page = Page(instance=self.settings.id)
+        core.show_metrics(page, time.monotonic())
+        meaning = "1; the label names the class that forms batches"
+        page.gauge("scheduler_policy", meaning, 1, policy=decides(core.policy))
+        return page.text()
 
     async def check_integrity(self) -> list[sv.BookCheck]:
         return [check_books("requests", self.settings.id, self._core.check_integrity)] if self._core else []

@@ -1,15 +1,20 @@
-"""The page of the metrics names what a cluster exports, with its type and labels, and nothing else."""
+"""The page of the metrics has what a cluster exports, with type, labels and help, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import load
+from alignedserve.control.samples import merge
 from alignedserve.errors import UnavailableError
 from alignedserve.gateway.metrics import GatewayMetrics
+from alignedserve.metrics import PREFIX
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.systems import served_settings
 from alignedserve.testing.models import make_model
@@ -17,15 +22,25 @@ from support.driver import Driver
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/operations/metrics.md"
-ROW = re.compile(r"^\| `(alignedserve_\w+)` \| (\w+) \| ([^|]+) \|", re.MULTILINE)
-SAMPLE = re.compile(r"^(alignedserve_\w+)(?:\{(.*)\})? \S+$", re.MULTILINE)
+ROW = re.compile(r"^\| `(alignedserve_\w+)` \| (\w+) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
 ON_A_GPU = re.compile(r"decode_(graph|eager|sampled)_|_page_lock")  # what a CPU has none of
 VOCAB_SIZE = 400
 
 
-def described() -> dict[str, tuple[str, str]]:
-    """`name -> (type, labels)` of the page."""
-    return {name: (kind, labels.strip()) for name, kind, labels in ROW.findall(PAGE.read_text(encoding="utf-8"))}
+class Metric(NamedTuple):
+    kind: str
+    labels: frozenset[str]
+    meaning: str
+
+
+def described() -> dict[str, Metric]:
+    """Those of the page, by name."""
+    found: dict[str, Metric] = {}
+    labels: frozenset[str] = frozenset()
+    for name, kind, told, meaning in ROW.findall(PAGE.read_text(encoding="utf-8")):
+        labels = labels if told == "the same" else frozenset(re.findall(r"`(\w+)`", told))
+        found[name] = Metric(kind, labels, meaning.replace("`", ""))
+    return found
 
 
 def exported(folder: Path) -> str:
@@ -52,32 +67,22 @@ def exported(folder: Path) -> str:
     return asyncio.run(run())
 
 
-def family(name: str) -> str:
-    return re.sub(r"_(bucket|sum|count)$", "", name)
-
-
 def test_the_page_describes_every_metric_that_a_cluster_exports(tmp_path: Path) -> None:
     gateway = GatewayMetrics("gateway-0")
     gateway.on_call_failed(UnavailableError("nothing"))
-    text = exported(tmp_path) + gateway.text()
-    page = described()
-    found = {(family(name), labels) for name, labels in SAMPLE.findall(text)}
-    assert {name for name, _ in found} - set(page) == set()
-    assert {name for name in set(page) - {name for name, _ in found} if not ON_A_GPU.search(name)} == set()
-    types = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, flags=re.MULTILINE))
-    assert {name: kind for name, (kind, _) in page.items() if types.get(name, kind) != kind} == {}
-    for name, labels in found:
-        used = {label for label in re.findall(r'(\w+)="', labels) if label != "le"}
-        told = set(re.findall(r"`(\w+)`", page[name][1]))
-        assert used == told or page[name][1] == "the same", (
-            f"{name}: the page says {told or 'no labels'}, it has {used}"
-        )
+    page, found = described(), {}
+    for family in text_string_to_metric_families(merge([exported(tmp_path), gateway.text()])):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
+        assert len(labels) == 1, name
+        found[name] = Metric(family.type, labels.pop(), family.documentation)
+    assert found == {name: metric for name, metric in page.items() if not ON_A_GPU.search(name)}
 
 
 def test_what_only_a_gpu_exports_is_named_in_the_code() -> None:
     sources = "".join(
         file.read_text(encoding="utf-8") for top in ("engine", "transfer") for file in (ROOT / top).rglob("*.py")
     )
-    names = [name.removeprefix("alignedserve_") for name in described() if ON_A_GPU.search(name)]
-    assert names
-    assert [name for name in names if name not in sources] == []
+    of_gpu = {name.removeprefix(PREFIX): metric for name, metric in described().items() if ON_A_GPU.search(name)}
+    assert of_gpu
+    assert [name for name, metric in of_gpu.items() if name not in sources or metric.meaning not in sources] == []

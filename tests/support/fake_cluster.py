@@ -60,6 +60,9 @@ def fake_model_info(**overrides: Any) -> ModelInfo:
     return ModelInfo(**values)
 
 
+FAKE_METRICS = "# HELP fake_metric always 1\n# TYPE fake_metric gauge\nfake_metric 1.0\n"
+
+
 class _Scheduler(sc_grpc.SchedulerServicer):
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster = cluster
@@ -93,7 +96,7 @@ class _Supervisor(sv_grpc.SupervisorServicer):
 
     async def GetStatus(self, request: pb.Empty, context: Any) -> sv.ClusterStatus:
         return sv.ClusterStatus(
-            peers=self._cluster.view().peers, cluster_id="fake", state="ready", metrics="fake_metric 1\n"
+            peers=self._cluster.view().peers, cluster_id="fake", state="ready", metrics=FAKE_METRICS
         )
 
     async def CheckIntegrity(self, request: pb.Empty, context: Any) -> sv.IntegrityReport:

@@ -22,6 +22,7 @@ from alignedserve.cluster.node.node_agent import NodeAgentServer
 from alignedserve.control import runtime
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import by_code
+from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.registry import Registry
@@ -80,7 +81,9 @@ class FakeRole(RoleServer):
         await asyncio.sleep(float(self._orders().get("end", 0.0)))
 
     def describe(self) -> sv.Heartbeat:
-        beat = sv.Heartbeat(holds="nothing", metrics=f'fake_up{{instance="{self.settings.id}"}} 1\n')
+        page = Page(instance=self.settings.id)
+        page.gauge("fake_up", "always 1", 1)
+        beat = sv.Heartbeat(holds="nothing", metrics=page.text())
         if self.role in ("prefill", "decode"):
             beat.model_info = MODEL.to_json()
         return beat

@@ -1,4 +1,10 @@
-"""Tokens to text, one token at a time, at a constant cost a token."""
+"""Tokens to text, one token at a time, at a constant cost a token.
+
+`DecodeStream` of `tokenizers` (0.23) is not used: it is exact only for tokenizers without rules for single tokens. It
+holds text back from a U+FFFD on and has no end, so an answer that stops inside a character loses what was held. With
+byte fallback it raises after a byte that does not continue the character before: the decoder then replaces that, too.
+`tests/unit/shared/test_text.py` shows both.
+"""
 
 from __future__ import annotations
 

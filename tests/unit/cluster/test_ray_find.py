@@ -29,7 +29,6 @@ class FakeActor:
     def __init__(self, ray: FakeRay, name: str, node: str, pid: int, asks: int | None, state: str = "ALIVE") -> None:
         self.name, self.node, self.pid, self.state = name, node, pid, state
         self.told = ""
-        self._actor_id = SimpleNamespace(hex=lambda: name)
         self.describe = SimpleNamespace(remote=self._describe)
         self.set_supervisor = SimpleNamespace(remote=self._set_supervisor)
         self._ray = ray
@@ -71,7 +70,7 @@ class FakeRay:
         monkeypatch.setattr(module, "kill", lambda actor: self.killed.append(actor.name))
         monkeypatch.setattr(module, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: HOME))
         monkeypatch.setattr(module, "nodes", self._nodes)
-        monkeypatch.setattr(ray_find, "actors", self._record)
+        monkeypatch.setattr(ray_find, "actor_record", self._record)
         limits = SupervisorConfig(orphan_after_s=PATIENCE_S)
         self.launcher = RayLauncher(NAMESPACE, Config(cluster=ClusterConfig(device="cpu"), supervisor=limits))
 
@@ -93,8 +92,7 @@ class FakeRay:
             raise ValueError(name)
         return self.actors[name]
 
-    def _record(self, name: str) -> dict[str, Any]:
-        actor = self.actors[name]
+    def _record(self, actor: FakeActor) -> dict[str, Any]:
         return {"State": actor.state, "Address": {"NodeID": actor.node}, "Pid": actor.pid}
 
     def _nodes(self) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ async def test_a_started_cluster_has_every_role_ready_and_leaves_nothing_behind(
     expected = ["decode-0", "kv_pool-0", "node_agent-0", "prefill-0", "prefill-1", "scheduler-0", "supervisor-0"]
     assert roles == expected
     assert (status.state, list(status.missing), list(status.degraded)) == ("ready", [], [])
-    assert 'fake_up{instance="decode-0"} 1' in status.metrics
+    assert 'alignedserve_fake_up{instance="decode-0"} 1.0' in status.metrics
     assert view.store_plan
     assert view.model_info
     assert [(pair.decode_id, pair.prefill_id) for pair in view.pairs] == [

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from alignedserve.config import Config
+from alignedserve.control.samples import value
 from alignedserve.engine.backends.triton_backend import TritonBackend
 from alignedserve.engine.decode_engine import decode_engine
 from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
@@ -24,6 +25,7 @@ from alignedserve.engine.model.loader import LoadedModel, load_model
 from alignedserve.engine.runner import ForwardItem, ModelRunner, allocate_cache
 from alignedserve.engine.sampling.sampler import SampledToken, Sampler, SampleRow
 from alignedserve.errors import AccountingError, NumericsError
+from alignedserve.metrics import Page
 from alignedserve.request import SamplingParams
 from alignedserve.testing.models import make_model
 from support.graph_twins import TwinDevice
@@ -333,7 +335,9 @@ def test_memory_and_sizes_are_told(llama: LoadedModel) -> None:
     assert engine.sizes == (1, 2, 4)
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert engine.graph_memory_bytes > 4 * VOCAB_SIZE * 4 + 9 * 1000
-    assert engine.counters()["decode_graph_bytes"] == engine.graph_memory_bytes
+    page = Page()
+    engine.show_metrics(page)
+    assert value(page.text(), "alignedserve_decode_graph_bytes") == engine.graph_memory_bytes
 
 
 def test_a_fixed_batch_is_timed_with_the_host_and_without(llama: LoadedModel) -> None:

@@ -92,7 +92,7 @@ async def test_metrics_count_what_happened(http: httpx.AsyncClient, cluster: Fak
     answer = await http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     lines = answer.text.splitlines()
-    assert "fake_metric 1" in lines, "the roles' own"
+    assert "fake_metric 1.0" in lines, "the roles' own"
     assert 'alignedserve_gateway_output_tokens_total{instance="gateway-0"} 4.0' in lines
     assert 'alignedserve_gateway_requests_total{instance="gateway-0",outcome="length"} 1.0' in lines
     assert 'alignedserve_gateway_ttft_seconds_count{instance="gateway-0"} 1.0' in lines

@@ -16,7 +16,7 @@ from ray.serve.config import gRPCOptions
 from alignedserve.cluster.serve.haproxy import free_ports
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.http.guard import SERVES_OWN, ApiKeyCheck
-from alignedserve.gateway.serve.serve_ports import HEADROOM_BYTES, guard_grpc
+from alignedserve.gateway.serve.ray_private import HEADROOM_BYTES, guard_grpc
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.proto import inference_pb2_grpc as inf_grpc
 from support.haproxy_front import SERVICERS

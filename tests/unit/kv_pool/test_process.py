@@ -19,6 +19,7 @@ from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.control.samples import samples
 from alignedserve.errors import AlignedServeError, TransferError
 from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.attachment import PoolAttachment
@@ -48,8 +49,8 @@ class Pool:
 
     def blocks(self) -> dict[str, int]:
         """Blocks by state, as scraped."""
-        lines = [line for line in self.server.heartbeat().metrics.splitlines() if "alignedserve_kv_blocks{" in line]
-        return {line.partition('state="')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in lines}
+        found = samples(self.server.heartbeat().metrics, "alignedserve_kv_blocks")
+        return {sample.labels["state"]: int(sample.value) for sample in found}
 
 
 def view(*peers: sv.Peer) -> sv.ClusterView:

@@ -19,6 +19,7 @@ from alignedserve.config_sources import to_tree
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import RpcServer, open_channel
 from alignedserve.control.runtime import RoleSettings
+from alignedserve.control.samples import samples
 from alignedserve.errors import ChecksumError, TransferError
 from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.agent_handover import AgentHandover
@@ -27,6 +28,7 @@ from alignedserve.kv_pool.paired_link import PairedLink
 from alignedserve.kv_pool.remote_shards import PoolReader
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
+from alignedserve.metrics import Page
 from alignedserve.prefill_worker.loop import Base, PrefilledJob
 from alignedserve.prefill_worker.offload import Offloader
 from alignedserve.proto import common_pb2 as pb
@@ -40,7 +42,7 @@ from alignedserve.transfer.completion import Completion
 from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.handles import geometry_to_proto
 from alignedserve.transfer.host_channel import HostChannel
-from alignedserve.transfer.metrics import channel_lines
+from alignedserve.transfer.metrics import show_channels
 from alignedserve.transfer.paired.client import PairClient
 from alignedserve.transfer.paired.transport import ASKING_RANK, Wiring
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
@@ -170,9 +172,11 @@ async def test_a_worker_maps_and_writes_the_shard_of_its_node_and_reads_that_of_
         await asyncio.wait_for(channel.copy(theirs, ours), 20.0)
         assert np.array_equal(cell.cache.blocks[ours], cell.shards[f"kv_pool-{number}"].store.blocks[theirs])
     assert cell.reader.channel("kv_pool-1") is other
-    lines = channel_lines("decode-0", cell.attachment.others.channels)
-    labels = 'source="kv_pool-1",destination="decode-0/cache",channel="gloo",instance="decode-0"'
-    assert f"alignedserve_transfer_bytes_total{{{labels}}} {3 * GEOMETRY.block_bytes}" in lines
+    page = Page(instance="decode-0")
+    show_channels(page, cell.attachment.others.channels)
+    labels = {"source": "kv_pool-1", "destination": "decode-0/cache", "channel": "gloo", "instance": "decode-0"}
+    (moved,) = samples(page.text(), "alignedserve_transfer_bytes_total")
+    assert (moved.labels, moved.value) == (labels, 3 * GEOMETRY.block_bytes)
 
 
 async def test_one_stream_serves_all_stores_of_a_worker(cell: Cell) -> None:

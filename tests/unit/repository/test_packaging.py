@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,12 @@ def test_heavy_libraries_are_imported_in_their_rooms_only(library: str, rooms: t
             continue
         wrong += [f"{place} imports {module}" for module, _ in imports(file) if module.split(".")[0] == library]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_ray_keeps_to_itself_is_used_in_one_file() -> None:
+    private = re.compile(r"\bray(\.\w+)*\._\w+|\._actor_id\b|\b_replica_impl\b|\b_global_node\b")
+    using = {relative(file) for _, file in sources() if private.search(file.read_text(encoding="utf-8"))}
+    assert using == {"gateway/serve/ray_private.py"}
 
 
 def test_nothing_is_unpickled() -> None:

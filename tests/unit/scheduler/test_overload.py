@@ -6,7 +6,9 @@ import statistics
 
 import pytest
 
+from alignedserve.control.samples import value
 from alignedserve.errors import OverloadedError
+from alignedserve.metrics import Page
 from alignedserve.request import PROBE, RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Reject
@@ -135,7 +137,9 @@ def test_who_would_wait_too_long_for_room_in_pool_and_batch_is_refused():
     cell.drain()
     waits = [life.ended_s - life.arrived_s - TOKENS * 0.06 for life in lives if accepted(life)]
     assert 2.5 < max(waits) < 10.0, "about the five seconds that are allowed"
-    assert cell.core.load_gauges(cell.now_s)["requests_refused_for_load_total"] == len(refused)
+    page = Page()
+    cell.core.show_metrics(page, cell.now_s)
+    assert value(page.text(), "alignedserve_requests_refused_for_load_total") == len(refused)
     cell.core.check_integrity()
 
 

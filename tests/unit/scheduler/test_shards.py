@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from alignedserve.metrics import Page
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Action, Prefetch, ReleasePool, ReportLost, StartPrefill
@@ -368,4 +369,6 @@ def test_a_shard_that_is_full_is_not_counted_as_room_for_who_comes() -> None:
     free = cell.core.room(cell.now_s)
     cell.do(ev.PoolReported("k0", 100, 0))
     assert cell.core.room(cell.now_s) == free  # the other has room
-    assert cell.core.load_gauges(cell.now_s)["predicted_ttft_seconds"] >= 0.0
+    page = Page()
+    cell.core.show_metrics(page, cell.now_s)
+    assert "alignedserve_predicted_ttft_seconds" in {family.name for family in page.collect()}

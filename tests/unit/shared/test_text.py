@@ -138,6 +138,20 @@ def test_bytes_of_a_fallback_become_characters(tmp_path: Path) -> None:
     assert "".join(streamed(tokenizer, [a, *smile, a])) == tokenizer.decode([a, *smile, a])
 
 
+def test_the_librarys_stream_is_not_exact(tiny: Tokenizer, tmp_path: Path) -> None:
+    """Once it is, it can take the place of ours."""
+    stream, begun = decoders.DecodeStream(), tiny.encode("a😀")[:-1]
+    assert [stream.step(tiny.backend, token) for token in begun] == ["a", None, None, None]
+    assert "".join(streamed(tiny, begun)) == tiny.decode(begun) == "a�"
+
+    tokenizer = sentencepiece_like(tmp_path)
+    stream, ids = decoders.DecodeStream(), ids_of(tokenizer, "a", "<0xC3>", "<0xA9>", "<0xA9>", "a")
+    assert [stream.step(tokenizer.backend, token) for token in ids[:-1]] == ["a", None, "é", None]
+    with pytest.raises(Exception, match="Invalid prefix"):
+        stream.step(tokenizer.backend, ids[-1])
+    assert streamed(tokenizer, ids) == ["a", "", "é", "�", "a", ""]
+
+
 def test_a_decoder_that_looks_at_neighbours_gives_the_same_text(tmp_path: Path) -> None:
     tokenizer = word_pieces(tmp_path)
     assert tokenizer.piece_rules is None

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alignedserve.control.samples import samples
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.metrics import Page
 from alignedserve.transfer.block_store import HostBlockStore
 from alignedserve.transfer.channel import PageLocked, wait_page_locked
 from alignedserve.transfer.first_touch import FirstTouch, gpu_memory_nodes, place
 from alignedserve.transfer.host_channel import HostChannel
-from alignedserve.transfer.metrics import channel_lines, locking
+from alignedserve.transfer.metrics import locking, show_channels
 from alignedserve.transfer.pinning import MAX_PIECE_BYTES, Pinning
 from alignedserve.transfer.segment import Segment, create_descriptor
 
@@ -133,9 +135,11 @@ class Locking(HostChannel):
 
 def test_progress_is_in_metrics_once_a_store_and_in_words_until_it_ends() -> None:
     channels = [Locking(1 << 30), Locking(1 << 30)]
-    lines = channel_lines("prefill-0", channels)
-    assert lines.count(f'alignedserve_page_locked_bytes{{store="pool",instance="prefill-0"}} {1 << 30}') == 1
-    assert lines.count(f'alignedserve_page_lockable_bytes{{store="pool",instance="prefill-0"}} {4 << 30}') == 1
+    page = Page(instance="prefill-0")
+    show_channels(page, channels)
+    for name, size in ("locked", 1 << 30), ("lockable", 4 << 30):
+        (found,) = samples(page.text(), f"alignedserve_page_{name}_bytes")
+        assert (found.labels, found.value) == ({"store": "pool", "instance": "prefill-0"}, size)
     assert locking(channels) == "; pool: 1.00 GiB of 4.00 GiB locked"
     assert locking([Locking(4 << 30)]) == ""
     for channel in channels:

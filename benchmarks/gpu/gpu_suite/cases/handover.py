@@ -6,10 +6,10 @@ The copy's time is that of the same requests while nothing else runs: beside a b
 from __future__ import annotations
 
 import asyncio
-import re
 import statistics
 from typing import Any
 
+from alignedserve.control.samples import value
 from alignedserve.request import SamplingParams, Stage
 from gpu_suite.record import Context
 from gpu_suite.serving import REPORTED_S, Cell, medium_model, pool_gib, running
@@ -126,10 +126,6 @@ def _stage(answer: Answer, stage: Stage) -> float:
 
 def _copied(metrics: str) -> dict[str, float]:
     """Of all channels into the decode cache: copies, bytes, and the seconds in which they were copying."""
-    total = {"copies": 0.0, "bytes": 0.0, "busy_s": 0.0}
-    for line in metrics.splitlines():
-        found = re.match(r"alignedserve_transfer_(copies|bytes|busy_seconds)_total\{", line)
-        if found and 'destination="decode-0/cache"' in line:
-            name = "busy_s" if found[1] == "busy_seconds" else found[1]
-            total[name] += float(line.rsplit(" ", 1)[1])
-    return total
+    moved = {"copies": "copies", "bytes": "bytes", "busy_s": "busy_seconds"}
+    into = {"destination": "decode-0/cache"}
+    return {name: value(metrics, f"alignedserve_transfer_{what}_total", **into) for name, what in moved.items()}

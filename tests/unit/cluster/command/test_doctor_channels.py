@@ -81,7 +81,7 @@ def test_a_running_clusters_channels_are_read_from_its_metrics() -> None:
         values = {"copies": 3, "failed": 1, "bytes": moved_bytes, "busy_seconds": busy_s}
         return [f"alignedserve_transfer_{name}_total{{{labels}}} {value!r}" for name, value in values.items()]
 
-    text = "\n".join(["# HELP x", *lines("prefill-0/batch-7", 3e9, 1.5), *lines("prefill-0/requests-7", 0.0, 0.0)])
+    text = "\n".join([*lines("prefill-0/batch-7", 3e9, 1.5), *lines("prefill-0/requests-7", 0.0, 0.0)])
     busy, idle = busy_channels(text)
     assert busy == {
         "source": "prefill-0/batch-7",
