@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from alignedserve.config import Config
 from alignedserve.engine.backends.base import AttentionNeeds
-from alignedserve.engine.backends.choice import Candidate, measure, refusals
+from alignedserve.engine.backends.choice import BackendCandidate, measure, refusals
 from alignedserve.engine.backends.trial import Trial
 from alignedserve.engine.model.inspect import inspect_model
 from alignedserve.engine.model.refusal import has_sinks
@@ -20,7 +20,7 @@ MOST_BLOCK_TOKENS = 1 << 17  # of the store in which backends are timed
 FREE_SHARE = 4  # and it takes no more than this part of the device's free memory
 
 
-def attention_report(config: Config, device: str) -> list[Candidate]:
+def attention_report(config: Config, device: str) -> list[BackendCandidate]:
     """Every backend; on a GPU those that refuse nothing are tried and timed over a store of one layer.
 
     Raises ModelError where the model cannot be read.

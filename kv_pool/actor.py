@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeVar
 
 import grpc
 
-from alignedserve.control.census import Census
 from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_from_proto
+from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
@@ -50,7 +50,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._store: HostBlockStore | None = None
         self._writers: dict[WriterKey, Outbox[kp.PoolWriterReply]] = {}
         self._schedulers: set[Outbox[kp.PoolReport]] = set()
-        self._census = Census()
+        self._ended_processes = EndedProcesses()
         self._segments = SegmentClient(settings.agent_socket, settings.token)
         self._handover = AgentHandover(self._segments, settings.node_id)
         timeout_s = self.config.kv_pool.copy_timeout_s
@@ -88,7 +88,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.store_plan and view.model_info and not self._plan.done():
             self._plan.set_result((ModelInfo.from_json(view.model_info), StorePlan.from_json(view.store_plan)))
-        self._census.on_view(view)
+        self._ended_processes.on_view(view)
         await self._handover.on_view(view)
         fenced = {(peer.process.id, peer.process.incarnation) for peer in view.peers if peer.fenced}
         self._refuse_readers(fenced)
@@ -110,7 +110,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
 
         def over(process: pb.ProcessKey) -> bool:
             name = process.id, process.incarnation
-            return name in fenced or self._census.has_ended(*name)
+            return name in fenced or self._ended_processes.has_ended(*name)
 
         self._copies.refuse(over)
 
@@ -123,7 +123,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         if self._recounting.locked():
             return  # `_recount` does it then
         for writer in self._pool.writers():
-            if writer not in self._writers and self._census.has_ended(writer.id, writer.incarnation):
+            if writer not in self._writers and self._ended_processes.has_ended(writer.id, writer.incarnation):
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
 

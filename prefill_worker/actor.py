@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import grpc
 
-from alignedserve.control.census import Census
 from alignedserve.control.checks import check_candidates, check_group, check_stored
 from alignedserve.control.convert import (
     failure_to_proto,
@@ -21,6 +20,7 @@ from alignedserve.control.convert import (
     keys_to_proto,
     spec_from_proto,
 )
+from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.metrics import StoreCount, counter_lines, store_lines
@@ -61,7 +61,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._scheduler: Outbox[pw.PrefillReport] | None = None
         self._unreported: deque[pw.PrefillReport] = deque(maxlen=4096)  # while there was no scheduler
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
-        self._census = Census()
+        self._ended_processes = EndedProcesses()
         self._orphans: dict[str, tuple[str, int]] = {}  # streams that ended, and whose they were
         self._streams = itertools.count()
         # A decode instance that is back by then has ended the copies of its earlier stream, or has been replaced.
@@ -246,10 +246,10 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     def _drop_dead(self, view: sv.ClusterView) -> None:
         """Free what lay here for decode instances that the supervisor knows to have ended."""
-        self._census.on_view(view)
+        self._ended_processes.on_view(view)
         self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
         for owner, process in list(self._orphans.items()):
-            if self._census.has_ended(*process):
+            if self._ended_processes.has_ended(*process):
                 self._drop_orphan(owner, known_dead=True)
 
     def _drop_late(self, owner: str) -> None:

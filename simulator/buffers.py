@@ -9,7 +9,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationStatus
 
 
-class CandidateBuffers:
+class SimulatedBuffers:
     """Which blocks of the batch buffer and the requests buffer hold what, and for which decode instance."""
 
     def __init__(self, prefill_id: str, batch_blocks: int, requests_blocks: int) -> None:

@@ -20,11 +20,11 @@ from alignedserve.scheduler.core.pairing import pair_up
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.clock import Clock
-from alignedserve.simulator.decode import DecodeInstance
+from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.links import Link
 from alignedserve.simulator.pool import Pool
-from alignedserve.simulator.prefill import PrefillInstance
+from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.report.results import RequestResult
 from alignedserve.simulator.requests import Replayed
 from alignedserve.simulator.workload import Arrival
@@ -93,10 +93,10 @@ class Cell:
         prefill, decode = config.cluster.prefill, config.cluster.decode
         gap_s = hardware.host_overhead_s + iteration_gap_s
         self.prefills = {
-            name: PrefillInstance(self, name, costs[0]) for name in (f"prefill-{number}" for number in range(prefill))
+            name: SimulatedPrefill(self, name, costs[0]) for name in (f"prefill-{number}" for number in range(prefill))
         }
         self.decodes = {
-            f"decode-{number}": DecodeInstance(self, f"decode-{number}", costs[1], number + 1, leap, gap_s)
+            f"decode-{number}": SimulatedDecode(self, f"decode-{number}", costs[1], number + 1, leap, gap_s)
             for number in range(decode)
         }
         self._pairs = self._pair_up()
@@ -105,7 +105,7 @@ class Cell:
         if self._most_tokens <= 0:
             raise ConfigError(f"no request fits in these stores (in blocks): {self.sizes}")
 
-    def _pair_up(self) -> dict[str, tuple[PrefillInstance, ...]]:
+    def _pair_up(self) -> dict[str, tuple[SimulatedPrefill, ...]]:
         pairs = pair_up(len(self.prefills), len(self.decodes)) if self.config.cluster.prefetch else []
         sizes = self.sizes
         for name, prefill in self.prefills.items():
@@ -141,11 +141,11 @@ class Cell:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def paired(self, decode_id: str) -> tuple[PrefillInstance, ...]:
+    def paired(self, decode_id: str) -> tuple[SimulatedPrefill, ...]:
         """The prefill instances through whose buffers it is prefetched for."""
         return self._pairs[decode_id]
 
-    def neighbour(self, prefill_id: str) -> DecodeInstance | None:
+    def neighbour(self, prefill_id: str) -> SimulatedDecode | None:
         """The decode instance on the same machine: that of the same number, where there is one."""
         return self.decodes.get(prefill_id.replace("prefill", "decode"))
 

@@ -18,7 +18,7 @@ from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware, read_hardware, template
 from alignedserve.simulator.options import DEFAULT_COST_MODEL, policies_of, rates_of, seeds_of, settings_of
-from alignedserve.simulator.replay import Candidate, Plan
+from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.outputs import ITERATIONS, REPORT, REQUESTS, SUMMARY, OutputFolder
 from alignedserve.simulator.report.page import make_report
 from alignedserve.simulator.report.plots import Drawn, check_matplotlib
@@ -141,7 +141,7 @@ def _plan(options: argparse.Namespace, cost: StepCost, hardware: Hardware) -> Pl
     policies = policies_of(options.policy)
     settings = settings_of(options.set, policies)
     slo_tpot_s = _positive("--slo-tpot", options.slo_tpot)
-    candidates = tuple(Candidate.of(name, settings[name], options.config, slo_tpot_s) for name in policies)
+    candidates = tuple(ComparedPolicy.of(name, settings[name], options.config, slo_tpot_s) for name in policies)
     rates = rates_of(options.rate)
     return Plan(
         trace=read_trace(options.trace),

@@ -37,7 +37,7 @@ MOST_LEAP = 64  # passes; a leap that ends early has asked the cost model for no
 DEADLINE_MARGIN_S = 1e-6  # so long before a candidate becomes overdue passes are taken one by one
 
 
-class DecodeInstance:
+class SimulatedDecode:
     """`rank` is its own in the clock. `leap`: False takes every pass alone, with the same results.
 
     `gap_s`: what is charged before each pass.

@@ -13,9 +13,9 @@ from alignedserve.scheduler.policies.guarded import GuardedPolicy
 from alignedserve.scheduler.policies.oracle import OraclePolicy
 from alignedserve.scheduler.systems import System, Topology
 from alignedserve.simulator.cell import Cell
-from alignedserve.simulator.decode import DecodeInstance
+from alignedserve.simulator.decode import SimulatedDecode
 from alignedserve.simulator.hardware import Hardware
-from alignedserve.simulator.prefill import PrefillInstance
+from alignedserve.simulator.prefill import SimulatedPrefill
 from alignedserve.simulator.report.results import RequestResult, RunResult
 from alignedserve.simulator.report.steps import merge
 from alignedserve.simulator.workload import Workload
@@ -58,7 +58,7 @@ def simulate(
         policy.reveal(ends)
     cell.run()
     cell.check_nothing_is_left()
-    instances: list[PrefillInstance | DecodeInstance] = [*cell.prefills.values(), *cell.decodes.values()]
+    instances: list[SimulatedPrefill | SimulatedDecode] = [*cell.prefills.values(), *cell.decodes.values()]
     return RunResult(
         policy=system.name,
         requests=[cell.requests[arrival.request_id].result for arrival in workload.arrivals],

@@ -13,7 +13,7 @@ from alignedserve.scheduler.cost.pass_model import Passes
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
-from alignedserve.simulator.buffers import CandidateBuffers
+from alignedserve.simulator.buffers import SimulatedBuffers
 from alignedserve.simulator.links import transfer
 from alignedserve.simulator.pool import Write
 from alignedserve.simulator.report.steps import StepRecorder
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 REPORT_EVERY_S = 0.1  # what passes took is said no more often
 
 
-class PrefillInstance:
+class SimulatedPrefill:
     def __init__(self, cell: Cell, name: str, cost: StepCost) -> None:
         self.name = name
         self.steps = StepRecorder()
         sizes = cell.sizes
         self.cache = BlockAllocator(sizes.prefill_cache, f"{name}/cache")
         self.chunks = ChunkScheduler(self.cache, cell.block_size)
-        self.buffers = CandidateBuffers(name, sizes.batch_buffer, sizes.requests_buffer)
+        self.buffers = SimulatedBuffers(name, sizes.batch_buffer, sizes.requests_buffer)
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
         self.lease_blocks = 0  # of the requests buffer, for each decode instance; 0: none is paired

@@ -37,7 +37,7 @@ def has_effect(key: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ComparedPolicy:
     """A policy as it is to run. `config`: of a disaggregated one; `options`: of a colocated one, all of them.
 
     `iteration_gap_s`: charged to a disaggregated one before each decode iteration, on top of the hardware's overhead.
@@ -61,7 +61,7 @@ class Candidate:
     @classmethod
     def of(
         cls, name: str, settings: Mapping[str, str], config_file: str | None, tpot_objective_s: float | None = None
-    ) -> Candidate:
+    ) -> ComparedPolicy:
         """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`).
 
         `tpot_objective_s`: what a disaggregated policy keeps to where neither `settings` nor the file say otherwise.
@@ -109,7 +109,7 @@ class Plan:
     """What is to be run, and on what."""
 
     trace: Trace
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ComparedPolicy, ...]
     cost: StepCost
     hardware: Hardware
     load: Load
@@ -151,7 +151,7 @@ class Plan:
                     progress(f"[{done}/{total}] {candidate.name}{at}, seed {seed}: {len(workload.arrivals)} requests")
                     yield self._run(candidate, workload, seed), rate, seed
 
-    def _run(self, candidate: Candidate, workload: Workload, seed: int) -> RunResult:
+    def _run(self, candidate: ComparedPolicy, workload: Workload, seed: int) -> RunResult:
         if candidate.colocated:
             with faults_named(candidate.system):
                 return simulate_colocated(

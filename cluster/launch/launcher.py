@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.supervisor.nodes import Placement
 from alignedserve.cluster.supervisor.plan import Node, PlannedRole, Shape
 from alignedserve.config import Config
@@ -59,7 +59,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def place(
-        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool
     ) -> None:
         """Have room on nodes for these instances, `(role, id)`, and for no others; which is which, `placement` says.
 

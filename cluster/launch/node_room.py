@@ -11,7 +11,7 @@ from alignedserve.cluster.launch.units import Unit
 from alignedserve.memory import describe_bytes
 
 
-class Room:
+class NodeRoom:
     """What is left on each node; `choose` takes of it. A node that is not named has no room, as far as is known."""
 
     def __init__(self, free_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> None:
@@ -37,9 +37,9 @@ class Room:
                 return node
         return None
 
-    def renamed(self, names: Mapping[str, str]) -> Room:
+    def renamed(self, names: Mapping[str, str]) -> NodeRoom:
         """With other names of nodes; those that have none are left out."""
-        return Room({names[node]: free for node, free in self._free.items() if node in names}, self._needed)
+        return NodeRoom({names[node]: free for node, free in self._free.items() if node in names}, self._needed)
 
     def __str__(self) -> str:
         known = sorted(self._free.items())

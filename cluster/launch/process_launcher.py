@@ -16,7 +16,7 @@ from typing import Protocol
 
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.launcher import Launcher, Running
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.plain_places import PlainPlaces
 from alignedserve.cluster.launch.vetting import vet_node
 from alignedserve.cluster.node.node_agent import VIEW_INFO
@@ -103,7 +103,7 @@ class ProcessLauncher(Launcher):
         return list(self._nodes)
 
     async def place(
-        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool
     ) -> None:
         self._places.place([role_id for _, role_id in ids])
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.launch.actors import ACTORS, RoleActor
 from alignedserve.cluster.launch.launcher import Launcher, Running
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.processes import end_process, is_stopped
 from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
 from alignedserve.cluster.launch.units import describe_resources, gpu_share, plan_units
@@ -74,7 +74,7 @@ class RayLauncher(Launcher):
         return nodes
 
     async def place(
-        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool
+        self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool
     ) -> None:
         self._places = self._places or RayPlaces(self.namespace, cluster_id, self._config)
         asked: dict[str, Any] = {"shape": shape, "ids": ids, "on_gpu": on_gpu}
@@ -92,7 +92,7 @@ class RayLauncher(Launcher):
             found = await self._look()
             if not found.keys() >= set(instances):
                 logger.warning("a placement group is no more, whoever removed it: there is to be another")
-                await asyncio.to_thread(self._places.place, **self._placed, room=Room({}, {}), elastic=self.elastic)
+                await asyncio.to_thread(self._places.place, **self._placed, room=NodeRoom({}, {}), elastic=self.elastic)
                 found = await self._look()
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 nodes = tuple(await self.nodes())

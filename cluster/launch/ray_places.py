@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.ray_groups import Group, group_name, groups, handle, remove_abandoned
 from alignedserve.cluster.launch.units import Unit, gpu_share, in_pairs, plan_units, resources_of
 from alignedserve.cluster.supervisor.plan import Shape
@@ -51,7 +51,9 @@ class RayPlaces:
         self._released = False
         self._swept = False
 
-    def place(self, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool, elastic: bool) -> None:
+    def place(
+        self, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool, elastic: bool
+    ) -> None:
         """Have a bundle for each of these instances and for no others, as far as groups can be divided.
 
         `room`: the host memory of nodes, by Ray's ids; `elastic`: further nodes may come. Raises ResourceError where
@@ -65,7 +67,9 @@ class RayPlaces:
                 self._swept = True
             self._place(shape, ids, room, on_gpu=on_gpu, elastic=elastic)
 
-    def _place(self, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool, elastic: bool) -> None:
+    def _place(
+        self, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool, elastic: bool
+    ) -> None:
         wanted = {role_id for _, role_id in ids}
         for group in groups():
             if group.namespace == self._namespace and not (self._owns(group) and group.instances & wanted):
@@ -138,7 +142,7 @@ class RayPlaces:
         units: Sequence[Unit],
         shape: Shape,
         nodes: Mapping[str, Mapping[str, float]],
-        room: Room,
+        room: NodeRoom,
         *,
         on_gpu: bool,
     ) -> None:

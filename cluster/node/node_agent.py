@@ -17,7 +17,7 @@ from alignedserve.cluster.launch.processes import ProcessHandle, open_process
 from alignedserve.cluster.node.supervisor_guard import LOOK_S, SupervisorGuard
 from alignedserve.cluster.runtime_dir import leave_socket_folder, prepare_socket_folder
 from alignedserve.cluster.supervisor.store_planner import MEMORY_GAUGE
-from alignedserve.control.census import Census
+from alignedserve.control.ended_processes import EndedProcesses
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.memory import available_memory_bytes, describe_bytes, total_memory_bytes
@@ -45,7 +45,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         super().__init__(settings)
         self.segments = SegmentServer(settings.agent_socket, settings.token)
         self._handles: dict[tuple[str, int], ProcessHandle] = {}
-        self._census = Census()
+        self._ended_processes = EndedProcesses()
         self._here: dict[tuple[str, int], sv.Peer] = {}  # the processes of this node, as last told
         self._memory_at_start = available_memory_bytes()
         self._guard = SupervisorGuard(settings.node_id, self.config.supervisor)
@@ -67,7 +67,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
     async def on_view(self, view: sv.ClusterView) -> None:
         """Hold on to who lives here, let go of who does not."""
         self._guard.on_view(view)
-        self._census.on_view(view)
+        self._ended_processes.on_view(view)
         if not any(self._may_hold(peer) for peer in view.peers):
             self.segments.expect(0.0)
         self._drop_orphans()
@@ -96,7 +96,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         """Give up segments whose only owner is dead. Who still has one mapped keeps the memory until it lets go."""
         for segment in self.segments.segments():
             owner = OWNED_SEGMENT.fullmatch(segment.name)
-            if owner and self._census.has_ended(owner[1], int(owner[2])):
+            if owner and self._ended_processes.has_ended(owner[1], int(owner[2])):
                 logger.info("segment %s goes: its owner has ended", segment.name)
                 self.segments.drop(segment.name)
 

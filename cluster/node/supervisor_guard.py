@@ -12,7 +12,7 @@ import logging
 import time
 
 from alignedserve.cluster.launch.processes import end_process, look_at
-from alignedserve.cluster.supervisor.hang_detector import LATE_S, Vigil
+from alignedserve.cluster.supervisor.hang_detector import LATE_S, HangDetector
 from alignedserve.config import SupervisorConfig
 from alignedserve.control.runtime import RoleServer
 from alignedserve.proto import supervisor_pb2 as sv
@@ -35,7 +35,7 @@ class SupervisorGuard:
         self._patience_s = patience_s
         self._hung_since: float | None = None
         self._peer: sv.Peer | None = None
-        self._vigil = Vigil(0.0)
+        self._hang_detector = HangDetector(0.0)
         self._looked_at = 0.0
 
     def on_view(self, view: sv.ClusterView) -> None:
@@ -43,7 +43,7 @@ class SupervisorGuard:
         peer = view.supervisor if named else None
         if peer is None or self._peer is None or peer.process != self._peer.process:
             self._peer = peer
-            self._vigil = Vigil(time.monotonic())
+            self._hang_detector = HangDetector(time.monotonic())
 
     async def look(self, heard_at: float | None) -> None:
         """End it where it hangs. `heard_at`: when it last sent anything; None where it has no open stream to here."""
@@ -51,11 +51,11 @@ class SupervisorGuard:
         slept_s, self._looked_at = now - self._looked_at, now
         if peer is None or (sight := look_at(peer.pid)) is None:
             return
-        self._vigil.seen(sight, now)
-        self._vigil.heard_at = max(self._vigil.heard_at, now if heard_at is None else heard_at)
+        self._hang_detector.seen(sight, now)
+        self._hang_detector.heard_at = max(self._hang_detector.heard_at, now if heard_at is None else heard_at)
         if slept_s > LATE_S:
-            self._vigil.forgive(slept_s, now)
-        hung = self._vigil.verdict(_SERVING, self._limits, now)
+            self._hang_detector.forgive(slept_s, now)
+        hung = self._hang_detector.verdict(_SERVING, self._limits, now)
         if not hung:
             self._hung_since = None
             return

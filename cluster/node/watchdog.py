@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from alignedserve.cluster.launch.processes import ProcessHandle, Sight, look_at, open_process
-from alignedserve.cluster.supervisor.members import Member
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess
 from alignedserve.proto import common_pb2 as pb
 
 Key = tuple[str, int]
@@ -20,7 +20,7 @@ class Watchdog:
         self._on_dead = on_dead
         self._held: dict[Key, ProcessHandle] = {}
 
-    def follow(self, node_id: str, members: Iterable[Member]) -> None:
+    def follow(self, node_id: str, members: Iterable[ManagedProcess]) -> None:
         """From now on these are looked at, as far as they run on the node `node_id`, which is this one."""
         here = {
             _key(member.key): member
@@ -42,7 +42,7 @@ class Watchdog:
         for key in list(self._held):
             self._let_go(key)
 
-    def _take(self, key: Key, member: Member) -> None:
+    def _take(self, key: Key, member: ManagedProcess) -> None:
         process = member.key
         handle = open_process(member.hello)
         if handle is None:

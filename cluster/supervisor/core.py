@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from alignedserve.cluster.launch.processes import Sight
 from alignedserve.cluster.supervisor.actions import Action, End, Fence, Launch
-from alignedserve.cluster.supervisor.hang_detector import LATE_S, Vigil
+from alignedserve.cluster.supervisor.hang_detector import LATE_S, HangDetector
 from alignedserve.cluster.supervisor.hung_gateways import hung_guests
-from alignedserve.cluster.supervisor.members import Member, Phase, Slot
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess, Phase, Slot
 from alignedserve.cluster.supervisor.nodes import NodeBook, Placement
 from alignedserve.cluster.supervisor.plan import SPARE, SPARED_ROLES, Node, PlannedRole, Shape
 from alignedserve.cluster.supervisor.rolling import Rolling
@@ -77,9 +77,9 @@ class SupervisorCore:
         """What an earlier supervisor told of processes that may join: before `begin`, and before any can."""
         for peer in known:
             if (slot := self.roster.slots.get(peer.process.id)) is not None:
-                slot.found = Member.told(peer, now)
+                slot.found = ManagedProcess.told(peer, now)
             elif peer.process.role == "gateway":
-                self.roster.found_guests[peer.process.id] = Member.told(peer, now)
+                self.roster.found_guests[peer.process.id] = ManagedProcess.told(peer, now)
 
     def begin(self, now: float, running: Iterable[str] = ()) -> list[Action]:
         """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
@@ -129,13 +129,15 @@ class SupervisorCore:
             return _refusal(f"{key.id} is being ended")
         if not same:
             found = self.roster.found(key)  # ready as before: others go on with it, while its first heartbeat comes
-            slot.member = Member(hello, Vigil(now), unix_s, found.beat if found is not None else sv.Heartbeat())
+            slot.member = ManagedProcess(
+                hello, HangDetector(now), unix_s, found.beat if found is not None else sv.Heartbeat()
+            )
             slot.device = hello.device
             slot.incarnation = key.incarnation
             slot.was_ready = False
             slot.deadline = now + self.config.supervisor.start_timeout_s
         elif old is not None:
-            old.vigil.heard(None, now)
+            old.hang_detector.heard(None, now)
         slot.enter(Phase.JOINED, now)
         self._pair(now)
         self._touch()
@@ -147,7 +149,7 @@ class SupervisorCore:
         if member is None:
             return []
         before, reached = member.news, list(member.beat.reaches)
-        member.vigil.heard(beat, now)
+        member.hang_detector.heard(beat, now)
         member.beat = beat
         if list(beat.reaches) != reached:
             self._pair(now)
@@ -177,7 +179,7 @@ class SupervisorCore:
         for member in self.roster.watched():
             sight = sights.get((member.key.id, member.key.incarnation))
             if sight is not None:
-                member.vigil.seen(sight, now)
+                member.hang_detector.seen(sight, now)
 
     def process_ended(self, key: pb.ProcessKey, reason: str, now: float) -> list[Action]:
         """This process of a role or guest is known to be dead, whoever fills its place by now."""
@@ -340,7 +342,7 @@ class SupervisorCore:
             return _refusal(f"{key.id} has a newer incarnation than {key.incarnation}")
         if old is None or old.key.incarnation != key.incarnation:
             self.roster.drop_guest(key.id)
-            self.roster.guests[key.id] = Member(hello, Vigil(now), unix_s)
+            self.roster.guests[key.id] = ManagedProcess(hello, HangDetector(now), unix_s)
         self.roster.found_guests.pop(key.id, None)
         self.roster.lost_guests.pop(key.id, None)
         self._touch()
@@ -357,7 +359,7 @@ class SupervisorCore:
         elif self.scaling.growing:
             self.scaling.give_up(problem.message, now)
 
-    def _note_state(self, slot: Slot, member: Member, now: float) -> list[Action]:
+    def _note_state(self, slot: Slot, member: ManagedProcess, now: float) -> list[Action]:
         if member.state in SERVING_STATES and not slot.was_ready:
             slot.was_ready = slot.used = True
             slot.ready_at = now
@@ -369,7 +371,7 @@ class SupervisorCore:
             self._fail(failure, failure.message)  # starting it again changes nothing
         return [self._fence(slot, f"it failed: {failure.message}", now)]
 
-    def _note_model(self, member: Member) -> None:
+    def _note_model(self, member: ManagedProcess) -> None:
         if self.failure is not None:
             return
         try:
@@ -422,8 +424,8 @@ class SupervisorCore:
                 return None
             return self._fence(slot, "its connection broke", now)
         if slot.phase is Phase.JOINED and member:
-            hung = member.vigil.verdict(member.beat, limits, now)
-            if hung and not self._is_cut_off(member.hello.node_id, member.vigil.heard_at, now):
+            hung = member.hang_detector.verdict(member.beat, limits, now)
+            if hung and not self._is_cut_off(member.hello.node_id, member.hang_detector.heard_at, now):
                 return self._fence(slot, hung, now)
         if slot.awaited:
             return self._due_to_join(slot, now)
@@ -439,7 +441,7 @@ class SupervisorCore:
         return None
 
     def _due_to_join(self, slot: Slot, now: float) -> Action | None:
-        if slot.found is not None and (stopped := slot.found.vigil.stopped(now)):
+        if slot.found is not None and (stopped := slot.found.hang_detector.stopped(now)):
             return self._fence(slot, stopped, now)
         if now <= slot.deadline or self._is_cut_off(slot.planned.node_id, slot.since, now):
             return None

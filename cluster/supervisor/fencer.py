@@ -10,7 +10,7 @@ import grpc
 
 from alignedserve.cluster.launch.launcher import Launcher
 from alignedserve.cluster.launch.processes import end_process
-from alignedserve.cluster.supervisor.members import Slot
+from alignedserve.cluster.supervisor.managed_process import Slot
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.control.rpc import open_channel
 from alignedserve.proto import common_pb2 as pb

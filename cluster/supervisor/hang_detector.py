@@ -29,7 +29,7 @@ IDLE_CPU_S = 0.05
 
 
 @dataclass(slots=True)
-class Vigil:
+class HangDetector:
     """Of one process, from its first word on. Times are the caller's monotonic clock."""
 
     heard_at: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from alignedserve.cluster.supervisor.actions import FenceGuest
-from alignedserve.cluster.supervisor.members import Member
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.config import SupervisorConfig
 
@@ -19,7 +19,7 @@ def hung_guests(
     """Those that are to be ended from now on; each is named once."""
     watched = [(member, _hung(member, roster, limits, is_cut_off, now)) for member in roster.guests.values()]
     # One that has not come to this supervisor, since it cannot. Who of these is dead, the watchdog says.
-    watched += [(member, member.vigil.stopped(now)) for member in roster.found_guests.values()]
+    watched += [(member, member.hang_detector.stopped(now)) for member in roster.found_guests.values()]
     due = [
         FenceGuest(member.hello, hung)
         for member, hung in watched
@@ -31,8 +31,8 @@ def hung_guests(
     return due
 
 
-def _hung(member: Member, roster: Roster, limits: SupervisorConfig, is_cut_off: IsCutOff, now: float) -> str:
+def _hung(member: ManagedProcess, roster: Roster, limits: SupervisorConfig, is_cut_off: IsCutOff, now: float) -> str:
     if member.key.id in roster.lost_guests:
         return ""
-    hung = member.vigil.verdict(member.beat, limits, now)
-    return "" if hung and is_cut_off(member.hello.node_id, member.vigil.heard_at, now) else hung
+    hung = member.hang_detector.verdict(member.beat, limits, now)
+    return "" if hung and is_cut_off(member.hello.node_id, member.hang_detector.heard_at, now) else hung

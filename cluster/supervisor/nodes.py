@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from alignedserve.cluster.runtime_dir import socket_number
-from alignedserve.cluster.supervisor.members import Phase, Slot
+from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, PlannedRole
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.proto import supervisor_pb2 as sv
@@ -101,7 +101,7 @@ class NodeBook:
         heard: dict[str, float] = {}
         for member, _ in self._roster.members():
             node_id = member.hello.node_id
-            heard[node_id] = max(heard.get(node_id, 0.0), member.vigil.heard_at)
+            heard[node_id] = max(heard.get(node_id, 0.0), member.hang_detector.heard_at)
             self._expected_at.pop(node_id, None)
         heard |= self._expected_at
         heard.pop(self.home.node_id, None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from alignedserve.cluster.launch.launcher import Launcher
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.supervisor.actions import Action
 from alignedserve.cluster.supervisor.core import SupervisorCore
 from alignedserve.cluster.supervisor.fencer import Fencer
@@ -85,7 +85,7 @@ class Placing:
         self._looked_at = time.monotonic()
         return placement
 
-    async def _room(self, new: Sequence[tuple[str, str]]) -> Room:
+    async def _room(self, new: Sequence[tuple[str, str]]) -> NodeRoom:
         """What nodes have for these instances. Nodes that do not say it in time count as full."""
         free_bytes = await self._fencer.free_memory_bytes(MEMORY_ASK_S) if new else {}
         planner = self._core.planner

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from alignedserve.cluster.supervisor.members import Member, Phase, Slot
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess, Phase, Slot
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Shape
 from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.cluster.supervisor.scaling import Scaling
@@ -193,7 +193,7 @@ class Rolling:
             if self.state.old.get(member.key.id) == 0:
                 self.state.old[member.key.id] = member.key.incarnation
 
-    def _is_old(self, member: Member) -> bool:
+    def _is_old(self, member: ManagedProcess) -> bool:
         return self.state.old.get(member.key.id) == member.key.incarnation
 
     def _step_instances(self, role: str, now: float) -> bool:
@@ -218,7 +218,7 @@ class Rolling:
             return False
         return True
 
-    def _gateways(self) -> list[Member]:
+    def _gateways(self) -> list[ManagedProcess]:
         return [member for name, member in self._roster.guests.items() if name not in self._roster.lost_guests]
 
     def _step_gateways(self, now: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from alignedserve.cluster.supervisor.members import Member, Phase, Slot
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess, Phase, Slot
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, REQUIRED_ROLES, SPARE, PlannedRole
 from alignedserve.control.role import OPEN_GAUGE
 from alignedserve.proto import common_pb2 as pb
@@ -19,26 +19,26 @@ class Roster:
         self.slots = {role.id: Slot(role) for role in planned}
         self._generations: dict[str, int] = {}
         self._incarnations: dict[str, int] = {}  # of the last process of who has no slot now
-        self.guests: dict[str, Member] = {}
+        self.guests: dict[str, ManagedProcess] = {}
         self.lost_guests: dict[str, float] = {}
         """Guests whose stream is gone, and until when they may come back."""
         self.ending_guests: set[str] = set()
-        self.found_guests: dict[str, Member] = {}
+        self.found_guests: dict[str, ManagedProcess] = {}
         """Guests of an earlier supervisor that have not come to this one."""
 
-    def member(self, key: pb.ProcessKey) -> Member | None:
+    def member(self, key: pb.ProcessKey) -> ManagedProcess | None:
         """The live process of this role, id and incarnation."""
         slot = self.slots.get(key.id)
         member = slot.member if slot is not None else self.guests.get(key.id)
         return member if member is not None and member.key == key else None
 
-    def found(self, key: pb.ProcessKey) -> Member | None:
+    def found(self, key: pb.ProcessKey) -> ManagedProcess | None:
         """The process of this key, where an earlier supervisor had it and it has not joined this one."""
         slot = self.slots.get(key.id)
         member = slot.found if slot is not None else self.found_guests.get(key.id)
         return member if member is not None and member.key == key else None
 
-    def watched(self) -> list[Member]:
+    def watched(self) -> list[ManagedProcess]:
         """Everyone whom the kernel is asked about: who has joined, and who may come."""
         expected = [slot.found for slot in self.slots.values() if slot.found is not None]
         return [member for member, _ in self.members()] + expected + list(self.found_guests.values())
@@ -79,7 +79,7 @@ class Roster:
         guests = (member.key.incarnation for member in self.guests.values())
         return max((*self._incarnations.values(), *there, *guests), default=0)
 
-    def members(self) -> list[tuple[Member, bool]]:
+    def members(self) -> list[tuple[ManagedProcess, bool]]:
         """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
         planned = [
             (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
@@ -117,7 +117,7 @@ class Roster:
     def forgive(self, seconds: float, now: float) -> None:
         """Nobody is to blame for what was not heard in so many seconds until now."""
         for member in self.watched():
-            member.vigil.forgive(seconds, now)
+            member.hang_detector.forgive(seconds, now)
         for slot in self.slots.values():
             if slot.phase is Phase.LOST:
                 slot.since = now

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.units import Unit, plan_units
-from alignedserve.cluster.supervisor.members import Phase, Slot
+from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import PlannedRole, Shape, check_gpus, resolve_device
 from alignedserve.cluster.supervisor.roster import DRAINED, Roster
@@ -93,14 +93,14 @@ class Scaling:
 
     def room(
         self, instances: Sequence[tuple[str, str]], model_info: str, store_plan: str, free_bytes: Mapping[str, int]
-    ) -> Room:
+    ) -> NodeRoom:
         """What nodes have for these new instances, `(role, id)`; before the stores are planned they need nothing.
 
         A node on which nothing of the cluster runs yet has what Ray says of it, without the shard that it would get;
         it counts where all of the instances may run there.
         """
         if not model_info or not store_plan:
-            return Room(free_bytes, {})
+            return NodeRoom(free_bytes, {})
         model, plan = ModelInfo.from_json(model_info), StorePlan.from_json(store_plan)
         shard_bytes = 2 * PROCESS_BYTES + plan.pool * model.geometry(plan.block_size).block_bytes
         asked = [unit.resources for unit in self._units(instances)]
@@ -110,7 +110,7 @@ class Scaling:
             if all(node.resources.get(name, 0) >= amount for resources in asked for name, amount in resources.items())
         }
         needed = {role_id: self._needed_bytes(role, model, plan) for role, role_id in instances}
-        return Room({**fresh, **free_bytes}, needed)
+        return NodeRoom({**fresh, **free_bytes}, needed)
 
     def _units(self, instances: Sequence[tuple[str, str]]) -> list[Unit]:
         """Of a GPU they ask for a thousandth at least: what one gets of it, its launcher says."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from alignedserve.cluster.supervisor.members import Member
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess
 from alignedserve.cluster.supervisor.nodes import NodeBook
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE
 from alignedserve.cluster.supervisor.roster import Roster
@@ -35,7 +35,7 @@ class StorePlanner:
         self.model_info = self.model_info or model_info
         self.store_plan = self.store_plan or store_plan
 
-    def note(self, member: Member) -> bool:
+    def note(self, member: ManagedProcess) -> bool:
         """Take in what a process says of the model or of memory; whether something became known by it.
 
         Raises ResourceError where the stores do not fit.
@@ -69,7 +69,7 @@ class StorePlanner:
             hosts.append(HostMemory(agent.node_id, memory_bytes, here.count("prefill"), here.count("decode"), spares))
         return hosts or None
 
-    def _note_device(self, member: Member) -> None:
+    def _note_device(self, member: ManagedProcess) -> None:
         """A worker says what its GPU had before it loaded anything; its successor may say another figure."""
         gauges, key = member.beat.gauges, member.key
         slot = self._roster.slots.get(key.id)

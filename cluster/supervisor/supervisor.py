@@ -27,7 +27,7 @@ from alignedserve.cluster.supervisor.collector import Collector, cluster_metrics
 from alignedserve.cluster.supervisor.core import SupervisorCore
 from alignedserve.cluster.supervisor.fencer import Fencer
 from alignedserve.cluster.supervisor.integrity import check_cluster
-from alignedserve.cluster.supervisor.members import Phase, Slot
+from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.metrics_text import with_label
 from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, Shape, check_gpus, plan_processes, resolve_device

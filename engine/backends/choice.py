@@ -26,7 +26,7 @@ BY_NAME_ONLY = ("triton_no_split",)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BackendCandidate:
     """A backend, why it cannot serve (None: it can), and the microseconds of one layer by kind of pass, if timed."""
 
     name: str
@@ -41,7 +41,7 @@ class Choice:
 
     decode: str
     prefill: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[BackendCandidate, ...]
 
     def describe(self) -> str:
         taken = self.decode if self.decode == self.prefill else f"{self.decode} to decode, {self.prefill} to prefill"
@@ -50,9 +50,9 @@ class Choice:
         return f"attention by {taken}" + (f" (a layer's decode and prefill: {figures})" if figures else "")
 
 
-def refusals(needs: AttentionNeeds) -> list[Candidate]:
+def refusals(needs: AttentionNeeds) -> list[BackendCandidate]:
     """Every backend, and why it cannot serve `needs` here. Nothing is run."""
-    return [Candidate(name, _refusal(name, needs)) for name in BACKENDS.names()]
+    return [BackendCandidate(name, _refusal(name, needs)) for name in BACKENDS.names()]
 
 
 def open_backend(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> AttentionBackend:
@@ -79,7 +79,7 @@ def choose(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> Choice:
     """See `open_backend`."""
     if name != AUTO:
         _require(name, cache, needs)
-        return Choice(name, name, (Candidate(name, None),))
+        return Choice(name, name, (BackendCandidate(name, None),))
     candidates = {candidate.name: candidate for candidate in refusals(needs)}
     if needs.device == "cpu":
         return Choice("torch", "torch", tuple(candidates.values()))
@@ -93,25 +93,25 @@ def choose(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> Choice:
     return pick(candidates.values())
 
 
-def measure(name: str, trial: Trial, *, time: bool = True) -> Candidate:
+def measure(name: str, trial: Trial, *, time: bool = True) -> BackendCandidate:
     """Try `name`, and time it if it is right; else the refusal says what was wrong."""
     backend = BACKENDS.get(name)
     try:
         fault = trial.fault(backend)
         if fault is not None or not time:
-            return Candidate(name, fault)
+            return BackendCandidate(name, fault)
         decode_us, prefill_us = (
             sum(trial.microseconds(backend, shape) for shape in SHAPES if shape.kind == kind)
             for kind in (DECODE, PREFILL)
         )
     except torch.OutOfMemoryError:
-        return Candidate(name, "it wants more memory beside the store than there is")
+        return BackendCandidate(name, "it wants more memory beside the store than there is")
     except Exception as error:  # whatever a library or a compiler raises that was not made for this device
-        return Candidate(name, f"it fails here: {' '.join(str(error).split())[:200]}")
-    return Candidate(name, None, decode_us, prefill_us)
+        return BackendCandidate(name, f"it fails here: {' '.join(str(error).split())[:200]}")
+    return BackendCandidate(name, None, decode_us, prefill_us)
 
 
-def pick(candidates: Iterable[Candidate]) -> Choice:
+def pick(candidates: Iterable[BackendCandidate]) -> Choice:
     """The fastest for each kind of pass of those that were timed. Raises UnsupportedModelError where none was."""
     candidates = tuple(candidates)
     decode = [(c.decode_us, c.name) for c in candidates if c.decode_us is not None]

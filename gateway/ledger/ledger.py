@@ -38,7 +38,7 @@ from alignedserve.gateway.failures import RequestLostError, ShuttingDownError
 from alignedserve.gateway.ledger.calls import Answer, AnswerState, Call, CallName, caller
 from alignedserve.gateway.ledger.submitter import SchedulerPort, Submitter
 from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.reply.new_tokens import EarlyEvent, News, read_event
+from alignedserve.gateway.reply.new_tokens import EarlyEvent, NewTokens, read_event
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.request import PROBE, FinishReason, RequestKey
@@ -273,7 +273,7 @@ class Ledger:
             news = read_event(answer, early.event, early.role, early.sender_id)
             self._take(answer, early.event, news, early.role, now_s)
 
-    def _take(self, answer: Answer, event: gw.TokenEvent, news: News, role: str, now_s: float) -> None:
+    def _take(self, answer: Answer, event: gw.TokenEvent, news: NewTokens, role: str, now_s: float) -> None:
         if news.token_ids:
             answer.state = AnswerState.RUNNING
             answer.setbacks = 0

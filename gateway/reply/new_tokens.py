@@ -21,7 +21,7 @@ class EarlyEvent:
 
 
 @dataclass(slots=True)
-class News:
+class NewTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -32,11 +32,11 @@ class News:
         return bool(self.token_ids or self.prompt_logprobs or self.finish is not None)
 
 
-def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) -> News:
+def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) -> NewTokens:
     """Take an event into the answer, tokens that it has already left out. `event.position` must not be beyond them."""
     answer.note_instance(role, sender_id, event.prefill_id, event.decode_id)
     known = len(answer.tokens) - event.position
-    news = News(list(event.token_ids[known:] if known else event.token_ids))
+    news = NewTokens(list(event.token_ids[known:] if known else event.token_ids))
     if event.logprobs:
         news.logprobs = [_logprobs(entry) for entry in event.logprobs[known:]]
     if event.prompt_logprobs and not answer.prompt_scored:

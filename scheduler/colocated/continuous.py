@@ -27,7 +27,7 @@ def whole(options: Options, key: str, low: int = 1) -> int:
     return value
 
 
-class Member:
+class ActiveRequest:
     """A request here. `known`: its tokens, those that planned passes sample included; `computed`: those with KV.
 
     `decoding`: everything known but the last token is computed. `blocks`: held in the allocator under its key.
@@ -56,7 +56,7 @@ class Draft:
         self.preempted: list[RequestKey] = []
         self.tokens = 0
 
-    def add(self, member: Member, tokens: int) -> None:
+    def add(self, member: ActiveRequest, tokens: int) -> None:
         """The pass computes so many of the member's tokens; its blocks cover them."""
         key = member.request.key
         if member.decoding:
@@ -79,14 +79,14 @@ class ContinuousScheduler(InstanceScheduler):
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         self._allocator = allocator
         self._block_size = block_size
-        self._waiting: OrderedDict[RequestKey, Member] = OrderedDict()
-        self._running: dict[RequestKey, Member] = {}
+        self._waiting: OrderedDict[RequestKey, ActiveRequest] = OrderedDict()
+        self._running: dict[RequestKey, ActiveRequest] = {}
         self._settled = False  # since the last plan nobody came or went
 
     def add(self, request: MixedRequest) -> None:
         if request.key in self._running or request.key in self._waiting:
             raise AccountingError(f"{request.key} is here already", request_id=request.key.request_id)
-        self._waiting[request.key] = Member(request)
+        self._waiting[request.key] = ActiveRequest(request)
         self._settled = False
 
     def cancel(self, key: RequestKey) -> bool:
@@ -151,7 +151,7 @@ class ContinuousScheduler(InstanceScheduler):
     def _fill(self, draft: Draft, now_s: float) -> None:
         """Add to the draft what the next pass computes, with blocks for it."""
 
-    def _cover(self, member: Member, tokens: int) -> bool:
+    def _cover(self, member: ActiveRequest, tokens: int) -> bool:
         """Blocks for so many tokens behind the computed ones. False, and nothing changes, where too few are free."""
         missing = -((member.computed + tokens) // -self._block_size) - member.blocks
         if missing <= 0:
@@ -161,12 +161,12 @@ class ContinuousScheduler(InstanceScheduler):
         member.blocks += missing
         return True
 
-    def _admit(self, member: Member) -> None:
+    def _admit(self, member: ActiveRequest) -> None:
         """The head of the queue runs."""
         del self._waiting[member.request.key]
         self._running[member.request.key] = member
 
-    def _preempt(self, member: Member, draft: Draft) -> None:
+    def _preempt(self, member: ActiveRequest, draft: Draft) -> None:
         """Its KV is gone; it goes to the head of the queue, and all of its tokens are computed again."""
         key = member.request.key
         self._remove(key)
@@ -176,7 +176,9 @@ class ContinuousScheduler(InstanceScheduler):
         self._waiting.move_to_end(key, last=False)
         draft.preempted.append(key)
 
-    def _cover_by_preempting(self, member: Member, tokens: int, victims: Iterator[Member], draft: Draft) -> bool:
+    def _cover_by_preempting(
+        self, member: ActiveRequest, tokens: int, victims: Iterator[ActiveRequest], draft: Draft
+    ) -> bool:
         """`_cover`, at the expense of `victims` in their order. False where the member itself had to go."""
         while not self._cover(member, tokens):
             victim = next(victims)

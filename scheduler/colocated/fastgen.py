@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
+from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
@@ -39,7 +39,7 @@ class FastGenScheduler(ContinuousScheduler):
                 return
             self._admit(member)
 
-    def _add_prompt(self, member: Member, draft: Draft) -> bool:
+    def _add_prompt(self, member: ActiveRequest, draft: Draft) -> bool:
         tokens = min(member.left, self._budget - draft.tokens)
         needed = -(member.known // -self._block_size) - member.blocks
         if tokens <= 0 or needed > self._allocator.available_blocks or not self._cover(member, tokens):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alignedserve.errors import ConfigError
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
+from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
@@ -49,18 +49,18 @@ class SarathiScheduler(ContinuousScheduler):
             self._admit(member)
             self._add_chunk(member, draft)
 
-    def _fits(self, member: Member) -> bool:
+    def _fits(self, member: ActiveRequest) -> bool:
         """Takes blocks for the whole prompt, if that leaves the reserve. An empty instance needs none."""
         needed = -(member.left // -self._block_size)
         reserve = self._reserve if self._running else 0
         return self._allocator.available_blocks - needed >= reserve and self._cover(member, member.left)
 
-    def _add_chunk(self, member: Member, draft: Draft) -> None:
+    def _add_chunk(self, member: ActiveRequest, draft: Draft) -> None:
         tokens = min(member.left, self._room(member, draft))
         if tokens > 0:
             draft.add(member, tokens)
 
-    def _room(self, member: Member, draft: Draft) -> int:
+    def _room(self, member: ActiveRequest, draft: Draft) -> int:
         """Tokens of this prompt that the pass may still take."""
         step = min(member.computed // self._step_tokens, len(self._sizes) - 1)
         return self._sizes[step] - draft.tokens

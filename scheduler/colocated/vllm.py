@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from alignedserve.scheduler.colocated.base import Options
-from alignedserve.scheduler.colocated.continuous import ContinuousScheduler, Draft, Member, whole
+from alignedserve.scheduler.colocated.continuous import ActiveRequest, ContinuousScheduler, Draft, whole
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
@@ -43,7 +43,7 @@ class VllmScheduler(ContinuousScheduler):
             self._admit(member)
             draft.add(member, tokens)
 
-    def _latest_first(self) -> Iterator[Member]:
+    def _latest_first(self) -> Iterator[ActiveRequest]:
         """Each is gone when the next is asked for."""
         while self._running:
             yield next(reversed(self._running.values()))

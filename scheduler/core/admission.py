@@ -9,19 +9,19 @@ import math
 from alignedserve.errors import InvalidRequestError, OverloadedError
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.pool_shard import PoolShard
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 
 MOST_RETRY_AFTER_S = 60.0
 
 
 class Admission:
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._config = books.config
-        self._block_size = books.block_size
-        self._instances = books.instances
-        self._queue = books.queue
-        self._ledger = books.ledger
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._config = state.config
+        self._block_size = state.block_size
+        self._instances = state.instances
+        self._queue = state.queue
+        self._ledger = state.ledger
         self._decode_cache_blocks = 0  # as last known
         self._max_request_tokens: int | None = None  # None: to be worked out again
 
@@ -84,7 +84,7 @@ class Admission:
 
     def group_blocks(self, tokens: int, requests: int) -> list[int]:
         """Blocks that each answer to a prompt of `tokens` needs: the first all, the others what they cannot share."""
-        blocks = self._books.blocks_for(tokens)
+        blocks = self._state.blocks_for(tokens)
         return [blocks] + [blocks - tokens // self._block_size] * (requests - 1)
 
     def reserve_blocks(self, shard: PoolShard) -> int:
@@ -95,9 +95,9 @@ class Admission:
         """
         share = math.ceil(shard.capacity * self._config.kv_pool.growth_reserve)
         evictable = 0
-        for view in self._books.decode_at(shard):
+        for view in self._state.decode_at(shard):
             if view.report is not None and (len(view.decoding) > 1 or view.size > 1):
-                evictable += self._books.blocks_for(view.report.longest_tokens) + 1
+                evictable += self._state.blocks_for(view.report.longest_tokens) + 1
         return min(max(share, evictable), shard.capacity // 2)
 
     def missing_blocks(self, shard: PoolShard, blocks: int, most_tokens: int, own_blocks: int = 0) -> int:
@@ -108,5 +108,5 @@ class Admission:
         """
         if shard.committed <= own_blocks and not shard.reserved:
             return blocks - shard.free
-        growth = min(self._books.blocks_for(most_tokens), shard.capacity // 4)
+        growth = min(self._state.blocks_for(most_tokens), shard.capacity // 4)
         return blocks + max(self.reserve_blocks(shard), growth) + shard.reserved - shard.free

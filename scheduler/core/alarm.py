@@ -7,7 +7,7 @@ from collections import deque
 ALARM_S = 60.0
 
 
-class Recent:
+class LastMinute:
     """How often something happened within the last `ALARM_S`."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from alignedserve.scheduler.core.admission import MOST_RETRY_AFTER_S, Admission
 from alignedserve.scheduler.core.events import RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView
 from alignedserve.scheduler.core.request_table import Record, RequestState
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.pass_model import RunningQuantile
 
 MOST_ROOM = 64  # requests: with room for so many, nobody is told to hold back
@@ -45,7 +45,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Headroom:
     """How many more requests, of the usual size, would be accepted now; where none, one would in `again_s`."""
 
     requests: int
@@ -59,11 +59,11 @@ class Room:
 class Overload:
     """Predicts for a request that has just come, and learns from those that were accepted."""
 
-    def __init__(self, books: Books, admission: Admission) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, admission: Admission) -> None:
+        self._state = state
         self._admission = admission
-        self._config = books.config.scheduler
-        self._times = books.decode_times
+        self._config = state.config.scheduler
+        self._times = state.decode_times
         self._late = RunningQuantile()  # by how much first tokens came later than predicted
         self._typical_tokens = 0.0
         self.refused = 0
@@ -73,7 +73,7 @@ class Overload:
 
         An empty cluster takes anybody: without a request it would never learn that it has become faster.
         """
-        if not len(self._books.table) or not self._predictable:
+        if not len(self._state.table) or not self._predictable:
             return None
         first = group[0]
         outlook = self.predict(first.prefix_tokens, len(group), now_s, age_s=first.age_s)
@@ -98,13 +98,13 @@ class Overload:
             self._late.observe(now_s - record.first_token_due_s)
             record.first_token_due_s = 0.0
 
-    def room(self, now_s: float) -> Room:
+    def room(self, now_s: float) -> Headroom:
         """For gateways, which refuse by it before they have read a request."""
-        books = self._books
-        if not len(books.table) or not self._predictable:
-            return Room(MOST_ROOM)
-        if not self._limits_set and not len(books.queue):
-            return Room(MOST_ROOM)
+        state = self._state
+        if not len(state.table) or not self._predictable:
+            return Headroom(MOST_ROOM)
+        if not self._limits_set and not len(state.queue):
+            return Headroom(MOST_ROOM)
         low, high = 0, MOST_ROOM  # the largest number that fits; more never fits where less does not
         while low < high:
             middle = (low + high + 1) // 2
@@ -112,7 +112,7 @@ class Overload:
                 low = middle
             else:
                 high = middle - 1
-        return Room(low, 0.0 if low else self._typical(1, now_s).retry_s)
+        return Headroom(low, 0.0 if low else self._typical(1, now_s).retry_s)
 
     def outlook(self, now_s: float) -> Outlook | None:
         """For a usual request that came now; None while a role is missing."""
@@ -143,7 +143,7 @@ class Overload:
     @property
     def _predictable(self) -> bool:
         """Not while a role is missing: whoever comes meanwhile waits for its successor, however long that takes."""
-        instances = self._books.instances
+        instances = self._state.instances
         return self._admission.ready() and any(view.cache_blocks for view in instances.decode.values())
 
     @property
@@ -170,21 +170,21 @@ class Overload:
 
     def _prefill_s(self, tokens: int) -> float:
         """Until the first token of a prompt of `tokens` behind all that is queued and handed out."""
-        loads = [view.load for view in self._books.instances.prefill.values()]
-        share = -(-self._books.queue.tokens // len(loads))
+        loads = [view.load for view in self._state.instances.prefill.values()]
+        share = -(-self._state.queue.tokens // len(loads))
         return min(load.predicted_ttft_s(share + tokens) for load in loads)
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:
         """Until the pool has room for it and for all that is queued before it, as fast as requests have ended."""
-        books = self._books
+        state = self._state
         blocks = sum(self._admission.group_blocks(tokens, requests)) if tokens else 0
-        blocks += books.blocks_for(books.queue.tokens) + len(books.queue)
-        only = books.ledger.only
+        blocks += state.blocks_for(state.queue.tokens) + len(state.queue)
+        only = state.ledger.only
         missing = self._admission.missing_blocks(only, blocks, tokens) if only else blocks + self._lacking_now(tokens)
         if missing <= 0:
             return 0.0
-        missing -= books.ledger.droppable_blocks
-        held = books.ledger.committed - books.ledger.droppable_blocks
+        missing -= state.ledger.droppable_blocks
+        held = state.ledger.committed - state.ledger.droppable_blocks
         return self._times.stay_s * missing / held if missing > 0 and held else 0.0
 
     def _lacking_now(self, tokens: int) -> int:
@@ -192,8 +192,8 @@ class Overload:
 
         Where all lack some, it is the one that lacks least which takes the next prompt.
         """
-        books = self._books
-        homes = {books.home(view.prefill_id) for view in books.instances.open_prefill()}
+        state = self._state
+        homes = {state.home(view.prefill_id) for view in state.instances.open_prefill()}
         lacking = [self._admission.missing_blocks(home, 0, tokens) for home in homes if home is not None and home.up]
         return sum(blocks for blocks in lacking if blocks < 0) or min(lacking, default=0)
 
@@ -204,10 +204,10 @@ class Overload:
         How long a decode lasts depends on how many there are, and the other way round: from the most that there can be
         down, which does not take a loaded cluster for an idle one.
         """
-        views = [view for view in self._books.instances.decode.values() if view.cache_blocks]
+        views = [view for view in self._state.instances.decode.values() if view.cache_blocks]
         length = max((view.mean_tokens for view in views if view.mean_tokens), default=max(1, tokens))
         blocks = min(view.cache_blocks for view in views)
-        fits = max(1, min(self._books.config.decode.max_running, blocks // self._books.blocks_for(length)))
+        fits = max(1, min(self._state.config.decode.max_running, blocks // self._state.blocks_for(length)))
         decode_s = math.inf
         running = -1
         for _ in range(ROUNDS):
@@ -227,7 +227,7 @@ class Overload:
 
         Those before it in line are prefilled evenly until then, and each decodes for `decode_s`.
         """
-        counts = self._books.table.counts
+        counts = self._state.table.counts
         still = float(self._times.decoding_since(now_s + after_s - decode_s))
         before = counts[RequestState.QUEUED] + counts[RequestState.PREFILLING]
         ready = counts[RequestState.WAITING] + counts[RequestState.PREFETCHED]

@@ -8,21 +8,21 @@ architecture.md, section 8). All of this in the shard that is full.
 from __future__ import annotations
 
 from alignedserve.scheduler.core.admission import Admission
-from alignedserve.scheduler.core.alarm import Recent
+from alignedserve.scheduler.core.alarm import LastMinute
 from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 
 PATIENCE_TICKS = 5  # evictions must have waited for so long before the last resort
 LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
 
 
 class PoolRelief:
-    def __init__(self, books: Books, admission: Admission) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, admission: Admission) -> None:
+        self._state = state
         self._admission = admission
         self._due_s: dict[PoolShard, float] = {}  # when the last resort is; of shards that evictions wait for
-        self._drops = Recent()
+        self._drops = LastMinute()
         self._capacity = 0  # of the shard that the last of them was in
         self.dropped_requests = 0  # by the last resort
 
@@ -33,18 +33,18 @@ class PoolRelief:
         """
         if shard is None:
             return
-        books = self._books
+        state = self._state
         if not shard.capacity:  # its process is away: evictions wait for that, and not for room
             self._due_s.pop(shard, None)
             return
-        reports = [view.report for view in books.decode_at(shard) if view.report is not None]
+        reports = [view.report for view in state.decode_at(shard) if view.report is not None]
         wanted = sum(report.pool_wait_blocks for report in reports)
-        waiting = [view for view in books.instances.prefill.values() if view.pool_wait_blocks]
-        give_backs = sum(view.pool_wait_blocks for view in waiting if books.home(view.prefill_id) is shard)
+        waiting = [view for view in state.instances.prefill.values() if view.pool_wait_blocks]
+        give_backs = sum(view.pool_wait_blocks for view in waiting if state.home(view.prefill_id) is shard)
         missing = max(wanted + give_backs, self._admission.reserve_blocks(shard) - shard.free)
         if missing > 0:
-            books.drop_copies(missing, shard)
-        tick_s = books.config.scheduler.tick_s
+            state.drop_copies(missing, shard)
+        tick_s = state.config.scheduler.tick_s
         if not wanted:
             self._due_s.pop(shard, None)
         elif shard not in self._due_s:
@@ -73,7 +73,7 @@ class PoolRelief:
             self.dropped_requests += 1
             self._drops.add(now_s)
             self._capacity = shard.capacity
-            self._books.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
+            self._state.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
 
     def _cheapest(self, shard: PoolShard) -> Record:
         """Of those that came last: one that has never decoded, so that no generated token is prefilled again."""
@@ -83,9 +83,9 @@ class PoolRelief:
 
     def _latest_candidate(self, shard: PoolShard) -> Record | None:
         """The last of the candidates that have not joined, as far as is known here, and have a copy in the shard."""
-        for decode in self._books.instances.decode.values():
+        for decode in self._state.instances.decode.values():
             for held in decode.candidates.values():
                 for record in reversed(held.values()):
-                    if self._books.ledger.only or self._books.ledger.shard_of(record.key) is shard:
+                    if self._state.ledger.only or self._state.ledger.shard_of(record.key) is shard:
                         return record
         return None

@@ -12,16 +12,16 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
 from alignedserve.scheduler.core.request_table import Record
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 
 Way = tuple[PrefillView | None, Sequence[Record]]
 """Through whose buffer these go; None: the decode instance copies them from the pool itself."""
 
 
-class Ways:
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._instances = books.instances
+class PrefetchPaths:
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._instances = state.instances
 
     def split(
         self,
@@ -47,8 +47,8 @@ class Ways:
         return ways
 
     def _direct(self, decode: DecodeView, records: Sequence[Record], blocks: int) -> set[RequestKey]:
-        home = self._books.home(decode.decode_id)
-        if home is None or any(self._books.home(view.prefill_id) is home for view in self._instances.paired(decode)):
+        home = self._state.home(decode.decode_id)
+        if home is None or any(self._state.home(view.prefill_id) is home for view in self._instances.paired(decode)):
             return set()
         found: set[RequestKey] = set()
         for record in records:
@@ -72,5 +72,5 @@ class Ways:
         return best
 
     def _blocks_near(self, prefill: PrefillView, records: Sequence[Record]) -> int:
-        home = self._books.home(prefill.prefill_id)
+        home = self._state.home(prefill.prefill_id)
         return sum(record.blocks for record in records if record.shard is home)

@@ -17,28 +17,28 @@ from alignedserve.scheduler.batch_generator import BatchLimits
 from alignedserve.scheduler.core.actions import MarkUrgent, Prefetch
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
-from alignedserve.scheduler.core.prefetch_paths import Way, Ways
+from alignedserve.scheduler.core.prefetch_paths import PrefetchPaths, Way
 from alignedserve.scheduler.core.rebalance import Rebalancer
 from alignedserve.scheduler.core.request_table import Record, RequestState
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.core.waiting import join_range
 from alignedserve.scheduler.policies.base import Entry, InstanceState
 
 UNSEEN_BATCHES = 1 << 16  # more than a predecessor may have sent after the newest that runs: one or so an instance
 
 
-class Prefetcher:
+class PrefetchPlanner:
     """Moves requests from WAITING to PREFETCHED; from there on the decode instance decides about them."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._config = books.config
-        self._block_size = books.block_size
-        self._instances = books.instances
-        self._policy = books.policy
-        self._clock = books.clock
-        self._rebalancer = Rebalancer(books)
-        self._ways = Ways(books)
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._config = state.config
+        self._block_size = state.block_size
+        self._instances = state.instances
+        self._policy = state.policy
+        self._clock = state.clock
+        self._rebalancer = Rebalancer(state)
+        self._ways = PrefetchPaths(state)
         self._last_batch_id = 0
 
     def place(self, record: Record, now_s: float) -> None:
@@ -93,7 +93,7 @@ class Prefetcher:
                 self._instances.decode[record.decode_id].overdue[record.key] = due_s
         for decode_id, due in by_decode.items():
             due_in_s = tuple(due_s - now_s for due_s in due.values())
-            self._books.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
+            self._state.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
 
     def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
         """The best instance for such a request first: the one of the nearest lengths, so that instances specialise.
@@ -134,7 +134,7 @@ class Prefetcher:
             prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
         if room <= 0:
             return False
-        self._policy.look_at(_state(decode, self._block_size))
+        self._policy.look_at(_decode_state(decode, self._block_size))
         entries = self._policy.form(self._limits(decode, room), seed, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
@@ -159,7 +159,7 @@ class Prefetcher:
 
         One at a time: until it has joined, nothing else is sent late but what was due before it.
         """
-        record = self._books.record(key)
+        record = self._state.record(key)
         due_s = self._clock.due_s(key)
         if due_s >= min(decode.overdue.values(), default=math.inf):
             return False
@@ -200,7 +200,7 @@ class Prefetcher:
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
             return False
-        self._policy.look_at(_state(decode, self._block_size))
+        self._policy.look_at(_decode_state(decode, self._block_size))
         entries = self._policy.form(replace(limits, max_blocks=min(limits.max_blocks, room)), None, now_s)
         records = self._fitting(decode, entries)
         total = sum(record.blocks for record in records)
@@ -293,7 +293,7 @@ class Prefetcher:
     def _fitting(self, decode: DecodeView, entries: Sequence[Entry] | Sequence[Record]) -> list[Record]:
         """Records of those that the instance's cache can hold to their end."""
         most = decode.cache_blocks * self._block_size
-        records = (self._books.table.get(entry.key) for entry in entries)
+        records = (self._state.table.get(entry.key) for entry in entries)
         return [record for record in records if record is not None and record.meta.max_total_tokens <= most]
 
     def _send(
@@ -308,21 +308,21 @@ class Prefetcher:
         overdue = sorted(filter(self._is_overdue, records), key=lambda record: self._clock.due_s(record.key))
         records = [*overdue, *(record for record in records if not self._is_overdue(record))]
         ways: list[Way] = [(prefill, records)]
-        if prefill is not None and self._books.ledger.only is None:
+        if prefill is not None and self._state.ledger.only is None:
             ways = self._ways.split(decode, prefill, kind, records, self._direct_room(decode, kind))
         for buffer, part in ways:
             prefill_id = "" if buffer is None else buffer.prefill_id
             for record in part:
-                self._books.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
+                self._state.prefetch(record, decode.decode_id, prefill_id, kind, now_s)
             keys = tuple(record.key for record in part)
-            self._books.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
+            self._state.actions.append(Prefetch(decode.decode_id, prefill_id or None, kind, batch_id, keys))
         self.mark_overdue(overdue, now_s)
 
     def _is_overdue(self, record: Record) -> bool:
         return self._clock.is_overdue(record.key)
 
 
-def _state(decode: DecodeView, block_size: int) -> InstanceState:
+def _decode_state(decode: DecodeView, block_size: int) -> InstanceState:
     report = decode.report
     running = 0 if report is None else report.running
     shortest, longest = (report.shortest_tokens, report.longest_tokens) if report is not None and running else (0, 0)

@@ -14,48 +14,48 @@ from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.prefill_queue import QueuedGroup
 from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.routing import PrefillLoad, able_to_prefill, choose_prefill
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 
 
 class PrefillDispatch:
-    def __init__(self, books: Books, admission: Admission) -> None:
-        self._books = books
+    def __init__(self, state: CoreState, admission: Admission) -> None:
+        self._state = state
         self._admission = admission
 
     def start(self, now_s: float) -> None:
         """Start what can start. Nobody overtakes the first in line, which waits at most until a shard is empty."""
-        books = self._books
-        while (group := books.queue.head()) is not None and self._admission.ready():
-            first = books.record(group.keys[0])
+        state = self._state
+        while (group := state.queue.head()) is not None and self._admission.ready():
+            first = state.record(group.keys[0])
             refusal = self._admission.too_large(first.meta)
             if refusal is not None:
-                books.reject(books.open(list(group.keys)), refusal, now_s)
+                state.reject(state.open(list(group.keys)), refusal, now_s)
                 continue
-            loads = (view.load for view in books.instances.open_prefill())
-            able = able_to_prefill(loads, group.tokens, books.config.prefill.queued_tokens, group.kept_tokens)
+            loads = (view.load for view in state.instances.open_prefill())
+            able = able_to_prefill(loads, group.tokens, state.config.prefill.queued_tokens, group.kept_tokens)
             roomy = self._with_room(group, first, able) if able else []
             if not roomy:
                 return
-            self._begin(books.queue.pop(), self._choose(roomy, first, group.work_tokens), now_s)
+            self._begin(state.queue.pop(), self._choose(roomy, first, group.work_tokens), now_s)
 
     def _with_room(self, group: QueuedGroup, first: Record, able: Sequence[PrefillLoad]) -> Sequence[PrefillLoad]:
         """Those whose shard has room for the group, if need be after dropping clean copies of what decodes.
 
         They are dropped in one shard: the one that lacks least after that; where several lack nothing then, before it.
         """
-        books = self._books
+        state = self._state
         found = {load.home: None for load in able if load.home is not None and load.home.up}
         homes = {home: [load for load in able if load.home is home] for home in found}
-        books.ledger.pin(first.key)  # room is not made with what it is about to use
+        state.ledger.pin(first.key)  # room is not made with what it is about to use
         missing = {home: self._missing(home, group, first) for home in homes}
         roomy = [load for home, loads in homes.items() if missing[home] <= 0 for load in loads]
         if not roomy and missing:
             home = min(missing, key=lambda home: (max(0, missing[home] - home.droppable_blocks), missing[home]))
-            books.drop_copies(missing[home], home)
+            state.drop_copies(missing[home], home)
             if self._missing(home, group, first) <= 0:
                 return homes[home]
         if not roomy:
-            books.ledger.mark_droppable(first.key)  # it waits on: evictions go before it
+            state.ledger.mark_droppable(first.key)  # it waits on: evictions go before it
         return roomy
 
     def _missing(self, home: PoolShard, group: QueuedGroup, first: Record) -> int:
@@ -68,9 +68,9 @@ class PrefillDispatch:
 
         To wait for a busy one there would take longer than to copy the base from node to node.
         """
-        books = self._books
+        state = self._state
         near: list[PrefillLoad] = []
-        if books.ledger.only is None and first.shard is not None:
+        if state.ledger.only is None and first.shard is not None:
             near = [load for load in roomy if not load.pending_tokens and load.home is first.shard]
         load = choose_prefill(near or roomy, work_tokens)  # last: predicting takes longest, and the pool is often full
         assert load is not None
@@ -78,11 +78,11 @@ class PrefillDispatch:
 
     def _begin(self, group: QueuedGroup, load: PrefillLoad, now_s: float) -> None:
         blocks = self._admission.group_blocks(group.tokens, len(group.keys))
-        first = self._books.record(group.keys[0])
+        first = self._state.record(group.keys[0])
         if first.shard is load.home:
             blocks[0] -= first.blocks
-        for record, needed in zip(self._books.open(group.keys), blocks, strict=True):
-            self._books.begin_prefill(record, load.prefill_id, needed, now_s)
+        for record, needed in zip(self._state.open(group.keys), blocks, strict=True):
+            self._state.begin_prefill(record, load.prefill_id, needed, now_s)
         first.prefill_tokens = group.work_tokens
         load.begin(first.prefill_tokens)
-        self._books.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))
+        self._state.actions.append(StartPrefill(load.prefill_id, tuple(group.keys), first.kv_tokens))

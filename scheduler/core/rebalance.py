@@ -10,7 +10,7 @@ from __future__ import annotations
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.instances import DecodeView
 from alignedserve.scheduler.core.request_table import Record, RequestState
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 
 PREFETCHED = RequestState.PREFETCHED
 
@@ -18,11 +18,11 @@ PREFETCHED = RequestState.PREFETCHED
 class Rebalancer:
     """Asks back for instances that have room and nothing on its way to them."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._config = books.config
-        self._block_size = books.block_size
-        self._instances = books.instances
+    def __init__(self, state: CoreState) -> None:
+        self._state = state
+        self._config = state.config
+        self._block_size = state.block_size
+        self._instances = state.instances
 
     def ask_back(self, decode: DecodeView, now_s: float) -> None:
         """The pool has nothing for this instance: what waits for full ones had better come here."""
@@ -43,7 +43,7 @@ class Rebalancer:
                     room -= record.blocks
         if found:
             decode.asked_back = pending + found
-            self._books.recall(found)
+            self._state.recall(found)
 
     def _halve_batches(self, now_s: float) -> None:
         """Half of each candidate batch that waits for a full instance: one without slots, or without blocks."""
@@ -51,7 +51,7 @@ class Rebalancer:
             waiting = [*full.candidates[BufferKind.BATCH].values()]
             crowded = full.size > self._config.decode.max_running
             if waiting and (crowded or full.free_blocks(self._config, self._block_size) < 0):
-                self._books.recall([record for record in waiting[len(waiting) // 2 :] if self._settled(record, now_s)])
+                self._state.recall([record for record in waiting[len(waiting) // 2 :] if self._settled(record, now_s)])
 
     def _settled(self, record: Record, now_s: float) -> bool:
         """Whether it was sent at least a tick ago. Others may not have been announced yet, which would miss the recall.

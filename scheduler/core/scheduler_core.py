@@ -18,13 +18,13 @@ from alignedserve.scheduler.core.actions import Action, CancelAt
 from alignedserve.scheduler.core.admission import Admission
 from alignedserve.scheduler.core.events import Event, RequestMeta
 from alignedserve.scheduler.core.instances import DecodeView, PrefillView
-from alignedserve.scheduler.core.overload import Overload, Room
+from alignedserve.scheduler.core.overload import Headroom, Overload
 from alignedserve.scheduler.core.pool_relief import PoolRelief
-from alignedserve.scheduler.core.prefetcher import Prefetcher
+from alignedserve.scheduler.core.prefetcher import PrefetchPlanner
 from alignedserve.scheduler.core.prefill_dispatch import PrefillDispatch
 from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.routing import PrefillLoad
-from alignedserve.scheduler.core.state import Books
+from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.guarded import GuardedPolicy
@@ -34,12 +34,12 @@ class SchedulerCore:
     """Feed it every event in the order of arrival; carry out the actions in their order. One thread."""
 
     def __init__(self, config: Config, block_size: int) -> None:
-        self._books = Books(config, block_size)
-        self._admission = Admission(self._books)
-        self._overload = Overload(self._books, self._admission)
-        self._dispatch = PrefillDispatch(self._books, self._admission)
-        self._prefetcher = Prefetcher(self._books)
-        self._relief = PoolRelief(self._books, self._admission)
+        self._state = CoreState(config, block_size)
+        self._admission = Admission(self._state)
+        self._overload = Overload(self._state, self._admission)
+        self._dispatch = PrefillDispatch(self._state, self._admission)
+        self._prefetcher = PrefetchPlanner(self._state)
+        self._relief = PoolRelief(self._state, self._admission)
         self._new_cost_model = cost_model_factory(config)
         self.events_handled = 0
         self._handlers: dict[type[Any], Callable[[Any, float], None]] = {
@@ -71,21 +71,21 @@ class SchedulerCore:
         self._handlers[type(event)](event, now_s)
         self._find_overdue(now_s)
         self._dispatch.start(now_s)
-        changed, self._books.changed = self._books.changed, {}
+        changed, self._state.changed = self._state.changed, {}
         for decode_id in changed:
-            decode = self._books.instances.decode.get(decode_id)
+            decode = self._state.instances.decode.get(decode_id)
             if decode is not None:
                 self._prefetcher.feed(decode, now_s)
-        return self._books.take_actions()
+        return self._state.take_actions()
 
     @property
     def policy(self) -> BatchPolicy:
         """What forms batches; the simulator tells an oracle what no cluster knows."""
-        return self._books.policy
+        return self._state.policy
 
     def describe(self) -> dict[str, int]:
         """Open requests by state."""
-        counts = self._books.table.counts
+        counts = self._state.table.counts
         return {
             "queued": counts[RequestState.QUEUED],
             "prefilling": counts[RequestState.PREFILLING],
@@ -104,51 +104,51 @@ class SchedulerCore:
 
         The last resort of a full pool was needed lately; a policy of one's own lately answered what it must not.
         """
-        policy = self._books.policy
+        policy = self._state.policy
         alarms = self._relief.alarm(now_s), policy.alarm(now_s) if isinstance(policy, GuardedPolicy) else ""
         return "; ".join(filter(None, alarms))
 
     @property
     def needs_ticks(self) -> bool:
         """Whether time alone can change something: a request waits, or decodes and may wait to be evicted."""
-        return self._books.table.counts[RequestState.PREFILLING] < len(self._books.table)
+        return self._state.table.counts[RequestState.PREFILLING] < len(self._state.table)
 
     def knows(self, role: str, instance_id: str) -> bool:
         """Whether the instance has joined and was not lost."""
-        instances = self._books.instances
+        instances = self._state.instances
         known: dict[str, Iterable[str]] = {
             "prefill": instances.prefill,
             "decode": instances.decode,
-            "kv_pool": self._books.ledger.pool_ids,
+            "kv_pool": self._state.ledger.pool_ids,
         }
         return instance_id in known.get(role, ())
 
     def is_open(self, key: RequestKey) -> bool:
         """Whether the request is open here, in this epoch."""
-        return self._books.table.get(key) is not None
+        return self._state.table.get(key) is not None
 
     def of_gateway(self, gateway_id: str) -> set[RequestKey]:
         """Its open requests."""
-        return set(self._books.table.of_gateway(gateway_id))
+        return set(self._state.table.of_gateway(gateway_id))
 
     def gateways(self) -> set[str]:
         """Gateways that own open requests."""
-        return self._books.table.gateways()
+        return self._state.table.gateways()
 
     @property
     def draining(self) -> frozenset[str]:
         """Instances that are to end."""
-        return self._books.instances.draining
+        return self._state.instances.draining
 
     def drained(self) -> list[str]:
         """Draining instances that no request is with."""
-        return self._books.instances.drained()
+        return self._state.instances.drained()
 
     def max_request_tokens(self) -> int:
         """The longest request, prompt and answer, that can be served; 0 while a role is missing."""
         return self._admission.max_request_tokens()
 
-    def room(self, now_s: float) -> Room:
+    def room(self, now_s: float) -> Headroom:
         """How many more requests would be accepted now: gateways refuse by it before they read one."""
         return self._overload.room(now_s)
 
@@ -157,8 +157,8 @@ class SchedulerCore:
         gauges: dict[str, float] = {
             "requests_refused_for_load_total": self._overload.refused,
             "requests_dropped_for_room_total": self.dropped_for_room,
-            "late_requests_share": self._books.clock.late,
-            "starvation_threshold_share": self._books.clock.threshold_share,
+            "late_requests_share": self._state.clock.late,
+            "starvation_threshold_share": self._state.clock.threshold_share,
         }
         outlook = self._overload.outlook(now_s)
         if outlook is not None:
@@ -166,20 +166,20 @@ class SchedulerCore:
         return gauges
 
     def check_integrity(self) -> None:
-        """Recount everything. Raises AccountingError where the books do not match."""
-        self._books.check_integrity()
+        """Recount everything. Raises AccountingError where the state do not match."""
+        self._state.check_integrity()
 
     # requests
 
     def _submitted(self, event: events.Submitted, now_s: float) -> None:
         group: dict[str, RequestMeta] = {}
         for meta in event.requests:
-            known = self._books.table.latest(meta.key.request_id)
+            known = self._state.table.latest(meta.key.request_id)
             if meta.key.request_id in group or (known is not None and known.epoch >= meta.key.epoch):
                 continue  # a duplicate, or older than what is open
             if known is not None:
-                self._books.abandon(self._books.record(known), now_s)
-            gone = meta.base_tokens and self._books.ledger.shard(meta.base_pool_id) is None  # with its node
+                self._state.abandon(self._state.record(known), now_s)
+            gone = meta.base_tokens and self._state.ledger.shard(meta.base_pool_id) is None  # with its node
             group[meta.key.request_id] = _without_base(meta) if gone else meta
         if group:
             self._open(tuple(group.values()), now_s)
@@ -187,10 +187,10 @@ class SchedulerCore:
     def _open(self, group: tuple[RequestMeta, ...], now_s: float) -> None:
         refusal = self._admission.too_large(group[0]) or self._full(group, now_s)
         if refusal is not None:
-            self._books.refuse(group, refusal)
+            self._state.refuse(group, refusal)
             return
-        self._books.add(group, now_s)
-        record = self._books.record(group[0].key)
+        self._state.add(group, now_s)
+        record = self._state.record(group[0].key)
         if record.state is RequestState.WAITING:
             self._prefetcher.place(record, now_s)
         else:
@@ -198,7 +198,7 @@ class SchedulerCore:
 
     def _full(self, group: tuple[RequestMeta, ...], now_s: float) -> AlignedServeError | None:
         """Why a group is refused for load: only new ones are, never those that a gateway submits again."""
-        if not self._books.config.scheduler.refuse_for_load or any(meta.key.epoch for meta in group):
+        if not self._state.config.scheduler.refuse_for_load or any(meta.key.epoch for meta in group):
             return None
         return self._admission.queue_full(len(group)) or self._overload.refusal(group, now_s)
 
@@ -206,111 +206,111 @@ class SchedulerCore:
         self._cancel(event.keys, now_s)
 
     def _gateway_lost(self, event: events.GatewayLost, now_s: float) -> None:
-        self._cancel(self._books.table.of_gateway(event.gateway_id), now_s)
+        self._cancel(self._state.table.of_gateway(event.gateway_id), now_s)
 
     def _cancel(self, keys: Iterable[RequestKey], now_s: float) -> None:
         """End at once what the core decides about; ask whoever decides about the others to end them."""
-        records = self._books.open(dict.fromkeys(keys))
+        records = self._state.open(dict.fromkeys(keys))
         own = (RequestState.QUEUED, RequestState.WAITING)
-        self._books.reject_cancelled([record for record in records if record.state in own], now_s)
+        self._state.reject_cancelled([record for record in records if record.state in own], now_s)
         elsewhere = [record for record in records if record.state not in (*own, RequestState.ENDED)]
         for record in elsewhere:
             record.cancelled = True
-        self._books.cancel_at(elsewhere)
+        self._state.cancel_at(elsewhere)
 
     def _prefilled(self, event: events.Prefilled, now_s: float) -> None:
-        record = self._books.table.get(event.key)
+        record = self._state.table.get(event.key)
         if record is None or record.state is not RequestState.PREFILLING:
             return  # where it is not open any more, its next epoch adopts what lies in the pool, or the audit finds it
-        prefill = self._books.instances.prefill.get(record.prefill_id)
+        prefill = self._state.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
             prefill.load.drop(record.prefill_tokens)
             record.prefill_tokens = 0
         self._overload.prefilled(record, now_s)
-        shard = self._books.ledger.shard(event.pool_id)
+        shard = self._state.ledger.shard(event.pool_id)
         if shard is None:
             self._lose_with_node(record, event.pool_id, now_s)
             return
-        self._books.store(record, event.new_blocks, shard)
-        self._books.enter_pool(record, event.kv_tokens, event.blocks, shard, now_s, now_s)
+        self._state.store(record, event.new_blocks, shard)
+        self._state.enter_pool(record, event.kv_tokens, event.blocks, shard, now_s, now_s)
         self._placed(event.key, now_s)
 
     def _lose_with_node(self, record: Record, pool_id: str, now_s: float) -> None:
-        self._books.report_lost([record], f"{pool_id} has gone with its node", now_s)
+        self._state.report_lost([record], f"{pool_id} has gone with its node", now_s)
 
     def _returned(self, event: events.Returned, now_s: float) -> None:
-        books = self._books
-        record = books.table.get(event.key)
+        state = self._state
+        record = state.table.get(event.key)
         if record is None or record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
             return
         if event.from_buffer and record.state is RequestState.DECODING and event.kv_tokens <= record.kv_tokens:
             # As long as it joined: that it was pulled went unheard, and it decodes on. Nothing tells for certain.
-            books.report_lost([record], "a buffer gave back what had been pulled from it", now_s)
+            state.report_lost([record], "a buffer gave back what had been pulled from it", now_s)
             return
-        books.change(record.decode_id)
-        shard = books.ledger.shard(event.pool_id)
+        state.change(record.decode_id)
+        shard = state.ledger.shard(event.pool_id)
         if shard is None:
             self._lose_with_node(record, event.pool_id, now_s)
             return
         if record.state is RequestState.PREFETCHED:  # it never joined: it has waited all the while
-            since_s = books.clock.stop(event.key)
+            since_s = state.clock.stop(event.key)
             if not record.recalled:
-                books.instances.bounced(record.decode_id, record.prefill_id, record.buffer)
+                state.instances.bounced(record.decode_id, record.prefill_id, record.buffer)
         else:
             since_s = now_s - event.waited_s
-        had = books.ledger.committed_of(event.key) if books.ledger.shard_of(event.key) is shard else None
+        had = state.ledger.committed_of(event.key) if state.ledger.shard_of(event.key) is shard else None
         own_blocks = event.blocks if had is None else max(0, had + event.blocks - record.blocks)
-        books.store(record, own_blocks, shard)
-        books.enter_pool(record, event.kv_tokens, event.blocks, shard, since_s, now_s)
+        state.store(record, own_blocks, shard)
+        state.enter_pool(record, event.kv_tokens, event.blocks, shard, since_s, now_s)
         self._placed(event.key, now_s)
 
     def _placed(self, key: RequestKey, now_s: float) -> None:
-        record = self._books.record(key)
+        record = self._state.record(key)
         if record.cancelled:
-            self._books.reject_cancelled([record], now_s)
+            self._state.reject_cancelled([record], now_s)
         else:
             self._prefetcher.place(record, now_s)
 
     def _joined(self, event: events.Joined, now_s: float) -> None:
         strangers = []
         for key in event.keys:
-            record = self._books.table.get(key)
+            record = self._state.table.get(key)
             if record is None:
                 strangers.append(key)
             elif record.state is RequestState.PREFETCHED and record.decode_id == event.decode_id:
-                self._books.join(record, now_s)
-        if strangers and event.decode_id in self._books.instances.decode:
+                self._state.join(record, now_s)
+        if strangers and event.decode_id in self._state.instances.decode:
             # Lost or ended here while they were on their way there.
-            self._books.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
+            self._state.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
 
     def _finished(self, event: events.Finished, now_s: float) -> None:
-        for record in self._books.open(dict.fromkeys(event.keys)):
+        for record in self._state.open(dict.fromkeys(event.keys)):
             if record.state is RequestState.DECODING and not record.cancelled:
                 self._learn_from(record, now_s)
-            self._books.end(record, now_s)
+            self._state.end(record, now_s)
 
     def _learn_from(self, record: Record, now_s: float) -> None:
         """A request has decoded to its end: for how many iterations, and how long it was here."""
-        decode = self._books.instances.decode.get(record.decode_id)
+        decode = self._state.instances.decode.get(record.decode_id)
         begun_s = record.entered_s.get(RequestState.PREFILLING)
         if decode is not None and begun_s is not None:
-            self._books.decode_times.finish(decode.iterations - record.joined_iteration, now_s - begun_s)
+            self._state.decode_times.finish(decode.iterations - record.joined_iteration, now_s - begun_s)
 
     def _lost(self, event: events.Lost, now_s: float) -> None:
-        records = self._books.open(dict.fromkeys(event.keys))
-        self._books.report_lost(records, event.reason, now_s, keep_copy=not event.distrust)
+        records = self._state.open(dict.fromkeys(event.keys))
+        self._state.report_lost(records, event.reason, now_s, keep_copy=not event.distrust)
 
     # instances
 
     def _instance_joined(self, event: events.InstanceJoined, now_s: float) -> None:
         self._admission.sizes_changed()
-        instances = self._books.instances
+        instances = self._state.instances
         if event.role == "prefill" and event.instance_id not in instances.prefill:
             load = PrefillLoad(event.instance_id, cost=self._new_cost_model())
             instances.prefill[event.instance_id] = PrefillView(event.instance_id, load)
         elif event.role == "decode" and event.instance_id not in instances.decode:
             instances.decode[event.instance_id] = DecodeView(event.instance_id, cost=self._new_cost_model())
-        self._books.place()
+        self._state.place()
 
     def _instance_lost(self, event: events.InstanceLost, now_s: float) -> None:
         """What an instance decided about is submitted again, in a new epoch: the old one may still be alive somewhere.
@@ -318,126 +318,126 @@ class SchedulerCore:
         With a prefill instance go the prompts that it computed and the candidates in its buffers, which a decode
         instance may just have taken over: only a new epoch tells the two apart.
         """
-        books = self._books
+        state = self._state
         self._admission.sizes_changed()
         keys: list[RequestKey] = []
         if event.role == "prefill":
-            prefill = books.instances.prefill.pop(event.instance_id, None)
+            prefill = state.instances.prefill.pop(event.instance_id, None)
             if prefill is not None:
                 keys = [*prefill.prefilling, *prefill.buffered]
         elif event.role == "decode":
-            decode = books.instances.decode.pop(event.instance_id, None)
+            decode = state.instances.decode.pop(event.instance_id, None)
             if decode is not None:
                 keys = [*decode.decoding, *(key for held in decode.candidates.values() for key in held)]
         elif event.role == "kv_pool":  # its memory stays, and a successor takes it over: nothing is lost
-            books.ledger.lose(event.instance_id)
-        books.place()
-        books.report_lost(books.open(keys), f"{event.role} {event.instance_id} was lost", now_s)
+            state.ledger.lose(event.instance_id)
+        state.place()
+        state.report_lost(state.open(keys), f"{event.role} {event.instance_id} was lost", now_s)
 
     def _prefill_reported(self, event: events.PrefillReported, now_s: float) -> None:
-        instances = self._books.instances
+        instances = self._state.instances
         prefill = instances.prefill.get(event.prefill_id)
         if prefill is None:
             return
-        prefill.report(event, self._books.block_size)
+        prefill.report(event, self._state.block_size)
         self._admission.sizes_changed()
         if event.pool_wait_blocks:
-            self._relief.relieve(now_s, self._books.home(event.prefill_id))
+            self._relief.relieve(now_s, self._state.home(event.prefill_id))
         for decode_id, prefill_ids in instances.pairs.items():
             if event.prefill_id in prefill_ids:
-                self._books.change(decode_id)
+                self._state.change(decode_id)
 
     def _decode_reported(self, event: events.DecodeReported, now_s: float) -> None:
-        decode = self._books.instances.decode.get(event.decode_id)
+        decode = self._state.instances.decode.get(event.decode_id)
         if decode is not None:
             waited = decode.report is not None and decode.report.pool_wait_blocks
             decode.take_report(event)
             self._prefetcher.learn_batch_id(event.batch_id)
             self._admission.sizes_changed()
-            self._books.change(event.decode_id)
+            self._state.change(event.decode_id)
             if waited or event.pool_wait_blocks:
-                self._relief.relieve(now_s, self._books.home(event.decode_id))
+                self._relief.relieve(now_s, self._state.home(event.decode_id))
 
     def _pool_reported(self, event: events.PoolReported, now_s: float) -> None:
-        self._books.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)
+        self._state.ledger.report(event.pool_id, event.capacity_blocks, event.free_blocks)
         self._admission.sizes_changed()
-        self._relief.relieve(now_s, self._books.ledger.shard(event.pool_id))
+        self._relief.relieve(now_s, self._state.ledger.shard(event.pool_id))
 
     def _inventory_taken(self, event: events.InventoryTaken, now_s: float) -> None:
-        if event.decode_id not in self._books.instances.decode:
+        if event.decode_id not in self._state.instances.decode:
             return
         strangers = []
         for held in event.requests:
             key = held.meta.key
-            known = self._books.table.latest(key.request_id)
+            known = self._state.table.latest(key.request_id)
             if known == key:
                 continue
             if known is None and event.restore:
-                self._books.restore(held, event.decode_id, now_s)
+                self._state.restore(held, event.decode_id, now_s)
             else:
                 strangers.append(key)
         if strangers:
-            self._books.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
+            self._state.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
 
     def _pool_inventory_taken(self, event: events.PoolInventoryTaken, now_s: float) -> None:
-        books = self._books
-        shard = books.ledger.shard(event.pool_id)
+        state = self._state
+        shard = state.ledger.shard(event.pool_id)
         if shard is None:
             return
         waiting = [record for record in shard.waiting.values() if record.key not in event.copies]
         gone = [record for record in waiting if record.entered_s[RequestState.WAITING] <= event.asked_s]
-        books.report_lost(gone, "the KV pool does not hold it any more", now_s)
-        books.lose_kept(shard, event.copies, event.asked_s)
-        books.drop_strays(shard, event.copies)
-        restored = [record for record in books.open(event.copies) if books.ledger.committed_of(record.key) is None]
+        state.report_lost(gone, "the KV pool does not hold it any more", now_s)
+        state.lose_kept(shard, event.copies, event.asked_s)
+        state.drop_strays(shard, event.copies)
+        restored = [record for record in state.open(event.copies) if state.ledger.committed_of(record.key) is None]
         for record in restored:  # this core took them over without knowing what the pool has of them
             if record.state in (RequestState.PREFETCHED, RequestState.DECODING):
                 record.pool_tokens, blocks = event.copies[record.key]
                 record.shard = shard
-                books.ledger.commit(record.key, blocks, shard)
+                state.ledger.commit(record.key, blocks, shard)
             if record.state is RequestState.DECODING:
-                books.ledger.mark_droppable(record.key)
+                state.ledger.mark_droppable(record.key)
 
     def _copies_found(self, event: events.CopiesFound, now_s: float) -> None:
-        shard = self._books.ledger.shard(event.pool_id)
+        shard = self._state.ledger.shard(event.pool_id)
         if shard is not None:
-            self._books.drop_strays(shard, event.copies)
+            self._state.drop_strays(shard, event.copies)
 
     def _shards_changed(self, event: events.ShardsChanged, now_s: float) -> None:
-        books = self._books
-        gone = books.ledger.name_shards(event.pool_ids)
-        books.instances.homes = dict(event.homes)
-        books.place()
+        state = self._state
+        gone = state.ledger.name_shards(event.pool_ids)
+        state.instances.homes = dict(event.homes)
+        state.place()
         for shard in gone:
-            books.lose_shard(shard, now_s)
+            state.lose_shard(shard, now_s)
             self._relief.forget(shard)
         self._admission.sizes_changed()
-        books.change_all()
+        state.change_all()
 
     def _pairs_changed(self, event: events.PairsChanged, now_s: float) -> None:
-        instances = self._books.instances
+        instances = self._state.instances
         instances.pairs = dict(event.pairs)
         instances.link_ranks = {(decode_id, prefill_id): rank for decode_id, prefill_id, rank in event.link_ranks}
-        self._books.change_all()
+        self._state.change_all()
 
     def _draining_changed(self, event: events.DrainingChanged, now_s: float) -> None:
-        self._books.instances.draining = event.instance_ids
-        self._books.change_all()
+        self._state.instances.draining = event.instance_ids
+        self._state.change_all()
 
     def _tick(self, event: events.Tick, now_s: float) -> None:
-        self._books.instances.forget_bounces()
-        self._books.change_all()
-        for shard in self._books.ledger.shards:
+        self._state.instances.forget_bounces()
+        self._state.change_all()
+        for shard in self._state.ledger.shards:
             self._relief.relieve(now_s, shard)
 
     def _find_overdue(self, now_s: float) -> None:
-        overdue = self._books.clock.newly_overdue(now_s)
+        overdue = self._state.clock.newly_overdue(now_s)
         if not overdue:
             return
-        records = self._books.open(overdue)
+        records = self._state.open(overdue)
         self._prefetcher.mark_overdue([record for record in records if record.state is RequestState.PREFETCHED], now_s)
         if any(record.state is RequestState.WAITING for record in records):
-            self._books.change_all()
+            self._state.change_all()
 
 
 def _without_base(meta: RequestMeta) -> RequestMeta:

@@ -23,7 +23,7 @@ from alignedserve.scheduler.policies.base import Entry
 from alignedserve.scheduler.systems import make_policy
 
 
-class Books:
+class CoreState:
     """State of one cell. The managers (dispatch, prefetch, relief) decide; only these methods move a request."""
 
     def __init__(self, config: Config, block_size: int) -> None:
@@ -256,7 +256,7 @@ class Books:
         self.actions.append(ReleasePool(keys, dropped=True, kv_tokens=lengths, pool_id=shard.pool_id))
 
     def drop_strays(self, shard: PoolShard, copies: Mapping[RequestKey, tuple[int, int]]) -> None:
-        """A shard was found to hold these as (KV tokens, blocks): what lies in another shard by the books goes there.
+        """A shard was found to hold these as (KV tokens, blocks): what lies in another shard by the state goes there.
 
         Only of what nobody but the core decides about: else it may be on its way here.
         """
@@ -343,14 +343,14 @@ class Books:
             self.actions.append(CancelAt(role, instance_id, tuple(keys)))
 
     def check_integrity(self) -> None:
-        """Recount everything. Raises AccountingError where the books do not match."""
+        """Recount everything. Raises AccountingError where the state do not match."""
         for book in (self.table, self.queue, self.ledger, self.policy, self.clock):
             book.check_integrity()
         counts = self.table.counts
         decodes, prefills = self.instances.decode.values(), self.instances.prefill.values()
         waiting, prefetched = counts[RequestState.WAITING], counts[RequestState.PREFETCHED]
         candidates = sum(len(held) for view in decodes for held in view.candidates.values())
-        books = {
+        state = {
             "queued": (counts[RequestState.QUEUED], len(self.queue)),
             "prefilling": (counts[RequestState.PREFILLING], sum(len(view.prefilling) for view in prefills)),
             "policy": (waiting, self.policy.totals()[0]),
@@ -367,6 +367,6 @@ class Books:
         for prefill in prefills:
             blocks = sum(record.blocks for record in self.open(prefill.buffered))
             books[prefill.prefill_id] = (sum(buffer.committed for buffer in prefill.buffers.values()), blocks)
-        wrong = {name: pair for name, pair in books.items() if pair[0] != pair[1]}
+        wrong = {name: pair for name, pair in state.items() if pair[0] != pair[1]}
         if wrong:
-            raise AccountingError(f"the books do not match: {wrong}")
+            raise AccountingError(f"the state do not match: {wrong}")

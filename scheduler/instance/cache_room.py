@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from alignedserve.config import DecodeConfig
 from alignedserve.scheduler.instance.plan import Candidate
-from alignedserve.scheduler.instance.running_batch import Member, RunningBatch
+from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningRequest
 
 
 class Shortfall:
@@ -38,7 +38,7 @@ class Shortfall:
         wanted = self._needed + (self._watermark_blocks or self._growing)
         return wanted - self._batch.allocator.available_blocks - self._batch.leaving_blocks()
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: RunningRequest) -> None:
         """The member is about to be evicted."""
         if not self._plenty:
             held = len(member.block_ids)
@@ -59,7 +59,7 @@ class Shortfall:
         self._needed, self._growing = needed, growing
 
 
-class Room:
+class CacheRoom:
     """What is left for joins in one plan. Where there is plenty it says so without looking at every request."""
 
     def __init__(self, batch: RunningBatch, config: DecodeConfig) -> None:
@@ -88,12 +88,12 @@ class Room:
         self._size += 1
         return True
 
-    def never_enough(self, candidate: Candidate, victims: Sequence[Member]) -> bool:
+    def never_enough(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> bool:
         """Whether the candidate does not fit even if all of `victims` go: then their order need not be known."""
         freed = self._batch.leaving_blocks() + sum(map(self._batch.own_blocks, victims))
         return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed
 
-    def victims_needed(self, candidate: Candidate, victims: Sequence[Member]) -> int:
+    def victims_needed(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
         """How many of `victims`, from the front, make room for the candidate; 0 where all of them would not."""
         self._measure()
         missing_slots = 1 - self.slots - len(self._batch.leaving)

@@ -22,10 +22,10 @@ from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.core.waiting import join_range
 from alignedserve.scheduler.deadlines import Deadlines
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
-from alignedserve.scheduler.instance.cache_room import Room, Shortfall
+from alignedserve.scheduler.instance.cache_room import CacheRoom, Shortfall
 from alignedserve.scheduler.instance.candidates import CandidateBuffers
 from alignedserve.scheduler.instance.plan import Candidate, Evict, GiveBack, IterationPlan, Join, RunItem
-from alignedserve.scheduler.instance.running_batch import Member, Phase, RunningBatch
+from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
 
 MOST_MISFITS = 8  # candidates that do not fit and are passed over in one plan, for smaller ones behind them
@@ -346,7 +346,7 @@ class IterationScheduler:
         if len(running) <= 1:
             return evictions
         shortfall = Shortfall(self._batch, self._config.watermark_blocks)
-        victims: list[Member] | None = None
+        victims: list[RunningRequest] | None = None
         while len(running) > 1:
             crowded = len(running) > self._config.max_running  # after a copy out that failed
             if not crowded and shortfall.blocks() <= 0:
@@ -366,11 +366,11 @@ class IterationScheduler:
         self.recall(list(self._waiting))
         return [self._evict(member, now_s) for member in list(self._batch.running.values()) if member.iterations]
 
-    def _claim(self, member: Member) -> tuple[bool, int]:
+    def _claim(self, member: RunningRequest) -> tuple[bool, int]:
         """The greatest is evicted first: the longest, of the old batch as long as that has members."""
         return member.batch_id != self._batch_id, member.kv_tokens
 
-    def _evict(self, member: Member, now_s: float) -> Evict:
+    def _evict(self, member: RunningRequest, now_s: float) -> Evict:
         blocks = self._batch.blocks_for(member.kv_tokens)
         switching = self._batch.holds_others_than(self._batch_id)
         member.to_pool = self._draining or switching or blocks > self._lease_blocks
@@ -396,7 +396,7 @@ class IterationScheduler:
         waiting = self._waiting
         if not len(waiting):
             return joins
-        room = Room(self._batch, self._config)
+        room = CacheRoom(self._batch, self._config)
         urgent = waiting.has_overdue(BufferKind.BATCH)
         blocked = self._take(waiting.overdue(), room, joins)
         if blocked is not None:
@@ -408,7 +408,7 @@ class IterationScheduler:
             self._take(waiting.normal(BufferKind.BATCH), room, joins)
         return joins
 
-    def _take(self, candidates: Iterable[Candidate], room: Room, joins: list[Join]) -> Candidate | None:
+    def _take(self, candidates: Iterable[Candidate], room: CacheRoom, joins: list[Join]) -> Candidate | None:
         """Let candidates join while there is room. The overdue one that found none, if one did: it stops the others."""
         taken: list[Candidate] = []
         blocked = None
@@ -451,7 +451,7 @@ class IterationScheduler:
     def _candidate_lengths(self, batch_id: int) -> list[int]:
         return [c.kv_tokens for c in self._waiting.of(BufferKind.BATCH) if c.batch_id == batch_id]
 
-    def _make_room(self, candidate: Candidate, room: Room, evictions: list[Evict], now_s: float) -> None:
+    def _make_room(self, candidate: Candidate, room: CacheRoom, evictions: list[Evict], now_s: float) -> None:
         """Evict for an overdue candidate, if that makes enough room.
 
         Spared: those that were overdue when they joined and were due before it, and those that have only just joined.
@@ -486,7 +486,7 @@ class IterationScheduler:
                 self._deadlines.discard(candidate.key)
                 self._giving_back[candidate.key] = None
 
-    def _copying(self, key: RequestKey, phase: Phase) -> Member:
+    def _copying(self, key: RequestKey, phase: Phase) -> RunningRequest:
         member = self._batch.get(key)
         if member is None or member.phase is not phase:
             raise AccountingError(f"{key} is not being copied, or the other way", request_id=key.request_id)

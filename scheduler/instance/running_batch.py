@@ -29,7 +29,7 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class Member(RunItem):
+class RunningRequest(RunItem):
     """A request that holds blocks. `kv_tokens` have been computed; `block_ids` cover at least one token more."""
 
     max_total_tokens: int
@@ -48,11 +48,11 @@ class RunningBatch:
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
         self.allocator = allocator
         self.block_size = block_size
-        self.entering: dict[RequestKey, Member] = {}
-        self.running: dict[RequestKey, Member] = {}
-        self.leaving: dict[RequestKey, Member] = {}
+        self.entering: dict[RequestKey, RunningRequest] = {}
+        self.running: dict[RequestKey, RunningRequest] = {}
+        self.leaving: dict[RequestKey, RunningRequest] = {}
         self._by_phase = (self.entering, self.running, self.leaving)
-        self._groups: dict[str, dict[RequestKey, Member]] = {}
+        self._groups: dict[str, dict[RequestKey, RunningRequest]] = {}
         self._of_batch: dict[int, int] = {}  # candidate batch -> its members that run or are about to
 
     @property
@@ -60,7 +60,7 @@ class RunningBatch:
         """Requests that run or are about to."""
         return len(self.running) + len(self.entering)
 
-    def present(self) -> Iterator[Member]:
+    def present(self) -> Iterator[RunningRequest]:
         """Members that run or are about to, oldest first."""
         return chain(self.running.values(), self.entering.values())
 
@@ -88,7 +88,7 @@ class RunningBatch:
                 member.batch_id = batch_id
                 self._count(member, 1)
 
-    def get(self, key: RequestKey) -> Member | None:
+    def get(self, key: RequestKey) -> RunningRequest | None:
         return self.running.get(key) or self.entering.get(key) or self.leaving.get(key)
 
     def blocks_for(self, tokens: int) -> int:
@@ -115,7 +115,7 @@ class RunningBatch:
         block_ids = resident + own
         kv_tokens = candidate.kv_tokens
         most = candidate.max_total_tokens
-        member = Member(key, kv_tokens, block_ids, most, candidate, batch_id, Phase.ENTERING)
+        member = RunningRequest(key, kv_tokens, block_ids, most, candidate, batch_id, Phase.ENTERING)
         self.entering[key] = member
         self._count(member, 1)
         if candidate.group_id:
@@ -123,11 +123,11 @@ class RunningBatch:
         copied = self.blocks_for(kv_tokens)
         return Join(key, tuple(block_ids[:copied]), min(len(resident), copied))
 
-    def cover_next_token(self, member: Member) -> bool:
+    def cover_next_token(self, member: RunningRequest) -> bool:
         """Make sure that the member has a block for its next token; False where none is available."""
         return len(member.block_ids) * self.block_size > member.kv_tokens or self.take_block(member)
 
-    def take_block(self, member: Member) -> bool:
+    def take_block(self, member: RunningRequest) -> bool:
         """One block more for the member; False where none is available."""
         block = self.allocator.allocate_one(member.key)
         if block is None:
@@ -135,14 +135,14 @@ class RunningBatch:
         member.block_ids.append(block)
         return True
 
-    def move(self, member: Member, phase: Phase) -> None:
+    def move(self, member: RunningRequest, phase: Phase) -> None:
         del self._by_phase[member.phase][member.key]
         self._count(member, -1)
         member.phase = phase
         self._by_phase[phase][member.key] = member
         self._count(member, 1)
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: RunningRequest) -> None:
         """The member ends here; its blocks are free but for those that its group shares."""
         key = member.key
         del self._by_phase[member.phase][key]
@@ -154,7 +154,7 @@ class RunningBatch:
             if not group:
                 del self._groups[member.candidate.group_id]
 
-    def own_blocks(self, member: Member) -> int:
+    def own_blocks(self, member: RunningRequest) -> int:
         """Blocks that are free once the member has gone."""
         group = self._groups.get(member.candidate.group_id)
         if group is None or len(group) == 1:
@@ -174,7 +174,7 @@ class RunningBatch:
                 leaving[block] = leaving.get(block, 0) + 1
         return sum(1 for block, holders in leaving.items() if holders == count(block))
 
-    def _count(self, member: Member, change: int) -> None:
+    def _count(self, member: RunningRequest, change: int) -> None:
         if member.phase is Phase.LEAVING:
             return
         count = self._of_batch.get(member.batch_id, 0) + change
@@ -183,7 +183,7 @@ class RunningBatch:
         else:
             self._of_batch.pop(member.batch_id, None)
 
-    def _is_alone(self, member: Member) -> bool:
+    def _is_alone(self, member: RunningRequest) -> bool:
         return len(self._groups.get(member.candidate.group_id, ())) <= 1
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ instead of planned. What is counted is conservative: in doubt, the caller plans.
 from __future__ import annotations
 
 from alignedserve.config import DecodeConfig
-from alignedserve.scheduler.instance.running_batch import Member, RunningBatch
+from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningRequest
 
 
 def count_quiet(batch: RunningBatch, config: DecodeConfig, most: int) -> int:
@@ -49,7 +49,7 @@ def pass_iterations(batch: RunningBatch, iterations: int) -> None:
     Blocks are taken in the order in which plans would have taken them. The caller has counted that there are enough.
     """
     size = batch.block_size
-    crossings: list[tuple[int, int, Member]] = []
+    crossings: list[tuple[int, int, RunningRequest]] = []
     for place, member in enumerate(batch.running.values()):
         first = len(member.block_ids) * size - member.kv_tokens
         member.kv_tokens += iterations
@@ -63,7 +63,7 @@ def pass_iterations(batch: RunningBatch, iterations: int) -> None:
         batch.take_block(member)
 
 
-def _order(crossing: tuple[int, int, Member]) -> tuple[int, int]:
+def _order(crossing: tuple[int, int, RunningRequest]) -> tuple[int, int]:
     return crossing[:2]
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from alignedserve.config import SchedulerConfig
 from alignedserve.errors import ConfigError
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.core.alarm import Recent
+from alignedserve.scheduler.core.alarm import LastMinute
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry, InstanceState
 from alignedserve.scheduler.policies.fcfs import FcfsPolicy
@@ -49,7 +49,7 @@ class GuardedPolicy(BatchPolicy):
         self._oldest = FcfsPolicy(config)
         self._trusted = True
         self._noticed = 0
-        self._lately = Recent()
+        self._lately = LastMinute()
 
     def alarm(self, now_s: float) -> str:
         """What to tell people: for a minute after a fault was noticed here; always, once it is not asked any more."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from alignedserve.proto import scheduler_pb2 as sc
-from alignedserve.scheduler.core.overload import MOST_ROOM, Room
+from alignedserve.scheduler.core.overload import MOST_ROOM, Headroom
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 
 EVERY_S = 0.01  # the shortest time between two messages
@@ -18,7 +18,7 @@ class IntakeNews:
 
     def __init__(self, tell: Callable[[sc.Intake], None]) -> None:
         self._tell = tell
-        self._told = Room(MOST_ROOM)
+        self._told = Headroom(MOST_ROOM)
         self._submitted = False
         self._told_s = 0.0
         self._timer: asyncio.TimerHandle | None = None

@@ -22,7 +22,7 @@ from ray._private.authentication_test_utils import reset_auth_token_state
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.ray_groups import NAMESPACE, group_name, groups, leave_nothing
 from alignedserve.cluster.launch.ray_launcher import RayLauncher
 from alignedserve.cluster.launch.ray_places import RayPlaces
@@ -124,7 +124,7 @@ class Placed:
     def place(self, prefill: int, decode: int) -> dict[str, str]:
         """The node of each instance, once each has one."""
         shape = Shape(prefill, decode)
-        self.places.place(shape, shape.ids(), Room({}, {}), on_gpu=False, elastic=True)
+        self.places.place(shape, shape.ids(), NodeRoom({}, {}), on_gpu=False, elastic=True)
         deadline = time.monotonic() + WITHIN_S
         while "" in (where := {name: bundle.node for name, bundle in self.places.look().items()}).values():
             assert time.monotonic() < deadline, where
@@ -182,14 +182,14 @@ def test_what_was_added_gives_its_room_back_and_the_first_group_keeps_its_own() 
 
 def test_ray_alone_must_have_what_is_asked_for() -> None:
     with Placed("spread") as placed, pytest.raises(ResourceError, match="9 fast"):
-        placed.places.place(Shape(1, 8), Shape(1, 8).ids(), Room({}, {}), on_gpu=False, elastic=False)
+        placed.places.place(Shape(1, 8), Shape(1, 8).ids(), NodeRoom({}, {}), on_gpu=False, elastic=False)
 
 
 def test_a_successor_finds_the_places_and_another_cluster_of_the_name_removes_them() -> None:
     with Placed("spread") as first:
         before = first.place(1, 1)
         successor = RayPlaces(first.places._namespace, first.places._cluster_id, config("spread"))
-        successor.place(Shape(1, 1), Shape(1, 1).ids(), Room({}, {}), on_gpu=False, elastic=True)
+        successor.place(Shape(1, 1), Shape(1, 1).ids(), NodeRoom({}, {}), on_gpu=False, elastic=True)
         assert {name: bundle.node for name, bundle in successor.look().items()} == before
         with Placed("spread") as other:
             other.place(1, 2)
@@ -213,7 +213,7 @@ def test_a_group_that_somebody_removed_is_made_again() -> None:
         launcher = RayLauncher(f"{NAMESPACE}app", config("spread"))
         shape = Shape(1, 1)
         await launcher.nodes()
-        await launcher.place("id", shape, shape.ids(), Room({}, {}), on_gpu=False)
+        await launcher.place("id", shape, shape.ids(), NodeRoom({}, {}), on_gpu=False)
         for group in groups():
             group.remove()
         placement = await launcher.placement()
@@ -239,7 +239,7 @@ def test_what_waits_is_named_and_placed_when_a_node_comes_and_again_when_that_ha
 
     async def run(launcher: RayLauncher) -> None:
         home, *_ = await launcher.nodes()
-        await launcher.place("id", shape, shape.ids(), Room({}, {}), on_gpu=False)
+        await launcher.place("id", shape, shape.ids(), NodeRoom({}, {}), on_gpu=False)
         assert (await until(launcher, set())).waiting == waiting
         added = machines.add({"late": 2})
         placement = await until(launcher, {added.node_id})

@@ -116,7 +116,7 @@ class CoreCell:
     ) -> list[Action]:
         """Into the shard of the instance that computed it, if nothing else is said."""
         blocks = -(-tokens // BLOCK)
-        record = self.core._books.table.get(key(name))
+        record = self.core._state.table.get(key(name))
         if not pool_id and record is not None:
             pool_id = self.homes.get(record.prefill_id, "")
         return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks, pool_id))

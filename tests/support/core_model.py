@@ -296,7 +296,7 @@ class CoreModel:
         """Nothing is open: the books say so too. Raises AssertionError."""
         assert not self.open
         assert not any(self.core.describe().values())
-        books = self.core._books
+        books = self.core._state
         ledger = books.ledger
         left = {
             "committed": ledger.committed,

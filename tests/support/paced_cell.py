@@ -209,7 +209,7 @@ class PacedCell:
         if self._decode_busy or not (self._running or self._offered):
             return
         self._decode_busy = True
-        room = self.core._books.config.decode.max_running - len(self._running)
+        room = self.core._state.config.decode.max_running - len(self._running)
         joined, self._offered = self._offered[:room], self._offered[room:]
         self._running += joined
         if joined:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from alignedserve.errors import TransferError
+from alignedserve.transfer.paired.identity import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
 from alignedserve.transfer.paired.rendezvous import Rendezvous
-from alignedserve.transfer.paired.strangers import PROOF_BYTES, SECRET_BYTES, check_proof, close_door, proof
 from alignedserve.transfer.paired.transport import Portion, Transport, Wiring
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.cost.step import StepCost
 from alignedserve.simulator.hardware import Hardware
 from alignedserve.simulator.hardware_file import default_hardware
-from alignedserve.simulator.replay import Candidate, Plan
+from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.results import RunResult
 from alignedserve.simulator.report.summary import Metric, measure
 from alignedserve.simulator.traces import Load
@@ -63,9 +63,9 @@ class Variant:
     policy: str
     settings: tuple[tuple[str, str], ...] = ()
 
-    def candidate(self, tpot_objective_s: float | None = None) -> Candidate:
+    def candidate(self, tpot_objective_s: float | None = None) -> ComparedPolicy:
         """`tpot_objective_s`: what `aligned-cost` keeps to."""
-        return Candidate.of(self.policy, dict(self.settings), None, tpot_objective_s)
+        return ComparedPolicy.of(self.policy, dict(self.settings), None, tpot_objective_s)
 
 
 ALIGNED = Variant("aligned", "aligned")

@@ -11,7 +11,7 @@ from alignedserve.scheduler.core.actions import Prefetch, StartPrefill
 from alignedserve.scheduler.core.events import Lost, Prefilled
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
-from alignedserve.simulator.buffers import CandidateBuffers
+from alignedserve.simulator.buffers import SimulatedBuffers
 from support.small_cell.pool import Write
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Prefill:
         shape = cell.shape
         self.cache = BlockAllocator(shape.prefill_cache, f"{name}/cache")
         self.chunks = ChunkScheduler(self.cache, shape.block_size)
-        self.buffers = CandidateBuffers(name, shape.batch_buffer, shape.requests_buffer)
+        self.buffers = SimulatedBuffers(name, shape.batch_buffer, shape.requests_buffer)
         self.groups: dict[RequestKey, list[RequestKey]] = {}  # by the one that carries the prompt
         self.lead: dict[RequestKey, RequestKey] = {}
         self.busy = False

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from alignedserve.cluster import app
 from alignedserve.cluster.app import SupervisorDeployment
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.records import Record
 from alignedserve.cluster.supervisor import handover, placing, redeploy
@@ -156,7 +156,9 @@ async def test_a_paused_supervisor_places_nothing_and_takes_no_order(
 ) -> None:
     placed, supervisor = list[list[str]](), cluster.supervisor
 
-    async def place(cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: Room, *, on_gpu: bool) -> None:
+    async def place(
+        cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool
+    ) -> None:
         placed.append([role_id for _, role_id in ids])
 
     monkeypatch.setattr(placing, "NODES_LOOK_S", 0.02)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alignedserve.cluster.supervisor.core import ADOPTION_S, Fence, SupervisorCore
-from alignedserve.cluster.supervisor.members import Phase
+from alignedserve.cluster.supervisor.managed_process import Phase
 from alignedserve.cluster.supervisor.nodes import GONE_KEPT, RETURN_S
 from alignedserve.cluster.supervisor.plan import Node, PlannedRole
 from alignedserve.proto import common_pb2 as pb

@@ -9,7 +9,7 @@ import pytest
 
 from alignedserve.cluster.supervisor.actions import Action, End, Fence, Launch
 from alignedserve.cluster.supervisor.core import SupervisorCore
-from alignedserve.cluster.supervisor.members import Phase
+from alignedserve.cluster.supervisor.managed_process import Phase
 from alignedserve.cluster.supervisor.nodes import Placement
 from alignedserve.cluster.supervisor.plan import Node, PlannedRole, plan_roles
 from alignedserve.cluster.supervisor.rolling import ORDER, PATIENCE_S, ROOM_S

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster.launch import ray_groups, ray_places
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.ray_places import RayPlaces
 from alignedserve.cluster.launch.units import Unit
 from alignedserve.cluster.supervisor.plan import Shape
@@ -32,12 +32,12 @@ def units(*names: str) -> list[Unit]:
 )
 def test_units_fit_where_each_finds_a_node(free: tuple[int, ...], needed: tuple[int, ...], *, fits: bool) -> None:
     names = [f"decode-{number}" for number in range(len(needed))]
-    room = Room({f"n{number}": size for number, size in enumerate(free)}, dict(zip(names, needed, strict=True)))
+    room = NodeRoom({f"n{number}": size for number, size in enumerate(free)}, dict(zip(names, needed, strict=True)))
     assert room.fits(units(*names)) is fits
 
 
 def test_a_unit_goes_to_the_first_node_that_leaves_room_for_the_others() -> None:
-    room = Room({"a": 12, "b": 6}, {"d1": 6, "d2": 4, "d3": 4, "d4": 4})
+    room = NodeRoom({"a": 12, "b": 6}, {"d1": 6, "d2": 4, "d3": 4, "d4": 4})
     first, *others = units("d1", "d2", "d3", "d4")
     assert room.choose(first, others, ["a", "b"]) == "b"
     assert room.choose(others[0], others[1:], ["a", "b"]) == "a"
@@ -45,7 +45,7 @@ def test_a_unit_goes_to_the_first_node_that_leaves_room_for_the_others() -> None
 
 
 def test_what_share_a_node_need_their_memory_there_together() -> None:
-    room = Room({"a": 5, "b": 9}, {"p": 5, "d": 4})
+    room = NodeRoom({"a": 5, "b": 9}, {"p": 5, "d": 4})
     (pair,) = units("p+d")
     assert room.choose(pair, (), ["a", "b"]) == "b"
 
@@ -78,7 +78,7 @@ def test_an_instance_that_is_added_goes_to_the_node_with_the_fewest_that_has_the
         ray_places.ray, "nodes", lambda: [{"NodeID": name, "Alive": True, "Resources": resources} for name in NODES]
     )
     places = RayPlaces(f"{ray_groups.NAMESPACE}app", "cluster", Config(cluster=ClusterConfig(device="cpu")))
-    room = Room(dict(zip(NODES, free, strict=True)), {"decode-1": 8})
-    places.place(Shape(1, 1), Shape(1, 1).ids(), Room({}, {}), on_gpu=False, elastic=True)
+    room = NodeRoom(dict(zip(NODES, free, strict=True)), {"decode-1": 8})
+    places.place(Shape(1, 1), Shape(1, 1).ids(), NodeRoom({}, {}), on_gpu=False, elastic=True)
     places.place(Shape(1, 2), Shape(1, 2).ids(), room, on_gpu=False, elastic=True)
     assert places.look()["decode-1"].node == NODES[node]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alignedserve.cluster.launch.node_room import Room
+from alignedserve.cluster.launch.node_room import NodeRoom
 from alignedserve.cluster.launch.ray_places import Bundle, RayPlaces
 from alignedserve.cluster.launch.units import Unit, gpu_share, plan_units, resources_of
 from alignedserve.cluster.launch.vetting import eligible
@@ -113,7 +113,7 @@ def test_what_is_added_is_wished_for_where_its_resources_are_and_the_fewest_unit
     monkeypatch.setattr(places, "_create", lambda units, **options: wished.append(options["_soft_target_node_id"]))
     new = plan_units(own, [("decode", f"decode-{number}") for number in (1, 2, 3)], 0.0)
     nodes = {"home": {"CPU": 8.0}, "a": {"fast": 2.0}, "b": {"fast": 9.0}}
-    places._add(new, Shape(1, 4), nodes, Room({}, {}), on_gpu=False)
+    places._add(new, Shape(1, 4), nodes, NodeRoom({}, {}), on_gpu=False)
     assert wished == ["a", "b", "b"]
 
 

@@ -15,8 +15,8 @@ import pytest
 from alignedserve.cluster.launch.processes import Sight, is_alive, look_at
 from alignedserve.cluster.node.supervisor_guard import SupervisorGuard
 from alignedserve.cluster.node.watchdog import Watchdog
-from alignedserve.cluster.supervisor.hang_detector import LOADING, STOPPED_S, Vigil
-from alignedserve.cluster.supervisor.members import Member
+from alignedserve.cluster.supervisor.hang_detector import LOADING, STOPPED_S, HangDetector
+from alignedserve.cluster.supervisor.managed_process import ManagedProcess
 from alignedserve.config import SupervisorConfig
 from alignedserve.control.role import started_ticks
 from alignedserve.proto import common_pb2 as pb
@@ -35,30 +35,30 @@ def sight(*, stopped: bool = False, traced: bool = False, cpu_s: float = 0.0) ->
 
 def first_verdict(beats: list[sv.Heartbeat], until_s: float = 100.0) -> float | None:
     """One heartbeat a second, the last one over and over: when it counts as hung."""
-    vigil, now = Vigil(0.0), 0.0
+    hang_detector, now = HangDetector(0.0), 0.0
     while now < until_s:
         now += 1.0
         beat = beats[min(int(now) - 1, len(beats) - 1)]
-        vigil.heard(beat, now)
-        if vigil.verdict(beat, LIMITS, now):
+        hang_detector.heard(beat, now)
+        if hang_detector.verdict(beat, LIMITS, now):
             return now
     return None
 
 
 def test_a_stopped_process_counts_as_hung_after_a_second_and_not_when_it_goes_on_before() -> None:
-    vigil, beat = Vigil(0.0), ready()
-    vigil.seen(sight(stopped=True), 1.0)
-    assert vigil.verdict(beat, LIMITS, 1.0 + STOPPED_S / 2) == ""
-    vigil.seen(sight(), 1.6)
-    vigil.seen(sight(stopped=True), 1.8)
-    assert vigil.verdict(beat, LIMITS, 1.7 + STOPPED_S) == ""
-    assert "stopped" in vigil.verdict(beat, LIMITS, 1.9 + STOPPED_S)
+    hang_detector, beat = HangDetector(0.0), ready()
+    hang_detector.seen(sight(stopped=True), 1.0)
+    assert hang_detector.verdict(beat, LIMITS, 1.0 + STOPPED_S / 2) == ""
+    hang_detector.seen(sight(), 1.6)
+    hang_detector.seen(sight(stopped=True), 1.8)
+    assert hang_detector.verdict(beat, LIMITS, 1.7 + STOPPED_S) == ""
+    assert "stopped" in hang_detector.verdict(beat, LIMITS, 1.9 + STOPPED_S)
 
 
 def test_a_process_under_a_debugger_is_left_alone() -> None:
-    vigil = Vigil(0.0)
-    vigil.seen(sight(traced=True), 1.0)
-    assert vigil.verdict(ready(busy=True), LIMITS, 1000.0) == ""
+    hang_detector = HangDetector(0.0)
+    hang_detector.seen(sight(traced=True), 1.0)
+    assert hang_detector.verdict(ready(busy=True), LIMITS, 1000.0) == ""
 
 
 def test_work_without_progress_is_a_hang_and_no_work_is_none() -> None:
@@ -74,30 +74,30 @@ def test_a_slow_worker_is_given_ten_times_its_longest_step() -> None:
 
 
 def test_silence_of_one_that_is_ready_is_a_hang_even_where_it_is_computing() -> None:
-    vigil = Vigil(0.0)
+    hang_detector = HangDetector(0.0)
     for second in range(1, 8):
-        vigil.seen(sight(cpu_s=second), float(second))
-    assert vigil.verdict(ready(), LIMITS, 5.9) == ""
-    assert "nothing was heard" in vigil.verdict(ready(), LIMITS, 6.5)
+        hang_detector.seen(sight(cpu_s=second), float(second))
+    assert hang_detector.verdict(ready(), LIMITS, 5.9) == ""
+    assert "nothing was heard" in hang_detector.verdict(ready(), LIMITS, 6.5)
 
 
 def test_one_that_loads_may_be_silent_as_long_as_it_uses_the_processor() -> None:
-    loading, vigil = sv.Heartbeat(state="loading"), Vigil(0.0)
+    loading, hang_detector = sv.Heartbeat(state="loading"), HangDetector(0.0)
     for second in range(1, 60):
-        vigil.seen(sight(cpu_s=second), float(second))
-        assert vigil.verdict(loading, LIMITS, float(second)) == ""
+        hang_detector.seen(sight(cpu_s=second), float(second))
+        assert hang_detector.verdict(loading, LIMITS, float(second)) == ""
     idle_since, patience = 59.0, LOADING * LIMITS.fence_after_s
-    vigil.seen(sight(cpu_s=59.0), idle_since + patience)
-    assert vigil.verdict(loading, LIMITS, idle_since + patience - 1.0) == ""
-    assert "does nothing" in vigil.verdict(loading, LIMITS, idle_since + patience + 1.0)
+    hang_detector.seen(sight(cpu_s=59.0), idle_since + patience)
+    assert hang_detector.verdict(loading, LIMITS, idle_since + patience - 1.0) == ""
+    assert "does nothing" in hang_detector.verdict(loading, LIMITS, idle_since + patience + 1.0)
 
 
 def test_time_in_which_the_observer_slept_is_nobodys_fault() -> None:
-    vigil, beat = Vigil(0.0), ready(busy=True)
-    vigil.heard(beat, 1.0)
-    vigil.forgive(50.0, 51.0)
-    assert vigil.verdict(beat, LIMITS, 52.0) == ""
-    assert vigil.verdict(beat, LIMITS, 57.5) != ""
+    hang_detector, beat = HangDetector(0.0), ready(busy=True)
+    hang_detector.heard(beat, 1.0)
+    hang_detector.forgive(50.0, 51.0)
+    assert hang_detector.verdict(beat, LIMITS, 52.0) == ""
+    assert hang_detector.verdict(beat, LIMITS, 57.5) != ""
 
 
 # ---- real processes
@@ -151,7 +151,9 @@ async def test_the_watchdog_sees_a_process_stop_go_on_and_end(sleeper: subproces
     # As if the clock had been set forward by an hour since it began: what it is is not told by a clock.
     key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns() - 3600 * 10**9)
     ticks = started_ticks(sleeper.pid)
-    member = Member(sv.RoleHello(process=key, pid=sleeper.pid, node_id="here", started_ticks=ticks), Vigil(0.0), 0.0)
+    member = ManagedProcess(
+        sv.RoleHello(process=key, pid=sleeper.pid, node_id="here", started_ticks=ticks), HangDetector(0.0), 0.0
+    )
     watchdog.follow("elsewhere", [member])
     assert watchdog.look() == {}
     watchdog.follow("here", [member])
@@ -173,7 +175,7 @@ async def test_a_number_that_belongs_to_a_later_process_is_not_looked_at(sleeper
     key = pb.ProcessKey(role="decode", id="decode-0", incarnation=time.time_ns())
     ended = started_ticks(sleeper.pid) - 1
     hello = sv.RoleHello(process=key, pid=sleeper.pid, node_id="here", started_ticks=ended)
-    watchdog.follow("here", [Member(hello, Vigil(0.0), 0.0)])
+    watchdog.follow("here", [ManagedProcess(hello, HangDetector(0.0), 0.0)])
     assert watchdog.look() == {}
     watchdog.close()
 

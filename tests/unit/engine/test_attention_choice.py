@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from alignedserve.config import EngineConfig  # noqa: E402
 from alignedserve.engine.backends import choice  # noqa: E402
 from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.choice import AUTO, Candidate, choose, measure, open_backend, pick, refusals  # noqa: E402
+from alignedserve.engine.backends.choice import AUTO, BackendCandidate, choose, measure, open_backend, pick, refusals  # noqa: E402
 from alignedserve.engine.backends.composite import CompositeBackend  # noqa: E402
 from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
 from alignedserve.engine.backends.torch_backend import TorchBackend  # noqa: E402
@@ -124,15 +124,15 @@ def test_a_trial_fits_a_small_store_and_leaves_it_empty() -> None:
 def test_the_fastest_of_each_kind_of_pass_is_taken() -> None:
     taken = pick(
         [
-            Candidate("a", None, decode_us=10.0, prefill_us=900.0),
-            Candidate("b", None, decode_us=20.0, prefill_us=500.0),
-            Candidate("c", "it copies the store"),
+            BackendCandidate("a", None, decode_us=10.0, prefill_us=900.0),
+            BackendCandidate("b", None, decode_us=20.0, prefill_us=500.0),
+            BackendCandidate("c", "it copies the store"),
         ]
     )
     assert (taken.decode, taken.prefill) == ("a", "b")
     assert taken.describe().startswith("attention by a to decode, b to prefill (")
     with pytest.raises(UnsupportedModelError, match="c: it copies the store"):
-        pick([Candidate("c", "it copies the store")])
+        pick([BackendCandidate("c", "it copies the store")])
 
 
 def test_of_two_backends_each_serves_the_passes_that_it_was_taken_for() -> None:

@@ -17,7 +17,7 @@ from alignedserve.scheduler.cost.load import default_hardware as hardware_of_cos
 from alignedserve.scheduler.cost.load import load_step_cost
 from alignedserve.scheduler.instance.iteration import IterationScheduler
 from alignedserve.simulator.hardware_file import default_hardware
-from alignedserve.simulator.replay import Candidate, Plan
+from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
@@ -90,7 +90,7 @@ def simulated(source: str, policy: str, prefill: int, seed: int, **mode: object)
     """Straight from the simulator, everything at time zero."""
     plan = Plan(
         trace=read_trace(source),
-        candidates=(Candidate.of(policy, {}, None),),
+        candidates=(ComparedPolicy.of(policy, {}, None),),
         cost=load_step_cost(RTX, **mode),  # type: ignore[arg-type]
         hardware=default_hardware(hardware_of_cost(RTX)),
         load=Load(),

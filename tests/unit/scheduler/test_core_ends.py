@@ -181,7 +181,7 @@ def test_what_the_pool_still_holds_is_not_prefilled_again():
 
 def finish_prefill(cell):
     """The one that is being prefilled ends with that."""
-    (view,) = cell.core._books.instances.prefill.values()
+    (view,) = cell.core._state.instances.prefill.values()
     return cell.do(ev.Finished(tuple(list(view.prefilling)[:1])))
 
 
@@ -200,7 +200,7 @@ def test_blocks_that_adopted_answers_share_count_once_at_most():
     for name in "abcd":
         meta = ev.RequestMeta(key(name, 1), 201, 211, "", "gw", 200, 50, own_blocks=1)
         cell.do(ev.Submitted((meta,)))
-    assert cell.core._books.ledger.committed == 4
+    assert cell.core._state.ledger.committed == 4
 
 
 def test_a_request_whose_kv_is_whole_waits_for_a_decode_instance_at_once():
@@ -234,7 +234,7 @@ def test_kv_that_went_with_the_memory_of_the_pool_is_prefilled_again():
     cell.do(ev.InstanceLost("prefill", "p0"))
     cell.do(again("a", 1, 41, 38))
     cell.do(again("b", 1, 41, 38))
-    pool = next(iter(cell.core._books.ledger.pool_ids))
+    pool = next(iter(cell.core._state.ledger.pool_ids))
     cell.do(ev.InstanceLost("kv_pool", pool))
     cell.do(ev.PoolReported(pool, 100, 90))
     cell.do(ev.PoolInventoryTaken({key("b", 1): (38, 10)}))  # its successor has this one only

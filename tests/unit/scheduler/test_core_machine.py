@@ -339,7 +339,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.cancel_all()
         self.model.check_empty()
         self.heal()
-        assert self.model.core._books.ledger.free == self.pool_blocks * len(self.pools)
+        assert self.model.core._state.ledger.free == self.pool_blocks * len(self.pools)
 
     def cancel_all(self) -> None:
         self.do(ev.CancelRequested(tuple(self.model.open)))

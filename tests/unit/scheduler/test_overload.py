@@ -63,7 +63,7 @@ def accepted_each_quarter_second(overload=None):
     """Arrivals far beyond what decode can take, a prefill that runs ahead of it, and decodes that last."""
     cell = PacedCell(Pace(prefill_s=0.001, prefill_token_s=5e-5, row_s=3e-4), tpot_objective_s=TPOT_S)
     if overload is not None:
-        cell.core._overload = overload(cell.core._books, cell.core._admission)
+        cell.core._overload = overload(cell.core._state, cell.core._admission)
     cell.offer(5, 3)
     rates = [sum(map(accepted, cell.offer(600, 0.25))) for _ in range(40)]
     return rates[8:]
@@ -168,7 +168,7 @@ def test_a_cancelled_decode_teaches_nothing_and_leaves_nothing():
     cell.do(ev.Joined("d0", (key("a"),)))
     cell.do(ev.CancelRequested((key("a"),)), after_s=1.0)
     cell.do(ev.Finished((key("a"),)))
-    times = cell.core._books.decode_times
+    times = cell.core._state.decode_times
     assert (len(times), times.mean_tokens) == (0, 0.0)
 
 
@@ -195,7 +195,7 @@ def test_decode_passes_teach_each_instance_its_own_speed():
     for _ in range(30):
         for decode_id, seconds in ("d0", 0.2), ("d1", 0.8):
             cell.do(ev.DecodeReported(decode_id, 100, 100, 0, 0, 0, 0, 0, 0, measured=Passes(10, 100, 5000, seconds)))
-    costs = [cell.core._books.instances.decode[name].cost.predict_iteration_s([50] * 10) for name in ("d0", "d1")]
+    costs = [cell.core._state.instances.decode[name].cost.predict_iteration_s([50] * 10) for name in ("d0", "d1")]
     assert costs == pytest.approx([0.02, 0.08], rel=0.05)
 
 
@@ -219,7 +219,7 @@ def test_an_instance_where_nothing_has_changed_is_not_predicted_anew(monkeypatch
 
 def test_what_is_kept_of_predictions_goes_with_what_an_instance_measures():
     cell = CoreCell()
-    view = cell.core._books.instances.decode["d0"]
+    view = cell.core._state.instances.decode["d0"]
     assert view.predict_equal_s(10, 50) == view.cost.predict_iteration_s([50] * 10)
     cell.do(ev.DecodeReported("d0", 100, 100, 0, 0, 0, 0, 0, 0, measured=Passes(10, 100, 5000, 9.0)))
     assert view.predict_equal_s(10, 50) == view.cost.predict_iteration_s([50] * 10) > 0.02
@@ -232,4 +232,4 @@ def test_request_keys_of_the_paced_cell_are_all_forgotten_at_the_end():
     cell.offer(100, 1)
     cell.drain()
     assert cell.core.describe() == dict.fromkeys(cell.core.describe(), 0)
-    assert RequestKey("0") not in cell.core._books.ledger.only.waiting
+    assert RequestKey("0") not in cell.core._state.ledger.only.waiting

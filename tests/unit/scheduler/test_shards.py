@@ -40,13 +40,13 @@ def lost(actions: list[Action]) -> set[RequestKey]:
 
 def books(cell: CoreCell) -> dict[str, int]:
     """Blocks that are committed, by shard."""
-    return {shard.pool_id: shard.committed for shard in cell.core._books.ledger.shards}
+    return {shard.pool_id: shard.committed for shard in cell.core._state.ledger.shards}
 
 
 def run(cell: CoreCell, name: str, tokens: int, decode_id: str) -> None:
     """A request decodes at an instance; its copy is where it was prefilled."""
     cell.wait(name, tokens)
-    record = cell.core._books.record(key(name))
+    record = cell.core._state.record(key(name))
     assert record.decode_id == decode_id
     cell.do(ev.Joined(decode_id, (key(name),)))
 
@@ -109,7 +109,7 @@ def test_a_base_in_another_shard_is_copied_whole_and_dropped_there_once_that_is_
     cell.do(ev.InstanceLost("prefill", "p1"))
     (start,) = only(cell.do(again("a", 41, 38, "k1")), StartPrefill)
     assert (start.prefill_id, start.base_tokens) == ("p0", 38)
-    shards = {shard.pool_id: shard for shard in cell.core._books.ledger.shards}
+    shards = {shard.pool_id: shard for shard in cell.core._state.ledger.shards}
     assert shards["k0"].reserved == 11
     assert books(cell) == {"k0": 0, "k1": 10}
     actions = cell.do(ev.Prefilled(key("a", 1), 41, 11, 11, "k0"))
@@ -121,7 +121,7 @@ def test_a_base_in_another_shard_is_copied_whole_and_dropped_there_once_that_is_
 def test_a_base_in_the_own_shard_is_part_of_what_is_reserved() -> None:
     cell = two_nodes(pool=100)
     cell.do(again("a", 41, 38, "k1"))
-    shards = {shard.pool_id: shard for shard in cell.core._books.ledger.shards}
+    shards = {shard.pool_id: shard for shard in cell.core._state.ledger.shards}
     assert (shards["k1"].committed, shards["k1"].reserved) == (10, 1)
     assert drops(cell.do(ev.Prefilled(key("a", 1), 41, 11, 11, "k1"))) == []
     assert books(cell) == {"k0": 0, "k1": 11}
@@ -161,7 +161,7 @@ def test_room_is_made_where_evictions_wait_and_nowhere_else() -> None:
     cell = two_nodes(pool=100)
     for name, pool_id in ("a", "k0"), ("b", "k1"):
         cell.do(again(name, 40, 39, pool_id, whole=True))
-        record = cell.core._books.record(key(name, 1))
+        record = cell.core._state.record(key(name, 1))
         cell.do(ev.Joined(record.decode_id, (key(name, 1),)))
     waits = {name: decode_report(name, running=1, shortest=40, longest=40, batch_id=1, waits=5) for name in TWO_NODES}
     assert [drop.keys for drop in drops(cell.do(waits["d1"]))] == [(key("b", 1),)]
@@ -172,7 +172,7 @@ def test_the_last_resort_takes_what_waits_in_the_shard_that_is_full() -> None:
     cell = two_nodes(pool=100)
     for name in "d0", "d1":
         cell.make_busy(name, name=f"busy-{name}")
-    cell.core._books.instances.draining = frozenset({"d0", "d1"})  # what comes now waits in the pool
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})  # what comes now waits in the pool
     cell.do(again("here", 40, 39, "k0", whole=True))
     cell.do(again("there", 40, 39, "k1", whole=True))
     report = decode_report("d1", free=0, running=1, shortest=10, longest=10, batch_id=1, waits=5)
@@ -193,7 +193,7 @@ def test_what_waited_in_a_shard_that_has_gone_is_submitted_again_and_the_rest_go
     run(cell, "runs", 40, "d0")
     cell.make_busy("d0")
     cell.make_busy("d1")
-    cell.core._books.instances.draining = frozenset({"d0", "d1"})
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})
     cell.do(again("here", 40, 39, "k0", whole=True))
     cell.do(again("there", 40, 39, "k1", whole=True))
     for name in "fg":
@@ -202,7 +202,7 @@ def test_what_waited_in_a_shard_that_has_gone_is_submitted_again_and_the_rest_go
     assert cell.states()["queued"] == 1
     assert lost(cell.do(ev.ShardsChanged(("k0",), (("p0", "k0"), ("d0", "k0"))))) == {key("there", 1)}
     assert list(books(cell)) == ["k0"]
-    assert cell.core._books.record(key("queued", 1)).kv_tokens == 0
+    assert cell.core._state.record(key("queued", 1)).kv_tokens == 0
     assert "decoding" in cell.states()
     actions = cell.do(ev.InstanceLost("prefill", "p1")) + cell.do(ev.Finished((key("f"),)))
     assert [start.base_tokens for start in only(actions, StartPrefill)] == [0]
@@ -231,7 +231,7 @@ def test_a_shard_whose_process_is_away_keeps_what_waits_in_it() -> None:
     cell = two_nodes()
     cell.make_busy("d0")
     cell.make_busy("d1")
-    cell.core._books.instances.draining = frozenset({"d0", "d1"})
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})
     cell.do(again("a", 40, 39, "k1", whole=True))
     assert lost(cell.do(ev.InstanceLost("kv_pool", "k1"))) == set()
     assert cell.states()["waiting_in_pool"] == 1
@@ -253,7 +253,7 @@ def test_a_node_that_comes_has_a_shard_from_its_first_report_on() -> None:
 
 def test_an_inventory_speaks_for_its_own_shard() -> None:
     cell = two_nodes()
-    cell.core._books.instances.draining = frozenset({"d0", "d1"})
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})
     cell.do(again("here", 40, 39, "k0", whole=True))
     cell.do(again("there", 40, 39, "k1", whole=True))
     assert lost(cell.do(ev.PoolInventoryTaken({key("here", 1): (39, 10)}, "k0"))) == set()
@@ -262,7 +262,7 @@ def test_an_inventory_speaks_for_its_own_shard() -> None:
 
 def test_what_has_come_since_an_inventory_was_asked_for_is_not_missed_in_it() -> None:
     cell = two_nodes()
-    cell.core._books.instances.draining = frozenset({"d0", "d1"})
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})
     asked_s = cell.now_s
     cell.now_s += 0.1
     cell.do(again("a", 40, 39, "k0", whole=True))
@@ -273,7 +273,7 @@ def test_what_has_come_since_an_inventory_was_asked_for_is_not_missed_in_it() ->
 @pytest.mark.parametrize("late_answer", [False, True])
 def test_a_copy_that_a_drop_did_not_reach_is_dropped_when_it_is_found(late_answer: bool) -> None:
     cell = two_nodes()
-    cell.core._books.instances.draining = frozenset({"d0", "d1"})
+    cell.core._state.instances.draining = frozenset({"d0", "d1"})
     cell.do(again("a", 40, 39, "k1", whole=True))
     copies = {key("a", 1): (20, 5)}
     found = cell.do(ev.CopiesFound("k0", copies) if late_answer else ev.PoolInventoryTaken(copies, "k0"))
@@ -337,19 +337,19 @@ def test_what_lies_on_the_decode_instances_own_node_does_not_go_through_a_buffer
 
 def test_a_batch_is_parted_where_its_ways_differ_and_counts_as_one() -> None:
     cell = paired(APART)
-    cell.core._books.instances.draining = frozenset({"d0"})
+    cell.core._state.instances.draining = frozenset({"d0"})
     for name, pool_id in ("a", "k2"), ("b", "k0"), ("c", "k2"):
         cell.do(again(name, 40, 39, pool_id, whole=True))
     actions = cell.do(ev.DrainingChanged(frozenset()))
     assert through(actions) == [(None, (key("a", 1), key("c", 1))), ("p0", (key("b", 1),))]
     assert len({prefetch.batch_id for prefetch in only(actions, Prefetch)}) == 1
-    decode = cell.core._books.instances.decode["d0"]
+    decode = cell.core._state.instances.decode["d0"]
     assert sum(decode.candidate_blocks.values()) == 30
 
 
 def test_no_more_is_announced_directly_than_where_there_are_no_buffers() -> None:
     cell = CoreCell(prefills=2, homes=APART, max_batch_blocks=15)
-    cell.core._books.instances.draining = frozenset({"d0"})
+    cell.core._state.instances.draining = frozenset({"d0"})
     for name in "ab":
         cell.do(again(name, 28, 27, "k2", whole=True))
     ways = through(cell.do(ev.DrainingChanged(frozenset())))
@@ -358,7 +358,7 @@ def test_no_more_is_announced_directly_than_where_there_are_no_buffers() -> None
     cell.make_busy("d0", free=100)
     for name in "ab":  # late: half as many
         cell.do(again(name, 20, 19, "k2", whole=True), after_s=60.0)
-    late = {cell.core._books.record(key(name, 1)).prefill_id for name in "ab"}
+    late = {cell.core._state.record(key(name, 1)).prefill_id for name in "ab"}
     assert late == {"", "p0"}
 
 

@@ -7,7 +7,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 Name = tuple[str, int]  # id and incarnation
 
 
-class Census:
+class EndedProcesses:
     """Follows the cluster's view.
 
     A supervisor drops a process from its view once it is known to be dead. But one that has only just started does not

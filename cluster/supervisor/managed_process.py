@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from alignedserve.cluster.supervisor.hang_detector import Vigil
+from alignedserve.cluster.supervisor.hang_detector import HangDetector
 from alignedserve.cluster.supervisor.plan import PlannedRole
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.proto import common_pb2 as pb
@@ -27,16 +27,16 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class Member:
+class ManagedProcess:
     """A process that has joined: who it is, and what it said last."""
 
     hello: sv.RoleHello
-    vigil: Vigil
+    hang_detector: HangDetector
     joined_unix_s: float
     beat: sv.Heartbeat = field(default_factory=sv.Heartbeat)
 
     @classmethod
-    def told(cls, peer: sv.Peer, now: float) -> Member:
+    def told(cls, peer: sv.Peer, now: float) -> ManagedProcess:
         """A process of an earlier supervisor, as that told of it: its state and its stores hold until it says more."""
         hello = sv.RoleHello(
             process=peer.process,
@@ -48,7 +48,7 @@ class Member:
         )
         serving = peer.state in SERVING_STATES
         beat = sv.Heartbeat(state=peer.state, stores=peer.stores) if serving else sv.Heartbeat()
-        return cls(hello, Vigil(now), peer.started_unix_s, beat)
+        return cls(hello, HangDetector(now), peer.started_unix_s, beat)
 
     @property
     def key(self) -> pb.ProcessKey:
@@ -101,8 +101,8 @@ class Slot:
     """Of its last process: a successor's is larger, though it may be on a node whose clock is behind."""
     device: str = ""
     """Where the model of its process lay, for the successor to take its place."""
-    member: Member | None = None
-    found: Member | None = None
+    member: ManagedProcess | None = None
+    found: ManagedProcess | None = None
     """Who was found running here, as far as that is known, until it has joined or ended."""
     was_ready: bool = False
     used: bool = False
