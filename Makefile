@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 FUZZ ?= 50
+JOBS ?= 2
 BIN := $(VENV)/bin
 BENCHMARKS := $(filter-out benchmarks/soak.py,$(wildcard benchmarks/[a-z]*.py))
 
@@ -12,7 +13,7 @@ export PYTHON
 
 help:
 	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up, and serve a model"
-	@echo "make test | test-all [ARGS='-k name']              set up, and run the tests (test-all: the slow ones too)"
+	@echo "make test | test-all [ARGS='-k name'] [JOBS=2]     set up, and run the tests (test-all: the slow ones too)"
 	@echo "make fuzz [FUZZ=50]                                walk the state machines of the tests so many times longer"
 	@echo "make chaos                                         kill and stop every role under load; prints a table"
 	@echo "make soak [ARGS='--minutes 20']                    resident memory of each process under load"
@@ -38,10 +39,10 @@ serve: setup
 	@exec $(BIN)/alignedserve serve $(ARGS)
 
 test: setup-test
-	@exec $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: setup-test
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 fuzz: setup-test
 	@ALIGNEDSERVE_FUZZ=$(FUZZ) exec $(BIN)/python -m pytest -k machine --timeout 0 $(ARGS) tests/unit

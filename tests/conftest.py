@@ -21,6 +21,13 @@ if not Path("/dev/nvidia0").exists():
 ENDED_WITHIN_S = 10.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests share a process, and so do all that start Ray: one Ray cluster at a time."""
+    for item in items:
+        group = "ray" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
     from support.leftovers import descendants, leftovers

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from alignedserve.cluster.launch.environment import role_environment
 from alignedserve.cluster.launch.launcher import Launcher, Running
@@ -30,10 +31,38 @@ from alignedserve.transfer.segments import SegmentClient
 NODE_ID = "local"
 
 
+class Process(Protocol):
+    """What the launcher needs of an `asyncio.subprocess.Process`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None: ...
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+async def start_process(role: str, module: str, environment: Mapping[str, str], output: int | None) -> Process:
+    """`python -m module`, in a session of its own. `output`: its stdout and stderr, None: this process's."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        start_new_session=True,
+    )
+
+
 @dataclass(slots=True)
 class _Child:
     settings: RoleSettings
-    process: asyncio.subprocess.Process
+    process: Process
     reaper: asyncio.Task[int]
 
 
@@ -123,16 +152,7 @@ class ProcessLauncher(Launcher):
         environment = {**os.environ, **role_environment(settings), **self._environment}
         try:
             with self._output(settings.id) as output:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    self._module,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    start_new_session=True,
-                )
+                process = await start_process(settings.role, self._module, environment, output)
         except OSError as error:
             raise UnavailableError(f"{settings.id} could not be started: {error}") from error
         reaper = asyncio.get_running_loop().create_task(process.wait())
@@ -167,7 +187,7 @@ class ProcessLauncher(Launcher):
         await asyncio.gather(*(child.reaper for child in self._children.values()))
         self._children.clear()
 
-    async def _tell(self, process: asyncio.subprocess.Process, line: str) -> None:
+    async def _tell(self, process: Process, line: str) -> None:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and its reaper says so
             process.stdin.write(line.encode() + b"\n")

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from support.fork_server import server_pids
+
 _STAYS = "multiprocessing.resource_tracker"  # Python's own, one for the whole run
 _POLL_S = 0.05
 
@@ -29,7 +31,7 @@ def leftovers(before: dict[int, str], grace_s: float) -> dict[int, str]:
     deadline = time.monotonic() + grace_s
     while True:
         left = {pid: words for pid, words in descendants().items() if pid not in before and words}
-        left = {pid: words for pid, words in left.items() if _STAYS not in words}
+        left = {pid: words for pid, words in left.items() if _STAYS not in words and pid not in server_pids()}
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(_POLL_S)

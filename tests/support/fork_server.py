@@ -1,0 +1,192 @@
+"""Worker processes forked from one that has imported torch and transformers: their starts then cost no imports.
+
+`python -m support.fork_server FD` is the server. Each datagram on the socket FD orders a child: a module to run, its
+environment, and as file descriptors its stdin, stdout, stderr and a pipe to which the server writes the child's pid
+and, when it has ended, its exit status. The server has one thread and never imports gRPC: neither gRPC's threads nor
+its locks survive a fork.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import NoReturn
+
+ORDER_BYTES = 1 << 17
+# These may differ between the children of one server: nothing reads them while it imports.
+READ_LATE = ("PYTEST_CURRENT_TEST", "HF_HUB_OFFLINE")
+
+_servers: dict[frozenset[tuple[str, str]], tuple[subprocess.Popen[bytes], socket.socket]] = {}
+
+
+class ForkedProcess:
+    """As much of an `asyncio.subprocess.Process` as `ProcessLauncher` needs."""
+
+    def __init__(self, pid: int, stdin: asyncio.StreamWriter, report: asyncio.StreamReader) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self._ended = asyncio.get_running_loop().create_task(_status(report))
+
+    async def wait(self) -> int:
+        """The exit status; negative: the signal that ended the process."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """Raises ProcessLookupError where the process has ended."""
+        if self._ended.done():
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, signal.SIGKILL)
+
+
+async def fork_process(module: str, environment: Mapping[str, str], output: int | None) -> ForkedProcess:
+    """Run `python -m module` in a forked process; `output` is its stdout and stderr, None: this process's.
+
+    Raises OSError where the server has ended.
+    """
+    stdin, stdin_writer = os.pipe()
+    report_reader, report = os.pipe()
+    out, err = (1, 2) if output is None else (output, output)
+    order = json.dumps({"module": module, "environment": dict(environment), "directory": os.getcwd()}).encode()
+    try:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, out, err, report]))]
+        _server(environment).sendmsg([order], ancillary)
+    except BaseException:
+        os.close(stdin_writer)
+        os.close(report_reader)
+        raise
+    finally:
+        os.close(stdin)
+        os.close(report)
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(report_reader, "rb"))
+    transport, protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, os.fdopen(stdin_writer, "wb", buffering=0)
+    )
+    pid = await reader.readline()
+    if not pid:
+        raise OSError("the fork server has ended")
+    return ForkedProcess(int(pid), asyncio.StreamWriter(transport, protocol, None, loop), reader)
+
+
+async def _status(report: asyncio.StreamReader) -> int:
+    line = await report.readline()
+    return int(line) if line else -signal.SIGKILL
+
+
+def server_pids() -> set[int]:
+    """Of the servers of this process, which live as long as it does."""
+    return {process.pid for process, _ in _servers.values()}
+
+
+def _server(environment: Mapping[str, str]) -> socket.socket:
+    """A server whose imports see this environment."""
+    key = frozenset((name, value) for name, value in environment.items() if name not in READ_LATE)
+    if key not in _servers:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "support.fork_server", str(theirs.fileno())],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        _servers[key] = process, ours
+    return _servers[key][1]
+
+
+def _import_heavy() -> None:
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    import alignedserve.engine.eager
+    import alignedserve.engine.model.host
+    import alignedserve.engine.runner  # noqa: F401
+
+    if "grpc" in sys.modules:
+        raise RuntimeError("gRPC was imported before the fork")
+    gc.collect()
+    gc.freeze()  # children share these pages
+
+
+def _serve(orders: socket.socket) -> None:
+    reports: dict[int, int] = {}
+    wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_writer)
+    while True:
+        ready, _, _ = select.select([orders.fileno(), wake_reader], [], [])
+        if wake_reader in ready:
+            os.read(wake_reader, 4096)
+            while reports:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                _tell(reports.pop(pid), os.waitstatus_to_exitcode(status), last=True)
+        if orders.fileno() in ready:
+            order, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 4)
+            if not order:
+                return
+            *streams, report = descriptors
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (orders.fileno(), wake_reader, wake_writer, report, *reports.values()):
+                    os.close(descriptor)
+                _become(json.loads(order), streams)
+            for descriptor in streams:
+                os.close(descriptor)
+            reports[pid] = report
+            _tell(report, pid, last=False)
+
+
+def _tell(report: int, number: int, *, last: bool) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the process that ordered the child has ended
+        os.write(report, b"%d\n" % number)
+    if last:
+        os.close(report)
+
+
+def _become(order: dict[str, object], streams: list[int]) -> NoReturn:
+    """Run the module as `python -m` would. `streams`: stdin, stdout, stderr."""
+    status = 1
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        for descriptor in streams:
+            os.close(descriptor)
+        sys.stdin = os.fdopen(0, "r")
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        os.environ.clear()
+        os.environ.update(order["environment"])  # type: ignore[call-overload]
+        os.chdir(str(order["directory"]))
+        sys.argv = [str(order["module"])]
+        runpy.run_module(str(order["module"]), run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _import_heavy()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)
