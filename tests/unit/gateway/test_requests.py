@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.gateway.body.planning import derive_seed, plan_completion
-from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, parse_completion
 from alignedserve.scheduler.process.wire import request_meta
 from support.fake_cluster import fake_model_info
 from support.gateway_front import CHAT, COMPLETIONS, HI, Front
@@ -170,14 +170,16 @@ async def test_the_description_names_every_field_that_is_read(front: Front) -> N
     document = (await front.client.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     completion, chat = schemas["CompletionRequest"], schemas["ChatRequest"]
-    assert fields_of(completion) == {field.name for field in COMPLETION_FIELDS} | {"prompt", "stream_options"}
-    assert fields_of(chat) == {field.name for field in CHAT_FIELDS} | {"messages", "stream_options"}
+    assert fields_of(completion) == set(CompletionRequest.model_fields)
+    assert fields_of(chat) == set(ChatRequest.model_fields)
     assert completion["properties"]["n"] == {
         "type": ["integer", "null"],
         "minimum": 1,
         "maximum": 16,
+        "default": 1,
         "description": "Answers to each prompt.",
     }
+    assert (completion["required"], chat["required"]) == (["prompt"], ["messages"])
     references = {value for value in json.dumps(document).split('"') if value.startswith("#/")}
     assert {reference.rpartition("/")[2] for reference in references} <= set(schemas)
 
