@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +11,10 @@ from openai.types.chat import ChatCompletion
 
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.gateway.body.planning import derive_seed, plan_completion
-from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, parse_completion
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, SamplingOptions, parse_completion
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import inference_pb2 as inf
+from alignedserve.request import SamplingParams
 from alignedserve.scheduler.process.wire import request_meta
 from support.fake_cluster import fake_model_info
 from support.gateway_front import CHAT, COMPLETIONS, HI, Front
@@ -121,6 +125,16 @@ async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
     assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [2.5, 2.5]
     specs = await front.submit(path, {**base, "wait_objective_s": None})
     assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [0.0, 0.0]
+
+
+def test_an_option_of_a_body_is_one_of_a_call_over_grpc_and_of_the_cluster() -> None:
+    """By its name: that is all that joins them."""
+    options = SamplingOptions.model_fields.keys()
+    assert options <= {field.name for field in inf.GenerateRequest.DESCRIPTOR.fields}
+    assert options <= {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == {
+        field.name for field in pb.SamplingParams.DESCRIPTOR.fields
+    }
 
 
 # ---- models without everything
