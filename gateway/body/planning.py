@@ -115,7 +115,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
         _check_tokens(tokens, info, "prompt")
         limit = _max_tokens(model, len(tokens), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
         sampling = resolve_sampling(request, info, max(limit, 1))
-        if request.reply.echo and sampling.logprobs is not None:
+        if request.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
         prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
     return _call_plan("cmpl", call_id, tuple(prompts), request, began_s)
