@@ -35,12 +35,9 @@ _Content = Annotated[
 
 
 class Message(BaseModel):
-    """One message of a conversation. `content` is one text, whatever it came as.
+    """One message of a conversation."""
 
-    No Body: there may be thousands, and a Body is looked at in Python.
-    """
-
-    model_config = STRICT
+    model_config = STRICT  # not a Body: there may be thousands, and a Body runs Python for each
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Sent(_Content, _joined)]
@@ -48,7 +45,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def check(self, where: str) -> None:
-        """Raises UnsupportedFeatureError for what else a message may hold, and the chat template would not see."""
+        """Raises UnsupportedFeatureError for a field that the chat template would not see."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in refused.MESSAGE:
                 refused.MESSAGE[name].check(value, f"{where}.{name}")

@@ -78,11 +78,11 @@ _BOTH = (
     Refusal("multi_modal_data", "the models here read text only"),
     Refusal("mm_processor_kwargs", "the models here read text only"),
     Refusal("images", "the models here read text only"),
-    Refusal("parallel_tool_calls", "there are no tool calls", (True, False)),  # of none, none are parallel
+    Refusal("parallel_tool_calls", "there are no tool calls", (True, False)),  # without tools neither does anything
     Refusal("reasoning_effort", "a model reasons as it was trained to", ()),
     Refusal("reasoning", "a model reasons as it was trained to", ({},)),
-    Refusal("include_reasoning", "reasoning is not told from the text", (True,)),
-    Refusal("separate_reasoning", "reasoning is not told from the text", (False,)),
+    Refusal("include_reasoning", "reasoning is not separated from the text", (True,)),
+    Refusal("separate_reasoning", "reasoning is not separated from the text", (False,)),
     Refusal("enable_thinking", "the chat template takes no arguments", ()),
     Refusal("thinking_token_budget", "a model reasons as it was trained to; max_tokens bounds the answer", ()),
     Refusal("chat_template_kwargs", "the chat template takes no arguments"),
@@ -96,8 +96,8 @@ _BOTH = (
     Refusal("guided_whitespace_pattern", "there is no structured output", ("",)),
     Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
     Refusal("logprob_token_ids", "log-probabilities are of the most likely tokens only; see logprobs", ([],)),
-    Refusal("return_tokens_as_token_ids", "tokens are told as text; use return_token_ids", (False,)),
-    Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # either side of nothing
+    Refusal("return_tokens_as_token_ids", "log-probabilities show tokens as text; see return_token_ids", (False,)),
+    Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # either way nothing is cut
     Refusal("repetition_detection", "there is no detection of repetitions; use repetition_penalty", ({},)),
 )
 
@@ -126,7 +126,7 @@ _CHAT = (
     Refusal("allow_special_tokens", "what a message says is text; /v1/completions takes special tokens", (False,)),
 )
 
-
+# Fields of a message that the chat template would not see.
 _MESSAGE = (
     Refusal("tool_calls", "there are no tool calls"),
     Refusal("function_call", "there are no tool calls"),

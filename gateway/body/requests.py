@@ -78,7 +78,7 @@ class StreamOptions(Body):
 
 
 class Unread(Body):
-    """What clients send for the servers of others, and changes no answer: checked, and named in a header."""
+    """Fields of OpenAI's API that change no answer: their types are checked, and a header names them."""
 
     user: str | None = None
     safety_identifier: str | None = None

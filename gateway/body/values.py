@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -16,7 +17,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
 from alignedserve.gateway.body.refused import Refusal
 from alignedserve.gateway.body.wrong_values import BETWEEN, EMPTY, ONE_OF, TOKEN_LIMIT, UNSUPPORTED
@@ -25,7 +26,6 @@ INT64 = (-(1 << 63), (1 << 63) - 1)
 MAX_STOPS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 4096
-
 
 STRICT = ConfigDict(strict=True, extra="allow")
 
@@ -58,7 +58,7 @@ class Body(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Limits of an integer, a number, or a string's length; an error names both. `above`: `low` itself is too low."""
+    """Limits of an integer, a number, or a string's length; an error names both. `above`: `low` is excluded."""
 
     low: float
     high: float
@@ -81,7 +81,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Of a field whose other values belong to what is not there; `message` has {} for the value that was given."""
+    """Other values ask for a feature that is missing. `message` says so, with {} for the value that was given."""
 
     message: str
 
@@ -91,7 +91,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Of a field that comes as a value of type `kind`, is checked as such, and is kept as what `make` makes of it."""
+    """The client sends a value of type `kind`; the field holds what `make` returns for it."""
 
     kind: Any
     make: Callable[[Any], Any]
@@ -122,13 +122,21 @@ def _distinct(value: str | list[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(dict.fromkeys(value))
 
 
+def _few(value: Any) -> Any:
+    """Before its entries are looked at: an object has no `fail_fast`, and each wrong entry would become an error."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        context = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIASES, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", context)
+    return value
+
+
 def _by_token(value: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple({int(key): bias for key, bias in value.items()}.items())
 
 
-# Not by `min_length`, which counts a long text's characters.
+# `min_length` would count all characters of a long text.
 NonEmptyText = Annotated[str, AfterValidator(_not_empty), Field(json_schema_extra={"minLength": 1})]
-# An id in a prompt is compared with the vocabulary later, all at once: limits here would cost three times the parsing.
+# Ids of a prompt are compared with the vocabulary later (planning.py). Limits here would triple the time of parsing.
 PromptToken = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": TOKEN_LIMIT})]
 _Stop = Annotated[str, Between(1, 1024)]
 _Stops = Annotated[
@@ -143,7 +151,7 @@ StopTokens = Annotated[
 _Biases = dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Between(-100, 100)]]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
-    Sent(Annotated[_Biases, Field(max_length=MAX_LOGIT_BIASES)], _by_token),
+    Sent(Annotated[_Biases, Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few)], _by_token),
     Field(json_schema_extra={"additionalProperties": False}),
 ]
 
@@ -164,7 +172,7 @@ _PromptEntry = Annotated[
     Discriminator(_entry_shape, custom_error_type=ONE_OF, custom_error_message="text or an array of token ids"),
 ]
 Prompt = Annotated[
-    Annotated[NonEmptyText, TEXT] | TokenIds | Annotated[list[_PromptEntry], Field(min_length=1), LIST],
+    Annotated[NonEmptyText, TEXT] | TokenIds | Annotated[list[_PromptEntry], Field(min_length=1, fail_fast=True), LIST],
     Discriminator(
         _prompt_shape, custom_error_type=ONE_OF, custom_error_message="text, token ids, or an array of either"
     ),

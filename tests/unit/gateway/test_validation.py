@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest
 from support.gateway_front import CHAT, COMPLETIONS, HI, Front
 
 SAMPLING: list[tuple[dict[str, Any], str, str]] = [
@@ -295,3 +297,23 @@ async def test_unknown_paths_and_methods_get_error_objects(front: Front) -> None
         assert answer.status_code == status
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
     assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [[True]] * 100_000}),
+        (CompletionRequest, {"prompt": [[None] * 100_000]}),
+        (CompletionRequest, {"prompt": [1, *["a"] * 100_000]}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 100_000}),
+        (CompletionRequest, {"prompt": "a", "stop": [5] * 100_000}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(number): "a" for number in range(100_000)}}),
+        (ChatRequest, {"messages": [{}] * 100_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 100_000}]}),
+    ],
+)
+def test_a_body_with_very_many_mistakes_becomes_few_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """Each is built before the first is shown."""
+    with pytest.raises(ValidationError) as errors:
+        kind.model_validate(body)
+    assert errors.value.error_count() <= 2
