@@ -19,20 +19,11 @@ from alignedserve.request import (
     TokenLogprobs,
 )
 
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-)
-_LISTS = ("stop", "stop_token_ids", "eos_token_ids")
+# A field of the message is one of SamplingParams, and has its name.
+_OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
+_OTHERS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.has_presence]
+_PLAIN = [name for name in _OTHERS if isinstance(getattr(pb.SamplingParams(), name), bool | int | float | str)]
+_LISTS = [name for name in _OTHERS if name not in _PLAIN and name != "logit_bias"]
 
 
 def key_to_proto(key: RequestKey) -> pb.RequestKey:
@@ -54,22 +45,17 @@ def keys_from_proto(message: pb.RequestKeys) -> list[RequestKey]:
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams(**{name: getattr(sampling, name) for name in (*_PLAIN, *_LISTS)})
     message.logit_bias.extend(pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias)
-    if sampling.logprobs is not None:
-        message.logprobs = sampling.logprobs
-    if sampling.prompt_logprobs is not None:
-        message.prompt_logprobs = sampling.prompt_logprobs
+    for name in _OPTIONAL:
+        if (value := getattr(sampling, name)) is not None:
+            setattr(message, name, value)
     return message
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     values: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
     values |= {name: tuple(getattr(message, name)) for name in _LISTS}
-    return SamplingParams(
-        **values,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-    )
+    values |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    return SamplingParams(**values, logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias))
 
 
 def timings_to_proto(stopwatch: Stopwatch) -> pb.Timings:

@@ -11,7 +11,7 @@ import grpc
 from alignedserve import logs
 from alignedserve.errors import InvalidRequestError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel, plan_chat, plan_completion
-from alignedserve.gateway.body.requests import parse_chat, parse_completion
+from alignedserve.gateway.body.requests import CompletionRequest, parse_chat, parse_completion
 from alignedserve.gateway.failures import grpc_status
 from alignedserve.gateway.http.asgi import report
 from alignedserve.gateway.http.body_reader import too_large
@@ -29,22 +29,8 @@ from alignedserve.request import TokenLogprobs
 from alignedserve.text import Tokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_OPTIONAL = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "timeout_s",
-    "wait_objective_s",
-)
-_OFF_WHEN_EMPTY = ("model", "n", "ignore_eos", "include_timings", "allow_special_tokens")
+_WRITTEN_OTHERWISE = {"prompt", "logit_bias"}  # than in a body
+_AS_IN_A_BODY = CompletionRequest.model_fields.keys() - _WRITTEN_OTHERWISE
 
 
 class InferenceService:
@@ -157,12 +143,11 @@ class InferenceService:
 
 def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
     """The request as the JSON body that it corresponds to, so that both are checked by the same rules."""
-    body: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
-    body |= {name: value for name in _OFF_WHEN_EMPTY if (value := getattr(request, name))}
-    if request.stop:
-        body["stop"] = list(request.stop)
-    if request.stop_token_ids:
-        body["stop_token_ids"] = list(request.stop_token_ids)
+    body: dict[str, Any] = {
+        field.name: value if isinstance(value, bool | int | float | str) else list(value)
+        for field, value in request.ListFields()
+        if field.name in _AS_IN_A_BODY
+    }
     if request.logit_bias:
         body["logit_bias"] = {str(entry.token_id): entry.bias for entry in request.logit_bias}
     match request.WhichOneof("input"):

@@ -2,88 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
-from alignedserve.errors import InvalidRequestError
-from alignedserve.gateway.body.fields import shown, wrong_type
-from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureError
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from alignedserve.gateway.body import refused
+from alignedserve.gateway.body.values import LIST, STRICT, TEXT, Sent, Unsupported, text_or_list
+
 MAX_MESSAGES = 4096
-_KEPT = ("name", "tool_call_id")
-_CALLS = ("tool_calls", "function_call")
 
 
-def parse_messages(value: Any) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """The messages as the chat template takes them, and the names of fields that nobody reads."""
-    if value is None:
-        raise MissingFieldError("messages is required", param="messages")
-    if not isinstance(value, list):
-        raise wrong_type("messages", "an array of messages", value)
-    if not value:
-        raise InvalidRequestError("messages must not be empty", param="messages")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages may have {MAX_MESSAGES} entries at most, got {len(value)}", param="messages"
-        )
-    unread: dict[str, None] = {}
-    messages = tuple(_message(message, f"messages[{number}]", unread) for number, message in enumerate(value))
-    return messages, list(unread)
+class TextPart(TypedDict):
+    """A piece of a message's content."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+
+    type: Annotated[
+        Literal["text"], Unsupported("content parts of type {} are not supported: the models here read text only")
+    ]
+    text: str
 
 
-def _message(value: Any, where: str, unread: dict[str, None]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong_type(where, "an object", value)
-    role = value.get("role")
-    if role is None:
-        raise MissingFieldError(f"{where}.role is required", param=f"{where}.role")
-    if not isinstance(role, str):
-        raise wrong_type(f"{where}.role", "a string", role)
-    if role not in ROLES:
-        message = f"{where}.role must be one of {', '.join(ROLES)}; got {shown(role)}"
-        raise InvalidRequestError(message, param=f"{where}.role")
-    for name in _CALLS:
-        if value.get(name):
-            raise UnsupportedFeatureError(
-                f"{where}.{name} is not supported: there are no tool calls", param=f"{where}.{name}"
-            )
-    message_fields: dict[str, Any] = {"role": role, "content": _content(value.get("content"), f"{where}.content")}
-    for name in _KEPT:
-        if (text := value.get(name)) is not None:
-            if not isinstance(text, str):
-                raise wrong_type(f"{where}.{name}", "a string", text)
-            message_fields[name] = text
-    known = ("role", "content", *_KEPT)
-    unread.update(
-        (f"messages.{name}", None) for name, entry in value.items() if name not in known and entry is not None
-    )
-    return message_fields
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join([part["text"] for part in content])
 
 
-def _content(value: Any, where: str) -> str:
-    if value is None:
-        raise MissingFieldError(f"{where} is required", param=where)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong_type(where, "text or an array of parts", value)
-    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(value))
+_Content = Annotated[
+    Annotated[str, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST],
+    text_or_list("text or an array of parts"),
+]
 
 
-def _part(value: Any, where: str) -> str:
-    if not isinstance(value, dict):
-        raise wrong_type(where, "an object", value)
-    kind = value.get("type")
-    if kind is None:
-        raise MissingFieldError(f"{where}.type is required", param=f"{where}.type")
-    if not isinstance(kind, str):
-        raise wrong_type(f"{where}.type", "a string", kind)
-    if kind != "text":
-        message = f"content parts of type {shown(kind)} are not supported: the models here read text only"
-        raise UnsupportedFeatureError(message, param=f"{where}.type")
-    text = value.get("text")
-    if text is None:
-        raise MissingFieldError(f"{where}.text is required", param=f"{where}.text")
-    if not isinstance(text, str):
-        raise wrong_type(f"{where}.text", "a string", text)
-    return text
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = STRICT  # not a Body: there may be thousands, and a Body runs Python for each
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, Sent(_Content, _joined)]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def check(self, where: str) -> None:
+        """Raises UnsupportedFeatureError for a field that the chat template would not see."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in refused.MESSAGE:
+                refused.MESSAGE[name].check(value, f"{where}.{name}")
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As the chat template takes it."""
+        turn: dict[str, str] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            turn["name"] = self.name
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn

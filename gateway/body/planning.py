@@ -8,12 +8,12 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.errors import DeadlineError, InvalidRequestError, UnavailableError
-from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, ReplyOptions, SamplingOptions
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, GenerationRequest, ReplyOptions
 from alignedserve.gateway.body.tokenising import LONG_TEXT, TooManyTokens, check_size, in_turn, tokenise
 from alignedserve.gateway.failures import ContextLengthError, ModelNotFoundError
 from alignedserve.model import ModelInfo
@@ -102,7 +102,7 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     """Raises InvalidRequestError (or one of its kinds), ModelNotFoundError, UnavailableError, DeadlineError."""
     info = model.require(request.model)
     began_s = time.monotonic()
-    _check_stops(model, request.sampling)
+    _check_stops(model, request)
     texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
     async with _within_limits(model, request, "prompt"):
         for prompt in request.prompts:
@@ -113,9 +113,9 @@ async def plan_completion(model: ServedModel, request: CompletionRequest, call_i
     for prompt in request.prompts:
         tokens: Sequence[int] = next(tokenised) if isinstance(prompt, str) else prompt
         _check_tokens(tokens, info, "prompt")
-        limit = _max_tokens(model, len(tokens), request.sampling.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-        sampling = resolve_sampling(request.sampling, info, max(limit, 1))
-        if request.reply.echo and sampling.logprobs is not None:
+        limit = _max_tokens(model, len(tokens), request.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+        sampling = resolve_sampling(request, info, max(limit, 1))
+        if request.echo and sampling.logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
         prompts.append(PromptPlan(tuple(tokens), sampling, prompt if isinstance(prompt, str) else None))
     return _call_plan("cmpl", call_id, tuple(prompts), request, began_s)
@@ -129,13 +129,14 @@ async def plan_chat(model: ServedModel, request: ChatRequest, call_id: str = "")
         raise InvalidRequestError("this model has no tokenizer: chat needs one; use /v1/completions with token ids")
     if model.template is None:
         raise InvalidRequestError("this model has no chat template: start the server with --chat-template FILE")
-    _check_stops(model, request.sampling)
+    _check_stops(model, request)
     async with _within_limits(model, request, "messages"):
-        written = await _written(model.encoder, model.template, request.messages, model.limit[0])
+        turns = [message.turn for message in request.messages]
+        written = await _written(model.encoder, model.template, turns, model.limit[0])
         (tokens,) = await tokenise(model.encoder, [written], model.limit[0], around=False)
     _check_tokens(tokens, info, "messages")
-    limit = _max_tokens(model, len(tokens), request.sampling.max_tokens, None, "messages")
-    prompt = PromptPlan(tuple(tokens), resolve_sampling(request.sampling, info, limit), written.text)
+    limit = _max_tokens(model, len(tokens), request.max_tokens, None, "messages")
+    prompt = PromptPlan(tuple(tokens), resolve_sampling(request, info, limit), written.text)
     return _call_plan("chatcmpl", call_id, (prompt,), request, began_s)
 
 
@@ -169,9 +170,7 @@ async def _written(
 
 
 @contextlib.asynccontextmanager
-async def _within_limits(
-    model: ServedModel, request: CompletionRequest | ChatRequest, param: str
-) -> AsyncIterator[None]:
+async def _within_limits(model: ServedModel, request: GenerationRequest, param: str) -> AsyncIterator[None]:
     """Around the tokenising: what it stops for, as the client is told."""
     try:
         async with asyncio.timeout(request.timeout_s):
@@ -191,17 +190,14 @@ async def _within_limits(
         raise DeadlineError(f"the request did not end within its {request.timeout_s:g} s") from None
 
 
-def resolve_sampling(options: SamplingOptions, info: ModelInfo, max_tokens: int) -> SamplingParams:
+def resolve_sampling(request: GenerationRequest, info: ModelInfo, max_tokens: int) -> SamplingParams:
     """The client's options over the model's own defaults; a request without a seed gets a random one."""
-    for token in (*options.stop_token_ids, *(token for token, _ in options.logit_bias)):
-        if token >= info.vocab_size:
-            param = "stop_token_ids" if token in options.stop_token_ids else "logit_bias"
-            message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
-            raise InvalidRequestError(message, param=param)
-    values: dict[str, Any] = _generation_defaults(info.generation_defaults)
-    for option in fields(options):
-        if (value := getattr(options, option.name)) is not None:
-            values[option.name] = value
+    for param, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", dict(request.logit_bias))):
+        for token in tokens:
+            if token >= info.vocab_size:
+                message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
+                raise InvalidRequestError(message, param=param)
+    values = {**_generation_defaults(info.generation_defaults), **request.sampling}
     values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for no limit
     values["max_tokens"] = max_tokens
     values["eos_token_ids"] = info.eos_token_ids
@@ -224,8 +220,8 @@ def _generation_defaults(defaults: Mapping[str, float]) -> dict[str, Any]:
     return {name: int(defaults[name]) if name in _INTEGERS else defaults[name] for name in known if name in defaults}
 
 
-def _check_stops(model: ServedModel, sampling: SamplingOptions) -> None:
-    if sampling.stop and model.tokenizer is None:
+def _check_stops(model: ServedModel, request: GenerationRequest) -> None:
+    if request.stop and model.tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer: stop strings cannot be found", param="stop")
 
 
@@ -256,7 +252,7 @@ def _call_plan(
     kind: str,
     call_id: str,
     prompts: tuple[PromptPlan, ...],
-    request: CompletionRequest | ChatRequest,
+    request: GenerationRequest,
     began_s: float,
 ) -> CallPlan:
     unique = uuid.uuid4().hex
@@ -268,7 +264,7 @@ def _call_plan(
         timeout_s=request.timeout_s,
         spent_s=time.monotonic() - began_s,
         wait_objective_s=request.wait_objective_s,
-        scored_only=request.sampling.max_tokens == 0,
+        scored_only=request.max_tokens == 0,
         # A client may choose its id, and two clients the same one: what the cluster sees is unique all the same.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
     )

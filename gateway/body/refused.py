@@ -5,7 +5,7 @@ Each entry names the field, what it asks for, and the values with which it asks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,10 @@ class Refusal:
     feature: str
     harmless: tuple[Any, ...] = _NOTHING
 
-    def check(self, body: Mapping[str, Any]) -> None:
-        value = body.get(self.field)
-        if value is None or any(type(value) is type(entry) and value == entry for entry in self.harmless):
-            return
-        raise UnsupportedFeatureError(f"{self.field} is not supported: {self.feature}", param=self.field)
+    def check(self, value: Any, where: str) -> None:
+        """Raises UnsupportedFeatureError where the value, which is not null, asks for something."""
+        if not any(type(value) is type(entry) and value == entry for entry in self.harmless):
+            raise UnsupportedFeatureError(f"{where} is not supported: {self.feature}", param=where)
 
 
 _TEXT_FORMAT = ({"type": "text"},)
@@ -79,9 +78,30 @@ _BOTH = (
     Refusal("multi_modal_data", "the models here read text only"),
     Refusal("mm_processor_kwargs", "the models here read text only"),
     Refusal("images", "the models here read text only"),
+    Refusal("parallel_tool_calls", "there are no tool calls", (True, False)),  # without tools neither does anything
+    Refusal("reasoning_effort", "a model reasons as it was trained to", ()),
+    Refusal("reasoning", "a model reasons as it was trained to", ({},)),
+    Refusal("include_reasoning", "reasoning is not separated from the text", (True,)),
+    Refusal("separate_reasoning", "reasoning is not separated from the text", (False,)),
+    Refusal("enable_thinking", "the chat template takes no arguments", ()),
+    Refusal("thinking_token_budget", "a model reasons as it was trained to; max_tokens bounds the answer", ()),
+    Refusal("chat_template_kwargs", "the chat template takes no arguments"),
+    Refusal("verbosity", "a model writes as it was trained to; max_tokens bounds the answer", ("medium",)),
+    Refusal("priority", "there are no priorities; see wait_objective_s", _ZERO),
+    Refusal("cache_salt", "requests share no KV cache: leave it out", ("",)),
+    Refusal("stop_regex", "an answer ends at strings only; use stop", ("", [])),
+    Refusal("no_stop_trim", "a stop string is never part of the text", (False,)),
+    Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
+    Refusal("choice", "there is no structured output"),
+    Refusal("guided_whitespace_pattern", "there is no structured output", ("",)),
+    Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
+    Refusal("logprob_token_ids", "log-probabilities are of the most likely tokens only; see logprobs", ([],)),
+    Refusal("return_tokens_as_token_ids", "log-probabilities show tokens as text; see return_token_ids", (False,)),
+    Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # either way nothing is cut
+    Refusal("repetition_detection", "there is no detection of repetitions; use repetition_penalty", ({},)),
 )
 
-COMPLETION = (
+_COMPLETION = (
     *_BOTH,
     Refusal("suffix", "there is no insertion before a suffix", ("",)),
     Refusal("add_special_tokens", "a text prompt gets the tokens that the model's tokenizer adds; "
@@ -89,7 +109,7 @@ COMPLETION = (
     Refusal("messages", "messages belong to /v1/chat/completions"),
 )  # fmt: skip
 
-CHAT = (
+_CHAT = (
     *_BOTH,
     Refusal("best_of", "there is no best_of in chat", _ONE),
     Refusal("echo", "there is no echo in chat", (False,)),
@@ -99,7 +119,6 @@ CHAT = (
     Refusal("audio", "the models here write text only"),
     Refusal("web_search_options", "there is no web search", ()),
     Refusal("chat_template", "the chat template is the server's: --chat-template FILE"),
-    Refusal("chat_template_kwargs", "the chat template takes no arguments"),
     Refusal("documents", "the chat template takes no documents"),
     Refusal("add_generation_prompt", "the answer is always a new turn", (True,)),
     Refusal("continue_final_message", "the answer is always a new turn", (False,)),
@@ -107,7 +126,24 @@ CHAT = (
     Refusal("allow_special_tokens", "what a message says is text; /v1/completions takes special tokens", (False,)),
 )
 
+# Fields of a message that the chat template would not see.
+_MESSAGE = (
+    Refusal("tool_calls", "there are no tool calls"),
+    Refusal("function_call", "there are no tool calls"),
+    Refusal("reasoning_content", "a message says only its content"),
+    Refusal("reasoning", "a message says only its content"),
+    Refusal("refusal", "a message says only its content"),
+    Refusal("audio", "the models here read text only"),
+)
+
+
+def _by_field(entries: Iterable[Refusal]) -> Mapping[str, Refusal]:
+    return {entry.field: entry for entry in entries}
+
+
+COMPLETION, CHAT, MESSAGE = _by_field(_COMPLETION), _by_field(_CHAT), _by_field(_MESSAGE)
+
 
 def refused_names() -> list[str]:
-    """Every field that is refused by name, for documentation."""
-    return sorted({entry.field for entry in (*COMPLETION, *CHAT)} | {"best_of"})
+    """Every field of a body that is refused by name, for documentation."""
+    return sorted({*COMPLETION, *CHAT, "best_of"})

@@ -11,7 +11,7 @@ import orjson
 from alignedserve import logs
 from alignedserve.errors import CancelledError, OverloadedError
 from alignedserve.gateway.body.planning import CallPlan, ServedModel
-from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest
+from alignedserve.gateway.body.requests import GenerationRequest
 from alignedserve.gateway.failures import error_object
 from alignedserve.gateway.http.asgi import (
     ClientGoneError,
@@ -51,7 +51,7 @@ class GenerateEndpoint:
         intake: Intake,
         model: ServedModel,
         bodies: BodyReader,
-        parse: Callable[[Any], CompletionRequest | ChatRequest],
+        parse: Callable[[Any], GenerationRequest],
         plan: Callable[[ServedModel, Any], Awaitable[CallPlan]],
         reply: type[Reply],
     ) -> None:
@@ -87,7 +87,7 @@ class GenerateEndpoint:
             finally:
                 self._ledger.close(call)
 
-    async def _open(self, body: bytes) -> tuple[CompletionRequest | ChatRequest, Call]:
+    async def _open(self, body: bytes) -> tuple[GenerationRequest, Call]:
         with self._intake.admit(len(self._ledger)):
             request = self._parse(parse_json(body))
             return request, self._ledger.open(await self._plan(self._model, request))

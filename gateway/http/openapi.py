@@ -1,4 +1,4 @@
-"""The description of the HTTP API, made from the same fields that requests are checked against."""
+"""The description of the HTTP API, made from the same models that requests are checked against."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ import orjson
 from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
 from alignedserve.gateway.api_keys import OPEN_PATHS
-from alignedserve.gateway.body.fields import TOKEN_LIMIT, Field
-from alignedserve.gateway.body.messages import MAX_MESSAGES, ROLES
-from alignedserve.gateway.body.refused import refused_names
-from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS_FIELDS
 from alignedserve.gateway.http.admin import MOST_INSTANCES
+from alignedserve.gateway.http.request_schemas import request_schemas
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]
 
-_TEXT: Schema = {"type": "string", "minLength": 1}
-_TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": TOKEN_LIMIT}
-_TOKENS: Schema = {"type": "array", "items": _TOKEN, "minItems": 1}
 _INTEGER: Schema = {"type": "integer"}
 _COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_INSTANCES}
 _NUMBER: Schema = {"type": "number"}
@@ -44,41 +38,6 @@ def _nullable(schema: Schema) -> Schema:
 
 def _array(items: Schema) -> Schema:
     return {"type": "array", "items": items}
-
-
-def _body(fields: Iterable[Field], own: dict[str, Schema], required: list[str]) -> Schema:
-    properties = {**own, **{field.name: field.json_schema() for field in fields}}
-    options = _object({field.name: field.json_schema() for field in STREAM_OPTIONS_FIELDS})
-    properties["stream_options"] = {**_nullable(options), "description": "Only with stream."}
-    refused = ", ".join(refused_names())
-    return {
-        **_object(properties, required),
-        "additionalProperties": True,
-        "description": "Null means: not given. Unknown fields are ignored and named in the header "
-        f"x-alignedserve-ignored-fields; these are refused where they ask for something: {refused}.",
-    }
-
-
-def _message() -> Schema:
-    part = _object({"type": {"const": "text"}, "text": _STRING}, ["type", "text"])
-    content = {"anyOf": [_STRING, _array(part)]}
-    properties: dict[str, Schema] = {
-        "role": {"type": "string", "enum": list(ROLES)},
-        "content": content,
-        "name": _nullable(_STRING),
-        "tool_call_id": _nullable(_STRING),
-    }
-    return _object(properties, ["role", "content"])
-
-
-def _request_schemas() -> dict[str, Schema]:
-    prompts = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}]}
-    messages = {"type": "array", "items": _ref("Message"), "minItems": 1, "maxItems": MAX_MESSAGES}
-    return {
-        "Message": _message(),
-        "CompletionRequest": _body(COMPLETION_FIELDS, {"prompt": prompts}, ["prompt"]),
-        "ChatRequest": _body(CHAT_FIELDS, {"messages": messages}, ["messages"]),
-    }
 
 
 def _reply_schemas() -> dict[str, Schema]:
@@ -287,7 +246,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         **_guard(paths, keys_wanted),
         "paths": paths,
         "components": {
-            "schemas": {**_request_schemas(), **_reply_schemas(), **_operation_schemas()},
+            "schemas": {**request_schemas(), **_reply_schemas(), **_operation_schemas()},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "A key of the server's --api-key-file."},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},

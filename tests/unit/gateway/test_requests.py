@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +11,10 @@ from openai.types.chat import ChatCompletion
 
 from alignedserve.control.convert import spec_to_proto
 from alignedserve.gateway.body.planning import derive_seed, plan_completion
-from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS, parse_completion
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, SamplingOptions, parse_completion
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import inference_pb2 as inf
+from alignedserve.request import SamplingParams
 from alignedserve.scheduler.process.wire import request_meta
 from support.fake_cluster import fake_model_info
 from support.gateway_front import CHAT, COMPLETIONS, HI, Front
@@ -123,6 +127,16 @@ async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
     assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [0.0, 0.0]
 
 
+def test_an_option_of_a_body_is_one_of_a_call_over_grpc_and_of_the_cluster() -> None:
+    """By its name: that is all that joins them."""
+    options = SamplingOptions.model_fields.keys()
+    assert options <= {field.name for field in inf.GenerateRequest.DESCRIPTOR.fields}
+    assert options <= {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == {
+        field.name for field in pb.SamplingParams.DESCRIPTOR.fields
+    }
+
+
 # ---- models without everything
 
 
@@ -170,14 +184,16 @@ async def test_the_description_names_every_field_that_is_read(front: Front) -> N
     document = (await front.client.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     completion, chat = schemas["CompletionRequest"], schemas["ChatRequest"]
-    assert fields_of(completion) == {field.name for field in COMPLETION_FIELDS} | {"prompt", "stream_options"}
-    assert fields_of(chat) == {field.name for field in CHAT_FIELDS} | {"messages", "stream_options"}
+    assert fields_of(completion) == set(CompletionRequest.model_fields)
+    assert fields_of(chat) == set(ChatRequest.model_fields)
     assert completion["properties"]["n"] == {
         "type": ["integer", "null"],
         "minimum": 1,
         "maximum": 16,
+        "default": 1,
         "description": "Answers to each prompt.",
     }
+    assert (completion["required"], chat["required"]) == (["prompt"], ["messages"])
     references = {value for value in json.dumps(document).split('"') if value.startswith("#/")}
     assert {reference.rpartition("/")[2] for reference in references} <= set(schemas)
 

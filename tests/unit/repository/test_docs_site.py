@@ -14,8 +14,7 @@ import pytest
 from alignedserve import client, errors
 from alignedserve.cluster.cli.main import make_parser
 from alignedserve.config_sources import known_keys
-from alignedserve.gateway.body.fields import Field
-from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS
+from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[3]
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -102,5 +101,5 @@ def test_every_public_name_of_the_client_is_described(site: Path) -> None:
 
 def test_every_field_of_a_request_is_described(site: Path) -> None:
     page = text_of(site / "reference/http/index.html")
-    fields: tuple[Field, ...] = (*COMPLETION_FIELDS, *CHAT_FIELDS)
-    assert [field.name for field in fields if f"<code>{field.name}</code>" not in page] == []
+    fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert [name for name in fields if f"<code>{name}</code>" not in page] == []
