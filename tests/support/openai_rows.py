@@ -225,13 +225,13 @@ def logit_bias(world: World) -> None:
 @row
 def penalties(world: World) -> None:
     prompt, tokens = world.encode(PROMPT), list[int]()
-    for _ in range(24):
+    for _ in range(12):
         line = world.logprobs([*prompt, *tokens])[-1].clone()
         for token in set(tokens):
             line[token] -= 0.5 + 1.5 * tokens.count(token)
         tokens.append(int(line.argmax()))
-    assert tokens != world.greedy(PROMPT, 24)
-    found = world.both(prompt=PROMPT, max_tokens=24, presence_penalty=0.5, frequency_penalty=1.5, **GREEDY)
+    assert tokens != world.greedy(PROMPT, 12)
+    found = world.both(prompt=PROMPT, max_tokens=12, presence_penalty=0.5, frequency_penalty=1.5, **GREEDY)
     assert found[1] == tokens
 
 
