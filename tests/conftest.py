@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # Hypothesis gives each example 200 ms: on a machine that other tests share, one that is slow is no failure.
-settings.register_profile("unhurried", settings.default, deadline=None)
+settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
 settings.load_profile("unhurried")
 
 # Child processes of tests import `support` as well.
@@ -19,6 +19,14 @@ if not Path("/dev/nvidia0").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ENDED_WITHIN_S = 10.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from support.requirements import need
+
+    for mark in item.iter_markers("needs"):
+        need(*mark.args)
 
 
 @pytest.fixture(scope="module", autouse=True)

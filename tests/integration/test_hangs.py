@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -17,8 +18,6 @@ from alignedserve.config_sources import from_tree
 from support.faulty_roles import FOLDER
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
-
-httpx = pytest.importorskip("httpx")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

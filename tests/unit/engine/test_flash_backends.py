@@ -13,18 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from alignedserve.engine.backends import flash_attn_backend, varlen_backend  # noqa: E402
-from alignedserve.engine.backends.base import AttentionBackend, AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.flash_attn_backend import FlashAttnBackend  # noqa: E402
-from alignedserve.engine.backends.flash_rows import key_value_views  # noqa: E402
-from alignedserve.engine.backends.varlen_backend import VarlenBackend  # noqa: E402
-from alignedserve.engine.batch import DecodeTable  # noqa: E402
-from alignedserve.errors import UnsupportedModelError  # noqa: E402
-from alignedserve.testing.attention import TOLERANCE, PagedCase, attend_exactly, paged_case  # noqa: E402
+from alignedserve.engine.backends import flash_attn_backend, varlen_backend
+from alignedserve.engine.backends.base import AttentionBackend, AttentionNeeds, AttentionOptions
+from alignedserve.engine.backends.flash_attn_backend import FlashAttnBackend
+from alignedserve.engine.backends.flash_rows import key_value_views
+from alignedserve.engine.backends.varlen_backend import VarlenBackend
+from alignedserve.engine.batch import DecodeTable
+from alignedserve.errors import UnsupportedModelError
+from alignedserve.testing.attention import TOLERANCE, PagedCase, attend_exactly, paged_case
 
 NEEDS = AttentionNeeds("cuda", "bfloat16", heads=8, kv_heads=2, head_dim=128, block_size=256)
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": torch.float32}
