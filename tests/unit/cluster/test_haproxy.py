@@ -180,7 +180,7 @@ def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_n
             assert (status, json.loads(body)["error"]["code"]) == (429, "overloaded")
         assert len(reached) == 1
         wait_for(lambda: post(b"{}") == first)
-        assert time.monotonic() - begun_s > 3.9
+        assert 3.9 < time.monotonic() - begun_s < 8.0
         assert len(reached) == 2
 
 
