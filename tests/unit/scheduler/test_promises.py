@@ -36,7 +36,7 @@ class Watch:
         plan = self._plan(now_s)
         self.look(self, plan)
         self.joined |= {join.key: self.iteration for join in plan.joins}
-        self.evicted |= {evict.key: (self.iteration, evict.to_pool) for evict in plan.evictions}
+        self.evicted |= {e.key: (self.iteration, self.running[e.key][1] != self.batch_id) for e in plan.evictions}
         self.iteration += bool(plan.run)
         self.batch_id = plan.batch_id
         return plan
