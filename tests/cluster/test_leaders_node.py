@@ -14,11 +14,12 @@ from alignedserve.testing.reference import random_prompts
 from support.greedy_streams import Expected, stream
 from support.namespaces import why_not
 from support.ray_nodes import RayNodes, ServedNodes
+from support.requirements import needs
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(reason := why_not()), reason=reason),
+    needs(why_not()),
 ]
 
 DRAIN_S = 1.0  # 30 unless said; in both cases less than what Serve gives the supervisor to end

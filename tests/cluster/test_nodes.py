@@ -26,11 +26,12 @@ from support.certificates import Authority
 from support.greedy_streams import Expected, Streamed, stream
 from support.namespaces import why_not
 from support.ray_nodes import GCS_PORT, RayNodes, ServedNodes
+from support.requirements import needs
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(reason := why_not()), reason=reason),
+    needs(why_not()),
 ]
 
 LENGTHS = (60, 33, 140, 17, 100, 64)

@@ -238,7 +238,6 @@ def test_where_no_pth_file_is_read_one_import_is_enough(environment: Environment
 
 
 def test_a_users_program_passes_strict_type_checks(environment: Environment, tmp_path: Path) -> None:
-    pytest.importorskip("mypy", reason="comes with the extra `dev`")
     program = tmp_path / "program.py"
     program.write_text(TYPED)
     command = ["-m", "mypy", "--strict", "--no-incremental", "--python-executable", environment.python, program]

@@ -27,6 +27,7 @@ from support.held import wait_nothing_held
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 NEW_TOKENS = 32
+COPY_FAILED = {"transfer_failed", "checksum_mismatch"}
 LENGTHS = (20, 31, 12, 40, 25, 33, 17, 28, 5, 36, 22, 150, 9, 80, 30, 44)
 
 
@@ -95,13 +96,11 @@ async def test_whatever_a_copy_does_wrong_the_tokens_are_right(model: Model) -> 
         answers = await asyncio.gather(*(served.ask(prompt) for prompt in prompts))
         metrics = await wait_nothing_held(served.cluster)
     expected = [greedy(model.reference, prompt, NEW_TOKENS) for prompt in prompts]
-    wrong = [
-        (answer, tokens)
-        for answer, tokens in zip(answers, expected, strict=True)
-        if answer.get("tokens") != tokens and "code" not in answer.get("error", {})
-    ]
-    assert not wrong
-    assert sum("tokens" in answer for answer in answers) > len(prompts) // 2, answers
+    errors = [answer["error"]["code"] for answer in answers if "tokens" not in answer]
+    assert set(errors) <= COPY_FAILED
+    assert len(errors) <= len(answers) // 10, errors
+    good = [(a["tokens"], tokens) for a, tokens in zip(answers, expected, strict=True) if "tokens" in a]
+    assert [found for found, _ in good] == [tokens for _, tokens in good]
     for instance in ("prefill-0", "decode-0"):
         assert value(metrics, "alignedserve_kv_checksum_mismatches_total", instance=instance) > 0
         assert value(metrics, "alignedserve_kv_copy_failures_total", instance=instance) > 0

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -17,8 +18,6 @@ from alignedserve.config_sources import from_tree
 from support.faulty_roles import FOLDER
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held
-
-httpx = pytest.importorskip("httpx")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,8 +45,13 @@ class Served:
     async def answers(self) -> list[str]:
         return list(await asyncio.gather(*(self.answer(prompt) for prompt in PROMPTS)))
 
+    async def until_it_decodes(self) -> None:
+        """Until requests were running when the decode instance last said what it does."""
+        async with asyncio.timeout(BOUND_S):
+            while not self.decodes():
+                await self.cluster.supervisor.wait_changed(0.05)
+
     def decodes(self) -> bool:
-        """Whether requests were running when the decode instance last said so."""
         member = self.cluster.supervisor.core.roster.slots["decode-0"].member
         return member is not None and bool(member.beat.holds) and not member.beat.holds.startswith("0 running")
 
@@ -77,8 +81,8 @@ async def test_a_worker_that_hangs_is_replaced_and_every_answer_is_what_it_would
     old = served.cluster.peer(role_id)
     order = served.folder / f"hang-{role}"
     running = asyncio.create_task(served.answers())
-    while role == "decode" and not served.decodes():
-        await served.cluster.supervisor.wait_changed(0.05)
+    if role == "decode":
+        await served.until_it_decodes()
     begun = time.monotonic()
     if how == "stopped":
         served.cluster.kill(role_id, signal.SIGSTOP)
@@ -98,9 +102,10 @@ async def test_a_worker_that_is_stopped_for_a_moment_goes_on(served: Served) -> 
     undisturbed = await served.answers()
     old = served.cluster.peer("decode-0")
     running = asyncio.create_task(served.answers())
-    await asyncio.sleep(0.2)
+    await served.until_it_decodes()
     served.cluster.kill("decode-0", signal.SIGSTOP)
     await asyncio.sleep(0.4)
+    assert not running.done()
     served.cluster.kill("decode-0", signal.SIGCONT)
     assert await running == undisturbed
     assert served.cluster.peer("decode-0").process == old.process

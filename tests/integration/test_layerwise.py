@@ -26,6 +26,7 @@ from support.held import wait_nothing_held
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 NEW_TOKENS = 8
+COPY_FAILED = {"transfer_failed", "checksum_mismatch"}
 LENGTHS = (90, 31, 12, 140, 65, 201, 17, 128, 5, 96, 63, 150)
 
 
@@ -49,12 +50,17 @@ class Served:
     cluster: LocalCluster
     http: httpx.AsyncClient
 
-    async def ask(self, prompt: Sequence[int], timeout_s: float = 60.0, **keys: Any) -> list[list[int]]:
-        """The tokens of each greedy answer."""
+    async def post(self, prompt: Sequence[int], **keys: Any) -> dict[str, Any]:
+        """A greedy answer, or the error object that came instead."""
         body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **keys}
-        answer = await self.http.post("/v1/completions", json=body | {"return_token_ids": True}, timeout=timeout_s)
-        assert answer.status_code == 200, answer.text
-        return [choice["token_ids"] for choice in answer.json()["choices"]]
+        answer = await self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+        return dict(answer.json())
+
+    async def ask(self, prompt: Sequence[int], **keys: Any) -> list[list[int]]:
+        """The tokens of each greedy answer."""
+        answer = await self.post(prompt, **keys)
+        assert "choices" in answer, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
 
 
 @contextlib.asynccontextmanager
@@ -86,13 +92,18 @@ async def test_tokens_are_exact_and_groups_and_cancelled_prompts_leave_nothing_b
     asked = [served.ask(prompt) for prompt in model.prompts]
     group = served.ask(model.prompts[3], n=3)
     cancelled = [
-        asyncio.create_task(served.ask(model.prompts[5], timeout_s)) for timeout_s in (0.02, 0.05, 0.1, 0.15, 0.2)
+        asyncio.create_task(served.post(model.prompts[5], timeout_s=after_s))
+        for after_s in (0.02, 0.05, 0.1, 0.15, 0.2)
     ]
     together, *answers = await asyncio.gather(group, *asked)
-    await asyncio.gather(*cancelled, return_exceptions=True)
+    ended = await asyncio.gather(*cancelled)
     metrics = await wait_nothing_held(served.cluster)
     assert [tokens for (tokens,) in answers] == model.expected
     assert together == [model.expected[3]] * 3
+    codes = [end["error"]["code"] for end in ended if "choices" not in end]
+    assert set(codes) == {"deadline_exceeded"}
+    in_time = [end["choices"][0]["token_ids"] for end in ended if "choices" in end]
+    assert in_time == [model.expected[5]] * len(in_time)
     copied = value(metrics, "alignedserve_prefill_offload_blocks_total")
     ahead = value(metrics, "alignedserve_prefill_offload_ahead_blocks_total")
     assert copied > ahead > copied / 2
@@ -116,14 +127,11 @@ async def test_a_prefill_instance_that_is_killed_while_it_copies_ahead_costs_no_
 async def test_parts_that_fail_or_lie_are_made_good_by_whole_blocks(model: Model) -> None:
     plan = FaultPlan(refuse=0.03, error=0.03, delay=0.1, short=0.03, flip=0.03, delay_s=0.02, only="prefill-0/cache>")
     async with serving(model, plan) as served:
-        answers = await asyncio.gather(*(served.ask(prompt) for prompt in model.prompts), return_exceptions=True)
+        answers = await asyncio.gather(*(served.post(prompt) for prompt in model.prompts))
         metrics = await wait_nothing_held(served.cluster)
-    good = [answer for answer in answers if not isinstance(answer, BaseException)]
-    wrong = [
-        (answer, tokens)
-        for answer, tokens in zip(answers, model.expected, strict=True)
-        if not isinstance(answer, BaseException) and answer != [tokens]
-    ]
-    assert not wrong
-    assert len(good) > len(answers) // 2, answers
+    errors = [answer["error"]["code"] for answer in answers if "choices" not in answer]
+    assert set(errors) <= COPY_FAILED
+    assert len(errors) <= len(answers) // 10, errors
+    good = [(a["choices"][0]["token_ids"], e) for a, e in zip(answers, model.expected, strict=True) if "choices" in a]
+    assert [tokens for tokens, _ in good] == [expected for _, expected in good]
     assert value(metrics, "alignedserve_kv_copy_failures_total", instance="prefill-0") > 0

@@ -8,11 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from support.namespaces import Switch, why_not
+from support.requirements import needs
 
-pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
+pytestmark = needs(why_not())
 
 SERVER = "import socket; s = socket.create_server(('', 7)); print('up', flush=True)\nwhile True: s.accept()[0].close()"
 CALL = "import socket, sys; socket.create_connection((sys.argv[1], 7), 1.0)"

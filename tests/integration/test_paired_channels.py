@@ -68,15 +68,14 @@ async def test_tokens_are_exact_over_gloo_and_survive_the_death_of_either_end(tm
             for role_id in ("prefill-0", "decode-0"):
                 incarnation = cluster.peer(role_id).process.incarnation
                 answers = [driver.submit(prompt, GREEDY)[0] for prompt in prompts]
-                for _ in range(500):
-                    if any(len(answer.tokens) > 2 for answer in answers):
-                        break
-                    await asyncio.sleep(0.01)
+                await driver.wait_tokens(answers[:1], 3)
+                assert not all(answer.done.is_set() for answer in answers)
+                resubmitted = driver.resubmitted
                 cluster.kill(role_id)
                 await driver.wait(answers, 60)
                 assert [answer.tokens for answer in answers] == expected
                 await cluster.wait_restarted(role_id, incarnation)
-            assert driver.resubmitted > 0
+                assert driver.resubmitted > resubmitted, role_id
 
 
 async def test_a_channel_that_cannot_be_had_ends_the_start_with_what_is_missing(tmp_path: Path) -> None:

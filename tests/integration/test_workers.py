@@ -155,7 +155,7 @@ async def test_a_cancelled_request_holds_nothing_and_disturbs_nobody(served: Ser
     long = replace(GREEDY, max_tokens=200)
     kept = [served.driver.submit(prompt, GREEDY)[0] for prompt in prompts]
     gone = [served.driver.submit(prompt, long)[0] for prompt in prompts]
-    await asyncio.sleep(0.15)
+    await served.driver.wait_tokens(gone)
 
     served.driver.cancel(gone)
     await served.driver.wait(kept)
@@ -163,6 +163,7 @@ async def test_a_cancelled_request_holds_nothing_and_disturbs_nobody(served: Ser
     for prompt, answer in zip(prompts, kept, strict=True):
         assert answer.tokens == greedy(served.reference, prompt, 24, answer.tokens)
     assert await served.all_blocks_free()
+    assert max(len(answer.tokens) for answer in gone) < long.max_tokens
 
 
 async def test_a_request_that_fits_nowhere_is_refused(served: Served) -> None:

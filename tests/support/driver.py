@@ -123,6 +123,17 @@ class Driver(gw_grpc.TokenSinkServicer):
             late = [f"{a.key.request_id} ({len(a.tokens)} tokens)" for a in answers if not a.done.is_set()]
             raise TimeoutError(f"{len(late)} requests did not end within {timeout_s:g} s: {late[:8]}") from None
 
+    async def wait_tokens(self, answers: Sequence[Answer], tokens: int = 1, timeout_s: float = 60.0) -> None:
+        """Returns when each has so many tokens. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            lacking = [answer for answer in answers if len(answer.tokens) < tokens]
+            if not lacking:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(lacking)} requests have no {tokens} tokens after {timeout_s:g} s")
+            await asyncio.sleep(0.01)
+
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, timeout_s: float = 120.0
     ) -> list[Answer]:

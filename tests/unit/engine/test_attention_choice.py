@@ -7,23 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from alignedserve.config import EngineConfig  # noqa: E402
-from alignedserve.engine.backends import choice  # noqa: E402
-from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.choice import AUTO, BackendCandidate, choose, measure, open_backend, pick, refusals  # noqa: E402
-from alignedserve.engine.backends.composite import CompositeBackend  # noqa: E402
-from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
-from alignedserve.engine.backends.torch_backend import TorchBackend  # noqa: E402
-from alignedserve.engine.backends.trial import Trial  # noqa: E402
-from alignedserve.engine.model.inspect import inspect_model  # noqa: E402
-from alignedserve.engine.model.loader import load_model  # noqa: E402
-from alignedserve.errors import ConfigError, UnsupportedModelError  # noqa: E402
-from alignedserve.registry import Registry  # noqa: E402
-from alignedserve.testing.attention import paged_case  # noqa: E402
-from alignedserve.testing.models import make_model  # noqa: E402
+from alignedserve.config import EngineConfig
+from alignedserve.engine.backends import choice
+from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions
+from alignedserve.engine.backends.choice import AUTO, BackendCandidate, choose, measure, open_backend, pick, refusals
+from alignedserve.engine.backends.composite import CompositeBackend
+from alignedserve.engine.backends.registry import BACKENDS
+from alignedserve.engine.backends.torch_backend import TorchBackend
+from alignedserve.engine.backends.trial import Trial
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
+from alignedserve.errors import ConfigError, UnsupportedModelError
+from alignedserve.registry import Registry
+from alignedserve.testing.attention import paged_case
+from alignedserve.testing.models import make_model
 
 NEEDS = AttentionNeeds("cpu", "float32", heads=4, kv_heads=2, head_dim=16, block_size=16)
 HERE = "alignedserve.engine.backends"

@@ -7,11 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-
-from alignedserve.engine.profile.bandwidth import TILE, bandwidth_by_blocks, program_counts, stream  # noqa: E402
+from alignedserve.engine.profile.bandwidth import TILE, bandwidth_by_blocks, program_counts, stream
 
 ON_CPU = not torch.cuda.is_available()
 

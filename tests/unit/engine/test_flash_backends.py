@@ -10,21 +10,20 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from alignedserve.engine.backends import flash_attn_backend, varlen_backend  # noqa: E402
-from alignedserve.engine.backends.base import AttentionBackend, AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.flash_attn_backend import FlashAttnBackend  # noqa: E402
-from alignedserve.engine.backends.flash_rows import key_value_views  # noqa: E402
-from alignedserve.engine.backends.varlen_backend import VarlenBackend  # noqa: E402
-from alignedserve.engine.batch import DecodeTable  # noqa: E402
-from alignedserve.errors import UnsupportedModelError  # noqa: E402
-from alignedserve.testing.attention import TOLERANCE, PagedCase, attend_exactly, paged_case  # noqa: E402
+from alignedserve.engine.backends import flash_attn_backend, varlen_backend
+from alignedserve.engine.backends.base import AttentionBackend, AttentionNeeds, AttentionOptions
+from alignedserve.engine.backends.flash_attn_backend import FlashAttnBackend
+from alignedserve.engine.backends.flash_rows import key_value_views
+from alignedserve.engine.backends.varlen_backend import VarlenBackend
+from alignedserve.engine.batch import DecodeTable
+from alignedserve.errors import UnsupportedModelError
+from alignedserve.testing.attention import TOLERANCE, PagedCase, attend_exactly, paged_case
 
 NEEDS = AttentionNeeds("cuda", "bfloat16", heads=8, kv_heads=2, head_dim=128, block_size=256)
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": torch.float32}
@@ -245,5 +244,17 @@ def test_on_a_gpu_it_equals_fp64(backend: type[AttentionBackend], options: dict[
     torch.testing.assert_close(found.double(), case.expected(given)[0], rtol=0.0, atol=TOLERANCE[torch.bfloat16])
 
 
-def test_flash_attn_is_looked_for_under_the_name_that_it_installs_as() -> None:
-    assert (flash_attn_backend.missing_package() is None) == (importlib.util.find_spec("flash_attn") is not None)
+def test_flash_attn_is_looked_for_under_the_names_that_it_installs_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The distribution is flash-attn (its metadata's folder flash_attn-VERSION.dist-info), the module flash_attn."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").touch()
+    metadata = tmp_path / "flash_attn-2.7.4.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.7.4\n")
+    assert "flash-attn is 2.7.4" in str(flash_attn_backend.missing_package())
+    metadata.write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    assert flash_attn_backend.missing_package() is None

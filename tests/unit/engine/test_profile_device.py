@@ -11,19 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from alignedserve.cluster.cli.main import main  # noqa: E402
-from alignedserve.config import SchedulerConfig  # noqa: E402
-from alignedserve.config_sources import from_tree  # noqa: E402
-from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep  # noqa: E402
-from alignedserve.engine.eager import EagerDecode  # noqa: E402
-from alignedserve.engine.model.inspect import inspect_model  # noqa: E402
-from alignedserve.engine.model.loader import LoadedModel, load_model  # noqa: E402
-from alignedserve.engine.profile import profiler_gpu  # noqa: E402
-from alignedserve.engine.profile.copies import device_copies  # noqa: E402
-from alignedserve.engine.profile.device_passes import (  # noqa: E402
+from alignedserve.cluster.cli.main import main
+from alignedserve.config import SchedulerConfig
+from alignedserve.config_sources import from_tree
+from alignedserve.engine.decoding import DecodeEngine, DecodeItem, DecodeStep
+from alignedserve.engine.eager import EagerDecode
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import LoadedModel, load_model
+from alignedserve.engine.profile import profiler_gpu
+from alignedserve.engine.profile.copies import device_copies
+from alignedserve.engine.profile.device_passes import (
     GPU_GRID,
     LAUNCHES,
     DevicePassBench,
@@ -33,23 +32,23 @@ from alignedserve.engine.profile.device_passes import (  # noqa: E402
     gpu_benches,
     measure_passes,
 )
-from alignedserve.engine.profile.fit import Profiled, fit_profile  # noqa: E402
-from alignedserve.engine.profile.passes import (  # noqa: E402
+from alignedserve.engine.profile.fit import Profiled, fit_profile
+from alignedserve.engine.profile.passes import (
     Grid,
     PassShape,
     measure,
     plan_measurements,
 )
-from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
-from alignedserve.engine.sampling.sampler import SampledToken  # noqa: E402
-from alignedserve.errors import NumericsError, ResourceError  # noqa: E402
-from alignedserve.geometry import KvGeometry  # noqa: E402
-from alignedserve.model import resolve_model  # noqa: E402
-from alignedserve.scheduler.cost.load import configured_cost, default_hardware, load_step_cost  # noqa: E402
-from alignedserve.scheduler.cost.makespan import makespan  # noqa: E402
-from alignedserve.scheduler.cost.parts import ModelShape  # noqa: E402
-from alignedserve.scheduler.cost.step import ChunkShape  # noqa: E402
-from alignedserve.simulator.hardware import Hardware  # noqa: E402
+from alignedserve.engine.runner import ModelRunner, allocate_cache
+from alignedserve.engine.sampling.sampler import SampledToken
+from alignedserve.errors import NumericsError, ResourceError
+from alignedserve.geometry import KvGeometry
+from alignedserve.model import resolve_model
+from alignedserve.scheduler.cost.load import configured_cost, default_hardware, load_step_cost
+from alignedserve.scheduler.cost.makespan import makespan
+from alignedserve.scheduler.cost.parts import ModelShape
+from alignedserve.scheduler.cost.step import ChunkShape
+from alignedserve.simulator.hardware import Hardware
 
 SHAPE = ModelShape(layers=32, heads=32, kv_heads=32, head_dim=128)
 SMS, BANDWIDTH, BLOCK_BANDWIDTH, ALPHA = 132, 4.0e12, 40.0e9, 0.12

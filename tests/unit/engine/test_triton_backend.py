@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from alignedserve.engine.backends import choice  # noqa: E402
-from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.registry import BACKENDS  # noqa: E402
-from alignedserve.engine.batch import DecodeTable, ForwardItem  # noqa: E402
-from alignedserve.engine.model.inspect import inspect_model  # noqa: E402
-from alignedserve.engine.model.loader import load_model  # noqa: E402
-from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
-from alignedserve.errors import AlignedServeError  # noqa: E402
-from alignedserve.testing.attention import TOLERANCE, attend_exactly, paged_case  # noqa: E402
-from alignedserve.testing.models import make_model  # noqa: E402
+from alignedserve.engine.backends import choice
+from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions
+from alignedserve.engine.backends.registry import BACKENDS
+from alignedserve.engine.batch import DecodeTable, ForwardItem
+from alignedserve.engine.model.inspect import inspect_model
+from alignedserve.engine.model.loader import load_model
+from alignedserve.engine.runner import ModelRunner, allocate_cache
+from alignedserve.errors import AlignedServeError
+from alignedserve.testing.attention import TOLERANCE, attend_exactly, paged_case
+from alignedserve.testing.models import make_model
 
 NAMES = ["triton", "triton_no_split"]
 MIXED = [(1, 30), (20, 17), (1, 99), (5, 0), (1, 0)]

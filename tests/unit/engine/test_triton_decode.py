@@ -11,23 +11,21 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from alignedserve.engine.backends.base import AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.triton_decode import NO_WINDOW, PagedDecode  # noqa: E402
-from alignedserve.engine.backends.triton_decode_kernels import plan_kernel  # noqa: E402
-from alignedserve.engine.backends.triton_tuning import (  # noqa: E402
+from alignedserve.engine.backends.base import AttentionOptions
+from alignedserve.engine.backends.triton_decode import NO_WINDOW, PagedDecode
+from alignedserve.engine.backends.triton_decode_kernels import plan_kernel
+from alignedserve.engine.backends.triton_tuning import (
     DecodeSetting,
     decode_candidates,
     decode_setting,
     padded_group,
     shared_bytes,
 )
-from alignedserve.engine.backends.triton_write import PagedWrite  # noqa: E402
-from alignedserve.engine.batch import DecodeTable  # noqa: E402
-from alignedserve.testing.attention import (  # noqa: E402
+from alignedserve.engine.backends.triton_write import PagedWrite
+from alignedserve.engine.batch import DecodeTable
+from alignedserve.testing.attention import (
     INTERPRETER_WARNINGS,
     OPTIONS,
     TOLERANCE,

@@ -9,14 +9,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-
-from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions  # noqa: E402
-from alignedserve.engine.backends.triton_prefill import PrefillAttention, Tile, choose_tile, plan_work  # noqa: E402
-from alignedserve.engine.batch import Span  # noqa: E402
-from alignedserve.testing.attention import (  # noqa: E402
+from alignedserve.engine.backends.base import AttentionNeeds, AttentionOptions
+from alignedserve.engine.backends.triton_prefill import PrefillAttention, Tile, choose_tile, plan_work
+from alignedserve.engine.batch import Span
+from alignedserve.testing.attention import (
     INTERPRETER_WARNINGS,
     OPTIONS,
     TOLERANCE,

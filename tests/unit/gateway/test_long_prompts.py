@@ -176,6 +176,28 @@ async def test_short_prompts_do_not_wait_for_long_ones(monkeypatch: pytest.Monke
     assert 1 <= counted.most_aside <= tokenising._THREADS
 
 
+async def test_the_event_loop_runs_while_a_long_text_is_tokenised() -> None:
+    """Threads alone do not do it: the tokenizer has to let go of the interpreter too."""
+    longest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            begun_s = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.monotonic() - begun_s)
+
+    watcher = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)  # it has begun
+    begun_s = time.monotonic()
+    (prompt,) = (await complete(served(positions=1 << 20), WORDS * 20)).prompts
+    spent_s = time.monotonic() - begun_s
+    await asyncio.sleep(0.01)  # it has seen what kept it waiting
+    watcher.cancel()
+    assert len(prompt.token_ids) > 100_000
+    assert longest_s < spent_s / 2
+
+
 async def test_a_word_that_never_ends_is_refused_if_it_is_too_long_for_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import math
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -263,24 +262,3 @@ async def test_a_grpc_message_over_the_limit_is_refused_like_a_body(cluster: Fak
         with pytest.raises(TooLargeError, match="over the limit"):
             await client.generate("a " * 10_000, max_tokens=1)
         assert (await client.generate("a", max_tokens=1)).choices
-
-
-async def test_tokenising_lets_the_event_loop_run() -> None:
-    assert TOKENIZER is not None
-    text = "the quick brown fox " * 150_000
-    longest = 0.0
-
-    async def watch() -> None:
-        nonlocal longest
-        while True:
-            begun = time.monotonic()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.monotonic() - begun)
-
-    watcher = asyncio.create_task(watch())
-    begun = time.monotonic()
-    tokens = await asyncio.to_thread(TOKENIZER.encode, text)
-    spent = time.monotonic() - begun
-    watcher.cancel()
-    assert len(tokens) > 100_000
-    assert longest < spent / 2

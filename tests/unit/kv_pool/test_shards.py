@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("torch")
-
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.link import DuplexLink

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-from transformers import AutoConfig  # noqa: E402
+import torch
+from transformers import AutoConfig
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks/gpu"))
@@ -29,6 +28,7 @@ from gpu_suite.requests import draw_lengths  # noqa: E402
 from gpu_suite.rows import BY_KEY, ROWS  # noqa: E402
 from gpu_suite.trace import STEP, idle_of  # noqa: E402
 
+from alignedserve.engine.model.loader import LoadedModel  # noqa: E402
 from alignedserve.engine.runner import ModelRunner, allocate_cache  # noqa: E402
 from alignedserve.testing.models import KINDS, make_model  # noqa: E402
 
@@ -294,13 +294,18 @@ def test_iterations_and_prefills_are_set_against_rates_of_the_same_run(tmp_path:
     assert set(found["llama-2-7b, 2 x 48"]["detail"]["matrix_rate"]) == {"before", "after", "change"}
 
 
-def test_both_sides_of_the_throughput_answer_the_same_requests(tmp_path: Path) -> None:
+def test_both_sides_of_the_throughput_answer_the_same_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exact_model(*given: Any, **named: Any) -> LoadedModel:
+        return random_model(*given, **named | {"dtype": torch.float32})
+
+    monkeypatch.setattr(throughput, "random_model", exact_model)
     of = context(tmp_path)
     throughput.run(of)
     found = figures(of)
-    assert found["6 requests, ours over transformers'"]["value"] == pytest.approx(
-        found["our engine"]["value"] / found["transformers"]["value"], rel=1e-6
-    )
+    ours, theirs = (found[name]["detail"] for name in ("our engine", "transformers"))
+    assert (theirs["answered"], ours["answers_equal"]) == (6, 1.0)
+    tokens = sum(one.answer for one in draw_lengths(6, of.seed, 0.02))
+    assert found["6 requests, ours over transformers'"]["detail"]["output_tokens"] == ours["output_tokens"] == tokens
 
 
 def test_transformers_that_has_not_answered_in_time_is_ended_and_counts_as_answered_then(

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from support.requirements import needs
+
 ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("groundtruth", ROOT / "benchmarks/groundtruth.py")
 groundtruth = sys.modules["groundtruth"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(groundtruth)
 
 DATA = groundtruth.data_folder()
-needs_run = pytest.mark.skipif(
-    not (DATA / "groundtruth" / groundtruth.RUN).is_dir(), reason=f"no recorded run in {DATA} (ALIGNEDSERVE_DATA)"
-)
+RECORDED = (DATA / "groundtruth" / groundtruth.RUN).is_dir()
+needs_run = needs("" if RECORDED else f"there is no recorded run in {DATA} (ALIGNEDSERVE_DATA)")
 
 
 @needs_run

@@ -25,6 +25,7 @@ from alignedserve.resources import parse_resources
 from alignedserve.sizing import GIB, plan_stores
 from support import kuberay
 from support.kuberay import Manifest, RayPods, of_kind, quantity, selected
+from support.requirements import need
 
 GUIDE = Path(__file__).parents[3] / "docs/deploying/kuberay.md"
 MIB = 1 << 20
@@ -89,8 +90,7 @@ def test_every_file_is_applied_by_a_kustomization() -> None:
 
 @each_variant
 def test_kustomize_makes_of_them_what_the_tests_read(variant: str) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
+    need("" if shutil.which("kubectl") else "kubectl is not installed")
     command = ["kubectl", "kustomize", str(kuberay.FOLDER / variant)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     made = list(yaml.safe_load_all(done.stdout))

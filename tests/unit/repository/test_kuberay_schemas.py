@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
 from support import kuberay
 from support.kuberay import Manifest
+from support.requirements import needs
 
 SCHEMAS = Path(os.environ.get("ALIGNEDSERVE_SCHEMAS", Path(__file__).parents[4] / "shared/schemas"))
 DEFINITION = SCHEMAS / "ray.io_rayservices.yaml"
 KUBERNETES = "1.32"
 OPEN = ("additionalProperties", "x-kubernetes-preserve-unknown-fields", "x-kubernetes-embedded-resource")
-needs_definition = pytest.mark.skipif(not DEFINITION.is_file(), reason=f"there is no {DEFINITION}")
+needs_definition = needs("" if DEFINITION.is_file() else f"there is no {DEFINITION} (ALIGNEDSERVE_SCHEMAS)")
 each_variant = pytest.mark.parametrize("variant", kuberay.VARIANTS)
 
 # Of the Prometheus operator's resources, the fields that are used here.
@@ -126,15 +128,14 @@ def test_a_name_that_is_there_twice_is_found() -> None:
 
 @each_variant
 def test_the_other_objects_fit_kubernetes_own_schemas(variant: str) -> None:
-    kubernetes = pytest.importorskip("kubernetes_validate", reason="it comes with the test extra")
     others = [manifest for manifest in kuberay.manifests(variant) if manifest["kind"] != "RayService"]
     assert len(others) > 8
     for manifest in others:
-        kubernetes.validate(manifest, KUBERNETES, strict=True)
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     broken = copy.deepcopy(next(entry for entry in others if entry["kind"] == "PodDisruptionBudget"))
     broken["spec"]["minAvailables"] = 1
-    with pytest.raises(kubernetes.ValidationError, match="minAvailables"):
-        kubernetes.validate(broken, KUBERNETES, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError, match="minAvailables"):
+        kubernetes_validate.validate(broken, KUBERNETES, strict=True)
 
 
 def test_the_monitors_have_the_fields_that_the_prometheus_operator_knows() -> None:

@@ -298,7 +298,6 @@ def test_proto_has_no_init_and_the_other_components_have_one() -> None:
 
 def test_the_generated_code_is_current() -> None:
     """The committed modules describe what the installed generator makes of the .proto files."""
-    pytest.importorskip("grpc_tools", reason="the generator comes with the test extra")
     from google.protobuf import descriptor_pb2
     from grpc_tools import protoc
 
@@ -315,7 +314,6 @@ def test_the_generated_code_is_current() -> None:
         module = importlib.import_module(f"alignedserve.proto.{stem}_pb2")
         committed = descriptor_pb2.FileDescriptorProto()
         module.DESCRIPTOR.CopyToProto(committed)
-        entry.ClearField("json_name") if hasattr(entry, "json_name") else None
         assert without_json_names(committed) == without_json_names(entry), f"run tools/protoc.sh: {stem}.proto changed"
 
 

@@ -27,14 +27,18 @@ def test_a_draining_decode_instance_gets_nothing_and_what_it_returns_goes_to_ano
     cell.do(decode_report("d0", free=97, running=1, shortest=10, longest=10, batch_id=1))
     assert drain(cell, "d0") == []
     assert cell.core.drained() == []
-    for name in ("b", "c", "d"):
-        cell.wait(name)
-    assert {a.decode_id for a in only(cell.do(ev.Tick(), after_s=9.0), Prefetch)} <= {"d1"}
-    actions = cell.do(ev.Returned(key("a"), 12, 3))
+    actions = [action for name in ("b", "c", "d") for action in cell.wait(name)]
+    actions += cell.do(ev.Tick(), after_s=9.0)
+    sent = only(actions, Prefetch)
+    assert sent
+    actions += cell.do(ev.Returned(key("a"), 12, 3))
     assert cell.core.drained() == ["d0"]
+    actions += cell.do(ev.Joined("d1", tuple(name for prefetch in sent for name in prefetch.keys)))
+    actions += cell.do(decode_report("d1", free=91, running=3, shortest=10, longest=10, batch_id=1), after_s=9.0)
     assert only(actions, ReportLost) == []
-    assert all(prefetch.decode_id == "d1" for prefetch in only(actions, Prefetch))
-    assert cell.states().get("decoding", 0) + cell.states().get("prefetched", 0) + cell.states()["waiting_in_pool"] == 4
+    sent = only(actions, Prefetch)
+    assert sorted(str(name.request_id) for prefetch in sent for name in prefetch.keys) == ["a", "b", "c", "d"]
+    assert {prefetch.decode_id for prefetch in sent} == {"d1"}
 
 
 def test_a_draining_prefill_instance_gets_no_prompt_and_no_candidate() -> None:

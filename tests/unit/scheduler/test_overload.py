@@ -143,19 +143,29 @@ def test_who_would_wait_too_long_for_room_in_pool_and_batch_is_refused():
     cell.core.check_integrity()
 
 
-def test_retry_after_grows_with_what_waits():
+def cell_after_some_load():
+    cell = PacedCell(PACE, ttft_objective_s=TTFT_S, tpot_objective_s=TPOT_S)
+    cell.offer(20, 3)
+    return cell
+
+
+def cell_with_slow_prefill():
     cell = PacedCell(Pace(prefill_token_s=1e-2), ttft_objective_s=1.0)
     for number in range(12):
         cell.submit(number, 20 + 10 * (number % 4))
         cell.run_until(cell.now_s + 0.6)
+    return cell
+
+
+def test_retry_after_grows_with_what_waits():
+    cell = cell_with_slow_prefill()
     cell.submit("before", 50)
     refused = [cell.submit(f"long{tokens}", tokens) for tokens in (500, 2000)]
     assert refused[1].retry_after_s > refused[0].retry_after_s + 5.0
 
 
-def test_room_falls_to_none_and_says_when_there_will_be_some():
-    cell = PacedCell(PACE, ttft_objective_s=TTFT_S, tpot_objective_s=TPOT_S)
-    cell.offer(20, 3)
+def test_room_falls_to_none():
+    cell = cell_after_some_load()
     some = cell.core.room(cell.now_s)
     for name in range(200):
         cell.submit(f"more{name}", 64)
@@ -163,7 +173,19 @@ def test_room_falls_to_none_and_says_when_there_will_be_some():
     assert some.limited
     assert 0 < some.requests < MOST_ROOM
     assert none.requests == 0
-    assert 0.0 < none.again_s < 10.0
+
+
+@pytest.mark.parametrize(("made", "most_s"), [(cell_after_some_load, 0.05), (cell_with_slow_prefill, 1.0)])
+def test_who_asks_again_when_it_was_told_to_finds_room_soon(made, most_s):
+    cell = made()
+    while cell.core.room(cell.now_s).requests:
+        cell.submit(len(cell.lives), 50)
+    full_s, asked = cell.now_s, 0
+    while not (room := cell.core.room(cell.now_s)).requests:
+        cell.run_until(cell.now_s + room.again_s)
+        asked += 1
+    assert asked <= 3
+    assert cell.now_s - full_s <= most_s
 
 
 def test_a_cancelled_decode_teaches_nothing_and_leaves_nothing():

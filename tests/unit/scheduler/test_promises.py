@@ -36,7 +36,7 @@ class Watch:
         plan = self._plan(now_s)
         self.look(self, plan)
         self.joined |= {join.key: self.iteration for join in plan.joins}
-        self.evicted |= {evict.key: (self.iteration, evict.to_pool) for evict in plan.evictions}
+        self.evicted |= {e.key: (self.iteration, self.running[e.key][1] != self.batch_id) for e in plan.evictions}
         self.iteration += bool(plan.run)
         self.batch_id = plan.batch_id
         return plan
@@ -119,7 +119,7 @@ def test_what_leaves_in_a_switch_does_not_come_straight_back(seed: int) -> None:
                 away.append(watch.iteration - left[0])
 
     cell = watched_run(seed, look)
-    assert all(iterations >= cell.config.decode.join_iterations for iterations in away)
+    assert min(away) >= cell.config.decode.join_iterations
 
 
 @pytest.mark.parametrize("seed", SEEDS)

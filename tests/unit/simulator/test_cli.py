@@ -138,8 +138,6 @@ def test_an_iteration_gap_is_charged_to_the_policy_that_it_was_set_for(capsys: p
 def test_files_are_written_and_are_the_same_each_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("pyarrow", reason="comes with the extra `simulate`")
-    pytest.importorskip("matplotlib", reason="comes with the extra `simulate`")
     trace = tmp_path / "t.csv"
     rows = "".join(f"{number * 0.01},{100 + 50 * number},{5 + number}\n" for number in range(12))
     trace.write_text(f"arrival_time_s,input_tokens,output_tokens\n{rows}")

@@ -35,10 +35,11 @@ from alignedserve.scheduler.cost.prior import cost_model_factory
 from alignedserve.scheduler.cost.skew import AXES, SkewTable
 from alignedserve.scheduler.cost.step import KERNEL_MODES, ChunkShape
 from alignedserve.simulator.hardware import Hardware
+from support.requirements import needs
 
 DATA = Path(os.environ.get("ALIGNEDSERVE_DATA", Path(__file__).parents[4] / "shared/data"))
 TABLES = DATA / "costmodel/rtxpro6000-llama-3.1-8b"
-needs_tables = pytest.mark.skipif(not TABLES.is_dir(), reason=f"no measured tables in {TABLES} (ALIGNEDSERVE_DATA)")
+needs_tables = needs("" if TABLES.is_dir() else f"there are no measured tables in {TABLES} (ALIGNEDSERVE_DATA)")
 LENGTHS = st.lists(st.integers(1, 40_000), min_size=1, max_size=40)
 RTX = "rtxpro6000-llama-3.1-8b"
 MADE_UP_SKEW = "0,n<=2,few,short,kp=0,0.25\n0,n>2,few,short,kp=0,0.125\n0,n>2,many,short,kp=0,0.5\n"

@@ -9,6 +9,7 @@ import shlex
 from array import array
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from alignedserve.cluster.cli.main import main
@@ -20,9 +21,6 @@ from alignedserve.simulator.report.results import RequestResult, RunResult, Step
 from alignedserve.simulator.report.seeds import over_seeds
 from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.workload import Arrival
-
-pq = pytest.importorskip("pyarrow.parquet", reason="comes with the extra `simulate`")
-pytest.importorskip("matplotlib", reason="comes with the extra `simulate`")
 
 PROVENANCE = Provenance(
     command="alignedserve simulate --trace 'mix:requests=4' --out <here>",

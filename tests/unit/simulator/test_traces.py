@@ -13,6 +13,7 @@ import pytest
 
 from alignedserve.errors import ConfigError, TraceError
 from alignedserve.simulator.traces import LengthsTrace, Load, TimedTrace, read_trace
+from support.requirements import need
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -304,8 +305,7 @@ DATA = Path(os.environ.get("ALIGNEDSERVE_DATA") or Path(__file__).parents[3] / "
     ],
 )
 def test_published_traces_are_read(name: str, rows: int, kind: type) -> None:
-    if not (DATA / name).exists():
-        pytest.skip(f"{name} is not here: set ALIGNEDSERVE_DATA to the folder that has it")
+    need("" if (DATA / name).exists() else f"there is no {DATA / name} (ALIGNEDSERVE_DATA)")
     trace = read_trace(str(DATA / name))
     assert isinstance(trace, kind)
     assert len(trace.workload(Load(), 0).arrivals) == rows

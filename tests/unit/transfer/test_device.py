@@ -6,23 +6,22 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from alignedserve.errors import GeometryMismatchError, TransferError  # noqa: E402
-from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
-from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
-from alignedserve.transfer.device import (  # noqa: E402
+from alignedserve.errors import GeometryMismatchError, TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.device import (
     DeviceBlockStore,
     DeviceChannel,
     attach_device_store,
     compile_copies,
     reached_devices,
 )
-from alignedserve.transfer.handles import HOST  # noqa: E402
-from alignedserve.transfer.links import connect  # noqa: E402
-from alignedserve.transfer.pieces import within_pieces  # noqa: E402
-from alignedserve.transfer.runs import Run  # noqa: E402
+from alignedserve.transfer.handles import HOST
+from alignedserve.transfer.links import connect
+from alignedserve.transfer.pieces import within_pieces
+from alignedserve.transfer.runs import Run
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 gpu = pytest.mark.gpu

@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from alignedserve.errors import TransferError  # noqa: E402
-from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
-from alignedserve.transfer import device as device_module  # noqa: E402
-from alignedserve.transfer.batched import BatchedCopies  # noqa: E402
-from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
-from alignedserve.transfer.bounce import BOUNCE_BYTES, SLOTS, Bounce  # noqa: E402
-from alignedserve.transfer.completion import Completion  # noqa: E402
-from alignedserve.transfer.device import DeviceBlockStore, DeviceChannel  # noqa: E402
-from alignedserve.transfer.pieces import Pieces, pieces_of  # noqa: E402
-from alignedserve.transfer.runs import Cut, paired_cuts  # noqa: E402
+from alignedserve.errors import TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.transfer import block_kernel
+from alignedserve.transfer import device as device_module
+from alignedserve.transfer.batched import BatchedCopies
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.bounce import BOUNCE_BYTES, SLOTS, Bounce
+from alignedserve.transfer.completion import Completion
+from alignedserve.transfer.device import DeviceBlockStore, DeviceChannel
+from alignedserve.transfer.pieces import Pieces, pieces_of
+from alignedserve.transfer.runs import Cut, paired_cuts
 
 GEOMETRY = KvGeometry("random", "bfloat16", layers=4, kv_heads=6, head_dim=8, block_size=16)
 LAYER_BYTES = GEOMETRY.block_bytes // 4
@@ -73,24 +73,22 @@ def test_parts_of_blocks_are_a_piece_a_row() -> None:
 def test_the_kernel_moves_what_was_asked_for_and_nothing_else(
     held: StoreSlice, given: StoreSlice, part: StoreSlice
 ) -> None:
-    kernel = pytest.importorskip("alignedserve.transfer.block_kernel")
     source, destination = device_store("a", 9, held), device_store("b", 8, given)
     ids = np.array([8, 0, 3, 4, 6]), np.array([1, 7, 2, 6, 0])
     cuts = paired_cuts(source, destination, part)
-    assert kernel.serves(cuts, (source.block_bytes, destination.block_bytes))
+    assert block_kernel.serves(cuts, (source.block_bytes, destination.block_bytes))
     expected = destination.blocks.clone()
     for begin, target, size in pieces_of(ids, cuts, (source.block_bytes, destination.block_bytes)).triples():
         expected.view(-1)[target : target + size] = source.blocks.view(-1)[begin : begin + size]
-    kernel.copy_blocks(source.blocks, destination.blocks, ids, cuts, programs=3)
+    block_kernel.copy_blocks(source.blocks, destination.blocks, ids, cuts, programs=3)
     assert torch.equal(destination.blocks, expected)
 
 
 def test_the_kernel_refuses_what_does_not_lie_in_whole_units() -> None:
-    kernel = pytest.importorskip("alignedserve.transfer.block_kernel")
     whole = Cut(0, 1, 64, 64)
-    assert kernel.serves((whole, whole), (64, 64))
-    assert not kernel.serves((whole, Cut(8, 1, 64, 64)), (64, 128))
-    assert not kernel.serves((whole, whole), (64, 72))
+    assert block_kernel.serves((whole, whole), (64, 64))
+    assert not block_kernel.serves((whole, Cut(8, 1, 64, 64)), (64, 128))
+    assert not block_kernel.serves((whole, whole), (64, 72))
 
 
 COMPILE = """
@@ -110,7 +108,6 @@ for ones in ({}, {"rows": 1}):  # arguments that are 1 are constants of their ow
 
 def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_a_thread() -> None:
     """In a process of its own: the interpreter changes Triton's language for the whole process."""
-    pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ptx = subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True, capture_output=True, text=True)
     for access in ("ld.global", "st.global"):
@@ -177,7 +174,7 @@ def test_a_driver_that_has_no_batches_is_asked_once_and_an_error_is_raised() -> 
 
 
 def test_the_bindings_have_what_batches_need() -> None:
-    runtime = pytest.importorskip("cuda.bindings.runtime")
+    runtime = pytest.importorskip("cuda.bindings.runtime", reason="comes with the extra `gpu`")
     assert callable(runtime.cudaMemcpyBatchAsync)
     assert BatchedCopies(runtime).supported
 

@@ -13,22 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from alignedserve.errors import GeometryMismatchError, TransferError  # noqa: E402
-from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
-from alignedserve.proto import common_pb2 as pb  # noqa: E402
-from alignedserve.proto import paired_copies_pb2 as pc  # noqa: E402
-from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
-from alignedserve.transfer.copier import Copier, Route  # noqa: E402
-from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
-from alignedserve.transfer.paired.blocks import HostBlocks  # noqa: E402
-from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
-from alignedserve.transfer.paired.client import ClientSession, PairClient  # noqa: E402
-from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
-from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
-from alignedserve.transfer.paired.transport import ASKING_RANK  # noqa: E402
+from alignedserve.errors import GeometryMismatchError, TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import paired_copies_pb2 as pc
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.copier import Copier, Route
+from alignedserve.transfer.device import DeviceBlockStore
+from alignedserve.transfer.paired.blocks import HostBlocks
+from alignedserve.transfer.paired.channel import PairedChannel
+from alignedserve.transfer.paired.client import ClientSession, PairClient
+from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store
+from alignedserve.transfer.paired.remote import RemoteBlockStore
+from alignedserve.transfer.paired.transport import ASKING_RANK
 
 GEOMETRY = KvGeometry("pair", "float16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 BLOCKS = 64

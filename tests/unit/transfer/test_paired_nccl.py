@@ -12,26 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from alignedserve.errors import TransferError  # noqa: E402
-from alignedserve.geometry import KvGeometry, StoreSlice  # noqa: E402
-from alignedserve.proto import common_pb2 as pb  # noqa: E402
-from alignedserve.proto import paired_copies_pb2 as pc  # noqa: E402
-from alignedserve.transfer.block_store import HostBlockStore  # noqa: E402
-from alignedserve.transfer.device import DeviceBlockStore  # noqa: E402
-from alignedserve.transfer.handles import geometry_to_proto  # noqa: E402
-from alignedserve.transfer.pair_choice import MULTI_RANK_VARIABLE  # noqa: E402
-from alignedserve.transfer.paired.blocks import packed_blocks  # noqa: E402
-from alignedserve.transfer.paired.channel import PairedChannel  # noqa: E402
-from alignedserve.transfer.paired.client import PULL, PUSH, PairClient  # noqa: E402
-from alignedserve.transfer.paired.nccl import NcclTransport, id_to_bytes, nccl_problem  # noqa: E402
-from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store  # noqa: E402
-from alignedserve.transfer.paired.remote import RemoteBlockStore  # noqa: E402
-from alignedserve.transfer.paired.rendezvous import Rendezvous  # noqa: E402
-from alignedserve.transfer.paired.server import PairServer  # noqa: E402
-from alignedserve.transfer.paired.transport import ASKING_RANK, SERVING_RANK, Portion, Wiring  # noqa: E402
+from alignedserve.errors import TransferError
+from alignedserve.geometry import KvGeometry, StoreSlice
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import paired_copies_pb2 as pc
+from alignedserve.transfer.block_store import HostBlockStore
+from alignedserve.transfer.device import DeviceBlockStore
+from alignedserve.transfer.handles import geometry_to_proto
+from alignedserve.transfer.pair_choice import MULTI_RANK_VARIABLE
+from alignedserve.transfer.paired.blocks import packed_blocks
+from alignedserve.transfer.paired.channel import PairedChannel
+from alignedserve.transfer.paired.client import PULL, PUSH, PairClient
+from alignedserve.transfer.paired.nccl import NcclTransport, id_to_bytes, nccl_problem
+from alignedserve.transfer.paired.peer import PeerProcess, PeerSpec, make_store
+from alignedserve.transfer.paired.remote import RemoteBlockStore
+from alignedserve.transfer.paired.rendezvous import Rendezvous
+from alignedserve.transfer.paired.server import PairServer
+from alignedserve.transfer.paired.transport import ASKING_RANK, SERVING_RANK, Portion, Wiring
 
 GEOMETRY = KvGeometry("nccl", "bfloat16", layers=4, kv_heads=2, head_dim=8, block_size=4)
 PIECE_BLOCKS = 5

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.transfer.block_store import HostBlockStore

@@ -20,6 +20,7 @@ from alignedserve.errors import ConfigError, ResourceError, TransferError, Unava
 from alignedserve.transfer.segment import Segment, create_descriptor
 from alignedserve.transfer.segments import SegmentClient, SegmentServer
 from alignedserve.transfer.wire import LENGTH, receive_message, send_message
+from support.requirements import needs
 
 MIB = 1 << 20
 spawn = multiprocessing.get_context("spawn")
@@ -316,7 +317,7 @@ def ask_as_another_user(path: str, pipe: Connection) -> None:
                 pipe.send("sent away")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs("" if os.geteuid() == 0 else "only root can become another user")
 def test_another_user_does_not_get_in_even_with_the_token() -> None:
     """The folder's and the socket's modes keep others out; were they open, the kernel still says who it is."""
     with tempfile.TemporaryDirectory(prefix="as-test-") as folder:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
-
 from alignedserve.errors import TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.prefill_worker import layerwise as layerwise_module

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
 from alignedserve.cluster.cli import doctor_channels
 from alignedserve.cluster.cli.doctor_channels import examine_channels
 from alignedserve.cluster.cli.live_command import busy_channels
