@@ -27,6 +27,7 @@ from alignedserve.control.samples import value
 from alignedserve.model import resolve_model
 from support.broken_models import edit_json
 from support.openai_rows import GREEDY, PROMPT, ROWS, World
+from support.requirements import needs
 from support.small_disk import SmallDisk, why_not
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -216,7 +217,7 @@ async def test_every_line_of_the_logs_is_json_and_names_the_request(
     assert named <= set(ids)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@needs(why_not())
 async def test_a_disk_that_is_full_under_both_logs_costs_lines_and_no_request(
     world: World, server: ServeProcess, disk: SmallDisk
 ) -> None:
