@@ -10,12 +10,12 @@ import orjson
 
 from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
+from alignedserve.control.supervisor_client import MOST_INSTANCES
 from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.body.fields import TOKEN_LIMIT, Field
 from alignedserve.gateway.body.messages import MAX_MESSAGES, ROLES
 from alignedserve.gateway.body.refused import refused_names
 from alignedserve.gateway.body.requests import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS_FIELDS
-from alignedserve.gateway.http.admin import MOST_INSTANCES
 from alignedserve.request import Stage
 
 Schema = dict[str, Any]
