@@ -280,7 +280,7 @@ def test_nothing_else_in_the_executable_changes(front: Front) -> None:
 
 def test_where_memory_cannot_be_executed_it_runs_as_it_is(tmp_path: Path) -> None:
     code = (
-        "import os; from alignedserve.cluster import haproxy_errors as errors\n"
+        "import os; from alignedserve.cluster.serve import haproxy_errors as errors\n"
         "def refuse(*_): raise PermissionError(13, 'no memory is executed here')\n"
         "os.execve = refuse\n"
         f"errors.execute({get_haproxy_binary()!r}, ['-v'])\n"
