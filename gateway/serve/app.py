@@ -68,11 +68,12 @@ class Gateway:
         logs.setup(config.log, "gateway", gateway_id)
         logging.getLogger("ray.serve").addFilter(_Quiet())
         info = await _invitation(supervisor, tree, wait_ready=wait_ready)
+        self._cluster_id = str(info["cluster_id"])
         settings = RoleSettings(
             role=GatewayServer.role,
             id=gateway_id,
             config=tree,
-            cluster_id=str(info["cluster_id"]),
+            cluster_id=self._cluster_id,
             token=info["token"],
             node_id=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}",  # as RayLauncher names it
             host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
@@ -161,9 +162,7 @@ class Gateway:
         except Exception as error:  # whatever Ray raises, it is asked again
             logger.debug("the supervisor cannot be located: %s", error)
             return None
-        if (
-            info["cluster_id"] != self._server.settings.cluster_id
-        ):  # begun anew, after one that could not go on: it takes no stranger
+        if info["cluster_id"] != self._cluster_id:  # begun anew, after one that could not go on: it takes no stranger
             self._server.end(f"cluster {info['cluster_id']} is in this one's place")
             return None
         return str(info["supervisor_address"])
