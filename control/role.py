@@ -62,6 +62,10 @@ class RoleHost:
     ) -> None:
         self.process = process
         self.view = sv.ClusterView()
+        self.joined = False
+        """Whether the stream is open, and a view has come on it."""
+        self.supervisor_address = supervisor_address
+        """Where the supervisor was found last."""
         self._hello = sv.RoleHello(
             process=process,
             pid=os.getpid(),
@@ -70,7 +74,6 @@ class RoleHost:
             device=device,
             started_ticks=started_ticks(os.getpid()),
         )
-        self._supervisor_address = supervisor_address
         self._token = token
         self._heartbeat = heartbeat
         self._on_view = on_view
@@ -107,7 +110,7 @@ class RoleHost:
 
     def leave(self, address: str) -> None:
         """The supervisor at that address leads now: go there, also from one that still answers."""
-        if address != self._supervisor_address:
+        if address != self.supervisor_address:
             self._link.break_off("another supervisor leads the cluster")
 
     async def close(self) -> None:
@@ -116,7 +119,7 @@ class RoleHost:
 
     def _open(self) -> Any:
         if self._channel is None:
-            self._channel = open_channel(self._supervisor_address, self._token)
+            self._channel = open_channel(self.supervisor_address, self._token)
         return sv_grpc.SupervisorStub(self._channel).Join()
 
     def _first(self) -> Iterable[sv.RoleReport]:
@@ -128,7 +131,7 @@ class RoleHost:
         self._answered = True
         kind = order.WhichOneof("body")
         if kind == "view":
-            self.view = order.view
+            self.joined, self.view = True, order.view
             await settle(self._on_view(order.view))
         elif kind == "report":
             self.report()
@@ -138,11 +141,11 @@ class RoleHost:
             await settle(self._on_end(f"the supervisor refused this process: {order.refused.message}"))
 
     async def _on_down(self) -> None:
-        self._answered = False
+        self._answered = self.joined = False
         address = await self._locate() if self._locate is not None else None
-        if address and address != self._supervisor_address:
+        if address and address != self.supervisor_address:
             logger.info("the supervisor is now at %s", address)
-            self._supervisor_address = address
+            self.supervisor_address = address
             await self._drop_channel()
 
     async def _drop_channel(self) -> None:

@@ -69,7 +69,8 @@ class RoleSettings:
 class RoleServer(ABC):
     """Base of every role. Subclasses override the hooks below; all run on the role's event loop.
 
-    Life: `start` (serves, joins, then `on_start` goes on in the background) → `wait` until ended → `close`.
+    Life: `start` (serves, joins, then `on_start` goes on in the background) → `wait` until ended → `close`. The loop,
+    the process and its log are the host's (`cluster/launch/role_main.py`; of a gateway Ray Serve).
     An exception in `on_start` makes the role's state "failed", with the error, and the supervisor decides.
     """
 
@@ -87,9 +88,12 @@ class RoleServer(ABC):
         self.address = ""
         self.host: RoleHost | None = None
         self._supervisor_address = ""
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """Why the state is "failed"."""
         self.orphaned = False
         """Whether it ends since there is no supervisor any more."""
+        self.end_reason = ""
+        """Why it is to end; "" while it is not."""
         self._ended = asyncio.Event()
         self._start_task: asyncio.Task[None] | None = None
         self._server = RpcServer(settings.token, settings.host)
@@ -118,10 +122,24 @@ class RoleServer(ABC):
         """Recount every store and book of this process; they may be held by other threads."""
         return []
 
+    async def locate_supervisor(self) -> str | None:
+        """Where a restarted supervisor is, as this node's agent was told, or this role; None where it is not known."""
+        if not self.settings.agent_socket:
+            return self._supervisor_address or None
+        from alignedserve.errors import AlignedServeError
+        from alignedserve.transfer.segments import SegmentClient
+
+        client = SegmentClient(self.settings.agent_socket, self.settings.token, timeout_s=LOCATE_TIMEOUT_S)
+        try:
+            info = await asyncio.to_thread(client.info)
+        except (AlignedServeError, OSError):
+            return self._supervisor_address or None
+        address = info.get("supervisor_address")
+        return str(address) if address else None
+
     # ---- life
 
     async def start(self) -> None:
-        logs.setup(self.config.log, self.role, self.settings.id)
         self._server.add(sv_grpc.add_RoleServicer_to_server, _Describer(self))
         for register, servicer in self.servicers():
             self._server.add(register, servicer)
@@ -133,12 +151,12 @@ class RoleServer(ABC):
             self.settings.token,
             self.heartbeat,
             self._on_view,
-            self._on_end,
+            self.end,
             node_id=self.settings.node_id,
             device=self.settings.device,
             heartbeat_s=self.config.supervisor.heartbeat_s,
             orphan_after_s=self.config.supervisor.orphan_after_s,
-            locate=self._locate_supervisor,
+            locate=self.locate_supervisor,
         )
         self.host.start()
         self._start_task = asyncio.get_running_loop().create_task(self._get_ready())
@@ -168,7 +186,7 @@ class RoleServer(ABC):
 
     def fail(self, error: BaseException) -> None:
         """The role cannot go on; the supervisor hears why."""
-        self._failure = error
+        self.failure = error
         self.state = "failed"
         self.report()
 
@@ -181,36 +199,24 @@ class RoleServer(ABC):
             beat = self.describe()
         except Exception as error:  # the heartbeat itself must go out: it carries the failure
             logger.exception("%s cannot describe itself", self.settings.id)
-            beat, self.state, self._failure = sv.Heartbeat(), "failed", error
+            beat, self.state, self.failure = sv.Heartbeat(), "failed", error
         beat.state = self.state
         beat.progress = self.progress
         beat.busy = self.busy
         beat.step_s = self.step_s
         if alarm := logs.alarm():
             beat.alarms.append(alarm)
-        if self._failure is not None:
-            beat.failure.CopyFrom(failure_to_proto(self._failure))
+        if self.failure is not None:
+            beat.failure.CopyFrom(failure_to_proto(self.failure))
         return beat
 
-    def _on_end(self, reason: str) -> None:
-        logger.info("ending: %s", reason)
+    def end(self, reason: str) -> None:
+        """The role is to end: `wait` returns."""
         self.orphaned = reason.startswith(ORPHANED)
-        self._ended.set()
-
-    async def _locate_supervisor(self) -> str | None:
-        """Where a restarted supervisor is, as this node's agent was told, or this role; None where nobody knows."""
-        if not self.settings.agent_socket:
-            return self._supervisor_address or None
-        from alignedserve.errors import AlignedServeError
-        from alignedserve.transfer.segments import SegmentClient
-
-        client = SegmentClient(self.settings.agent_socket, self.settings.token, timeout_s=LOCATE_TIMEOUT_S)
-        try:
-            info = await asyncio.to_thread(client.info)
-        except (AlignedServeError, OSError):
-            return self._supervisor_address or None
-        address = info.get("supervisor_address")
-        return str(address) if address else None
+        if not self.end_reason:
+            logger.info("ending: %s", reason)
+            self.end_reason = reason
+            self._ended.set()
 
     def set_supervisor(self, address: str) -> None:
         """Where the supervisor is now, as the launcher says: for roles whose node has no agent that answers."""

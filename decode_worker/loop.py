@@ -7,17 +7,15 @@ last are known (ADR 33).
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from alignedserve.control.compute_thread import ComputeThread
 from alignedserve.control.convert import key_from_proto, spec_from_proto
 from alignedserve.control.passes import PassMeter
-from alignedserve.control.steps import StepMeter
 from alignedserve.decode_worker.flights import Flight, Flights
 from alignedserve.decode_worker.held import EvictionOrder, Held, Outcome
 from alignedserve.decode_worker.iteration_meter import IterationMeter
@@ -50,7 +48,7 @@ class Pull(Protocol):
     ) -> Completion: ...
 
 
-class DecodeLoop:
+class DecodeLoop(ComputeThread[[Outcome]]):
     """Runs one decode instance. `pull` starts a copy into the cache; `post` gets each outcome, on this thread.
 
     `overlap`: whether the next iteration is launched before the tokens of the last are known; None: as the engine says.
@@ -68,6 +66,7 @@ class DecodeLoop:
         *,
         overlap: bool | None = None,
     ) -> None:
+        super().__init__("decode")
         self._engine = engine
         self._overlap = overlap
         self._scheduler = scheduler
@@ -75,18 +74,15 @@ class DecodeLoop:
         self._pull = pull
         self._post = post
         self._held: dict[RequestKey, Held] = {}
-        self._draining = self._stopped = False
+        self._draining = False
         self._leaving: set[str] = set()  # stores from which candidates are given back
         self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
-        self._inbox: queue.SimpleQueue[Callable[[Outcome], None] | None] = queue.SimpleQueue()
         self._status: IterationStatus = scheduler.status()
         self.pass_meter = PassMeter()
         self._passes_since_s: float | None = None  # None: nothing runs
         self.iterations = iterations if iterations is not None else IterationMeter(None)
         self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations)
         self._under_way: Flight | None = None  # launched, and its tokens not known yet
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
-        self.meter = StepMeter()
 
     # ---- called from any thread
 
@@ -94,17 +90,6 @@ class DecodeLoop:
         """Before `start`: the first pass is slower than any that follows."""
         with self.meter.step(1.0):
             self._engine.warm_up()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._inbox.put(None)
-        self._thread.join(timeout=10.0)
-
-    @property
-    def busy(self) -> bool:
-        return not self.meter.waiting or not self._inbox.empty()
 
     @property
     def status(self) -> IterationStatus:
@@ -127,75 +112,59 @@ class DecodeLoop:
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
         """Candidates that are complete at their source."""
         found = list(requests)
-        self._inbox.put(lambda outcome: self._offer(buffer, batch_id, found, outcome))
+        self.tell(lambda outcome: self._offer(buffer, batch_id, found, outcome))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
-        self._inbox.put(lambda outcome: self._cancel(keys, outcome))
+        self.tell(lambda outcome: self._cancel(keys, outcome))
 
     def report_lost(self, gateway_address: str) -> None:
         """Report every request of that gateway lost; the scheduler then has each cancelled here."""
-        self._inbox.put(lambda outcome: outcome.lost.extend(self._of_gateway(gateway_address)))
+        self.tell(lambda outcome: outcome.lost.extend(self._of_gateway(gateway_address)))
 
     def recall(self, keys: Sequence[RequestKey]) -> None:
-        self._inbox.put(lambda _: self._scheduler.recall(keys))
+        self.tell(lambda _: self._scheduler.recall(keys))
 
     def mark_urgent(self, due_in_s: Mapping[RequestKey, float]) -> None:
         """These are overdue; each is due in so many seconds from now (negative: it was)."""
         now_s = time.monotonic()
         due_s = {key: now_s + in_s for key, in_s in due_in_s.items()}
-        self._inbox.put(lambda _: self._scheduler.mark_urgent(due_s))
+        self.tell(lambda _: self._scheduler.mark_urgent(due_s))
 
     def take_inventory(self) -> None:
         """An outcome with everything that this instance decides about will follow."""
-        self._inbox.put(self._take_inventory)
+        self.tell(self._take_inventory)
 
     def drain(self) -> None:
         """Send everything back to the pool, what runs too; take nothing new. `Outcome.drained` says when it is done."""
-        self._inbox.put(lambda _: self._start_draining())
+        self.tell(lambda _: self._start_draining())
 
     def leave_source(self, store_ids: Sequence[str]) -> None:
         """Give back what waits in these stores, now or later: they are about to go."""
-        self._inbox.put(lambda _: self._leave_source(store_ids))
+        self.tell(lambda _: self._leave_source(store_ids))
 
     def set_lease(self, blocks: int) -> None:
-        self._inbox.put(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
+        self.tell(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
 
     def ask(self, question: Callable[[IterationScheduler], Result]) -> Future[Result]:
         """What `question` finds in this thread's books, at the next iteration boundary."""
-        answer: Future[Result] = Future()
-
-        def find(_: Outcome) -> None:
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(question(self._scheduler))
-
-        self._inbox.put(find)
-        return answer
+        return self._ask(lambda: question(self._scheduler))
 
     def source_lost(self, store_ids: Sequence[str]) -> None:
         """Candidates that lay in these stores are gone."""
-        self._inbox.put(lambda outcome: self._drop_source(set(store_ids), outcome))
+        self.tell(lambda outcome: self._drop_source(set(store_ids), outcome))
 
     def evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None) -> None:
         """An eviction's copy has ended: the request now lies where `stored` says; None: the copy failed."""
-        self._inbox.put(lambda outcome: self._on_evicted(order, stored, outcome))
+        self.tell(lambda outcome: self._on_evicted(order, stored, outcome))
 
     # ---- the thread
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped:
-                if not self.turn() and not self._stopped:
-                    self._wait()
-        except BaseException as error:  # the books may be wrong now: the process must be replaced
-            logger.exception("the decode loop failed")
-            self._post(Outcome(fatal=error))
 
     def turn(self) -> bool:
         """What has come in, one iteration boundary and its iteration; whether anything ran. On the loop's thread."""
         outcome = Outcome()
         if self._passes_since_s is None:
             self._passes_since_s = time.perf_counter()
-        self._drain(outcome)
+        self._take_messages(outcome)
         if self._stopped:
             return False
         plan = self._scheduler.plan(time.monotonic())
@@ -240,34 +209,18 @@ class DecodeLoop:
             self.pass_meter.add(len(flight.lives), sum(flight.lengths), now_s - self._passes_since_s)
         self._passes_since_s = now_s
 
-    def _drain(self, outcome: Outcome) -> None:
-        """Handle what has come in."""
-        while not self._stopped:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            self._handle(message, outcome)
-            self.meter.count += 1
+    def _sleep_limit_s(self) -> float | None:
+        """A waiting candidate may become overdue meanwhile."""
+        waiting = self._status.batch_buffer_requests + self._status.requests_buffer_requests
+        return STARVATION_POLL_S if waiting else None
 
-    def _handle(self, message: Callable[[Outcome], None] | None, outcome: Outcome) -> None:
-        if message is None:
-            self._stopped = True
-        else:
-            message(outcome)
-
-    def _wait(self) -> None:
-        """Sleep until something comes in (or a waiting candidate may have become overdue)."""
-        status = self._status
-        waiting = status.batch_buffer_requests + status.requests_buffer_requests
-        try:
-            with self.meter.idle():
-                message = self._inbox.get(timeout=STARVATION_POLL_S if waiting else None)
-        except queue.Empty:
-            return
+    def _woken(self, message: Callable[[Outcome], object]) -> None:
         outcome = Outcome()
-        self._handle(message, outcome)
+        message(outcome)
         self._publish(outcome)
+
+    def _on_fatal(self, error: BaseException) -> None:
+        self._post(Outcome(fatal=error))
 
     def _publish(self, outcome: Outcome) -> None:
         status = self._scheduler.status()
@@ -371,7 +324,7 @@ class DecodeLoop:
         held.live.spec.stopwatch.enter(Stage.HANDOVER, now_ns)
 
         def ended(completion: Completion) -> None:
-            self._inbox.put(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
+            self.tell(lambda outcome: self._on_copied_in(join.key, completion.error, outcome))
 
         try:
             self._pull(held.stored, join.block_ids, join.resident_blocks, settled=self._settled(join)).add_callback(

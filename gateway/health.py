@@ -92,17 +92,6 @@ def role_entry(peer: sv.Peer) -> dict[str, Any]:
     return entry
 
 
-def restart_entry(restart: sv.Restart) -> dict[str, Any]:
-    """A rolling restart, as `alignedserve status` shows it."""
-    return {
-        "since_unix_s": restart.since_ns / 1e9,
-        "roles": list(restart.roles),
-        "doing": restart.doing,
-        "done": restart.done,
-        "failure": restart.failure,
-    }
-
-
 def book_entry(book: sv.BookCheck) -> dict[str, Any]:
     """One store, or the books of one process, as `alignedserve doctor --live` lists them."""
     entry: dict[str, Any] = {"store": book.store, "instance": book.instance, "problem": book.problem}

@@ -16,11 +16,18 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+import grpc
+
+from alignedserve.control.role import SERVING_STATES
+from alignedserve.control.rpc import open_channel
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan, ServedModel
 from alignedserve.gateway.body.requests import ReplyOptions
 from alignedserve.gateway.ledger.calls import Call
 from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 from alignedserve.request import PROBE, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -32,6 +39,8 @@ ENOUGH_TOKENS = 2  # the first is prefill's
 MOST_TOKENS = 16  # it is cancelled long before: what ends by itself would count as a usual length
 WORKERS_AFTER_S = 1.0
 WORKERS_EVERY_S = 0.5
+WORKER_TIMEOUT_S = 1.0
+_WORKERS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +135,26 @@ class Pulse:
                 if work.busy and (moved or 0.0 < now_s - since_s < 2 * work.step_s):
                     self._proved_s = now_s
             await asyncio.sleep(WORKERS_EVERY_S)
+
+
+async def ask_workers(view: sv.ClusterView, token: str) -> Works:
+    """How far the view's instances are with their work, as they say themselves now."""
+    workers = [peer for peer in view.peers if peer.process.role in _WORKERS and peer.state in SERVING_STATES]
+    said = await asyncio.gather(*(_ask_worker(peer, token) for peer in workers))
+    return {
+        (peer.process.id, peer.process.incarnation): Work(beat.busy, beat.progress, beat.step_s)
+        for peer, beat in zip(workers, said, strict=True)
+        if beat is not None
+    }
+
+
+async def _ask_worker(peer: sv.Peer, token: str) -> sv.Heartbeat | None:
+    channel = open_channel(peer.address, token)
+    try:
+        beat: sv.Heartbeat = await sv_grpc.RoleStub(channel).Describe(pb.Empty(), timeout=WORKER_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        logger.debug("%s does not say how far it is: %s", peer.process.id, error.code().name)
+        return None
+    finally:
+        await channel.close()
+    return beat

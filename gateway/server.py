@@ -2,7 +2,7 @@
 
 It knows nothing of Ray: `gateway/serve/app.py` runs it in a Serve replica, `standalone.py` under uvicorn:
 
-    server = await GatewayServer.create(config, model_path, process, supervisor_address, token)
+    server = await GatewayServer.create(settings, model_path)
     uvicorn.Config(server.asgi_app, ...)
     await server.close()
 """
@@ -14,130 +14,113 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from starlette.applications import Starlette
 
-from alignedserve import logs
-from alignedserve.config import Config
+from alignedserve.admin import admin_key
+from alignedserve.config_sources import from_tree
+from alignedserve.control.integrity import check_books
 from alignedserve.control.role import OPEN_GAUGE
+from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.control.samples import merge
-from alignedserve.errors import ConfigError, UnavailableError
+from alignedserve.control.supervisor_client import SupervisorClient, restart_json
+from alignedserve.errors import UnavailableError
 from alignedserve.gateway.api_keys import ApiKeys
-from alignedserve.gateway.backend import Backend, Locate
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.drain import Drain
-from alignedserve.gateway.failures import NotPossibleError
 from alignedserve.gateway.grpc_service import InferenceService
-from alignedserve.gateway.health import Health, book_entry, judge, restart_entry, role_entry
+from alignedserve.gateway.health import Health, book_entry, judge, role_entry
 from alignedserve.gateway.http.http_app import build_app
 from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
-from alignedserve.gateway.pulse import Pulse
+from alignedserve.gateway.peers import GatewayPeers, PeerService
+from alignedserve.gateway.pulse import Pulse, ask_workers
 from alignedserve.gateway.request_log import RequestLog
+from alignedserve.gateway.scheduler_link import SchedulerLink
+from alignedserve.gateway.token_sink import TokenSink
 from alignedserve.model import ModelInfo
-from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
+_TICK_S = 1.0
+_UNHEARD_S = 5.0  # a supervisor that was replaced is found sooner
+
+Locate = Callable[[], Awaitable[str | None]]
 
 
-class GatewayServer:
-    """Built by `create`, on the event loop that it is to run in. `asgi_app` is the HTTP application, `inference` the
-    public gRPC service's methods.
+class GatewayServer(RoleServer):
+    """Role `gateway`. Made by `create`; `asgi_app` is the HTTP application, `inference` the public gRPC service's
+    methods. Its process, event loop and log are the caller's: it is `ready` as soon as it serves.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: ServedModel,
-        backend: Backend,
-        ledger: Ledger,
-        intake: Intake,
-        metrics: GatewayMetrics,
-        request_log: RequestLog | None = None,
-    ) -> None:
-        self.config = config
+    role: ClassVar[str] = "gateway"
+
+    def __init__(self, settings: RoleSettings, model: ServedModel, locate: Locate | None = None) -> None:
+        super().__init__(settings)
+        gateway = self.config.gateway
+        self.state = "ready"
         self.model = model
-        self.backend = backend
-        self.ledger = ledger
-        self.intake = intake
-        self._metrics = metrics
-        self._request_log = request_log
-        self._drain = Drain(ledger, backend.report)
-        self._pulse = Pulse(ledger, model, backend.ask_workers)
-        self._progress = 0
-        self._model_info_text = ""
+        self.admin_key = admin_key(settings.token)
+        self.supervisor = SupervisorClient(settings.token, lambda: self.supervisor_address)
+        self._locate = locate
+        self._metrics = GatewayMetrics(settings.id)
+        log_file = gateway.request_log
+        self._request_log = RequestLog(log_file, settings.id, self._metrics) if log_file else None
+        self.ledger = Ledger(gateway.max_queue, self._metrics, self._request_log)
+        self.intake = Intake(gateway.max_queue, self._metrics)
+        self.scheduler = SchedulerLink(self.process, settings.token, self.ledger, self.intake, model)
+        self.ledger.attach(self.scheduler)
+        self.peers = GatewayPeers(settings.id, settings.token)
+        self._ticker: asyncio.Task[None] | None = None
+        self._drain = Drain(self.ledger, lambda: self.set_state(self._drain.state or "ready"))
+        self._pulse = Pulse(self.ledger, model, lambda: ask_workers(self.view, settings.token))
+        self._model_info_text = ""  # as the view had it last
         self._model_known = asyncio.Event()
         self._started_unix_s = time.time()
-        self._node_id = ""
-        self.api_keys = ApiKeys(config.gateway.api_key_file)
-        self.asgi_app: Starlette = build_app(config.gateway, ledger, intake, self, self.api_keys)
-        self.inference = InferenceService(ledger, intake, model, config.gateway.max_body_bytes, backend.cancel_call)
+        self.api_keys = ApiKeys(gateway.api_key_file)
+        self.asgi_app: Starlette = build_app(gateway, self.ledger, self.intake, self, self.api_keys)
+        self.inference = InferenceService(self.ledger, self.intake, model, gateway.max_body_bytes, self.cancel_call)
 
     @classmethod
-    async def create(
-        cls,
-        config: Config,
-        model_path: str | Path,
-        process: pb.ProcessKey,
-        supervisor_address: str,
-        token: str,
-        *,
-        node_id: str = "",
-        host: str = "127.0.0.1",
-        locate: Locate | None = None,
-    ) -> Self:
+    async def create(cls, settings: RoleSettings, model_path: str | Path, locate: Locate | None = None) -> Self:
         """Read the model's texts, serve token events, join the supervisor.
 
-        `model_path` is the resolved local folder. `host` is the address of the own gRPC server, `locate` finds a
-        supervisor that was restarted. Raises ModelError where tokenizer or chat template cannot be read.
+        `model_path` is the resolved local folder; `locate` finds a supervisor that was restarted. Raises ModelError
+        where tokenizer or chat template cannot be read.
         """
+        config = from_tree(settings.config)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)
         template = None
         if tokenizer is not None:
             override = config.model.chat_template
             template = ChatTemplate.from_folder(model_path, tokenizer.special_tokens, override)
-        model = ServedModel(config.served_model_name, tokenizer, template)
-        metrics = GatewayMetrics(process.id)
-        log_file = config.gateway.request_log
-        request_log = RequestLog(log_file, process.id, metrics) if log_file else None
-        ledger = Ledger(config.gateway.max_queue, metrics, request_log)
-        intake = Intake(config.gateway.max_queue, metrics)
-        backend = Backend(process, supervisor_address, token, ledger, intake, model, host=host, locate=locate)
-        server = cls(config, model, backend, ledger, intake, metrics, request_log)
-        server._node_id = node_id
-        await backend.start(
-            server._heartbeat,
-            server._on_view,
-            node_id=node_id,
-            heartbeat_s=config.supervisor.heartbeat_s,
-            orphan_after_s=config.supervisor.orphan_after_s,
-            start_timeout_s=config.supervisor.start_timeout_s,
-        )
+        server = cls(settings, ServedModel(config.served_model_name, tokenizer, template), locate)
+        await server.start()
         return server
-
-    @property
-    def process(self) -> pb.ProcessKey:
-        return self.backend.process
-
-    @property
-    def state(self) -> str:
-        """ "ready", "draining" or "drained"."""
-        return self._drain.state or "ready"
 
     @property
     def ended_because(self) -> str:
         """Why this gateway should be replaced; "" while it should not."""
-        if self.process.id in self.backend.view.restart.retiring:
+        if self.process.id in self.view.restart.retiring:
             return "a rolling restart replaces it"
-        return self.backend.ended_because
+        return f"it has failed: {self.failure}" if self.failure is not None else self.end_reason
+
+    @property
+    def view(self) -> sv.ClusterView:
+        """As the supervisor told it last."""
+        return self.host.view if self.host is not None else sv.ClusterView()
+
+    @property
+    def supervisor_address(self) -> str:
+        return self.host.supervisor_address if self.host is not None else self.settings.supervisor_address
 
     async def wait_model(self, timeout_s: float) -> bool:
         """True once the model's shape is known and requests can be taken."""
@@ -158,19 +141,63 @@ class GatewayServer:
         """Take no more requests; those that are open after `grace_s` end with an error."""
         self._drain.begin(grace_s)
 
-    async def close(self) -> None:
-        """Cancel what is open and leave the cluster."""
+    # ---- as every role
+
+    def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
+        return [
+            (gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self.ledger)),
+            (gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self.ledger)),
+        ]
+
+    async def on_start(self) -> None:
+        self.scheduler.address = self.address
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        if view.ending:
+            self._drain.begin(view.grace_s, for_good=False)
+        else:  # a supervisor that announced the end may have a successor that goes on
+            self._drain.take_back()
+        if view.model_info and view.model_info != self._model_info_text:
+            self._model_info_text = view.model_info
+            self.model.info = ModelInfo.from_json(view.model_info)
+            self._model_known.set()
+            logger.info("model %s: %d positions", self.model.name, self.model.info.max_positions)
+        await self.scheduler.follow_view(view)
+        await self.peers.follow(view)
+
+    async def locate_supervisor(self) -> str | None:
+        return await self._locate() if self._locate is not None else None
+
+    def describe(self) -> sv.Heartbeat:
+        self.progress += 1
+        return sv.Heartbeat(holds=self._holds(), gauges={OPEN_GAUGE: len(self.ledger)}, metrics=self._own_metrics())
+
+    async def check_integrity(self) -> list[sv.BookCheck]:
+        return [check_books("calls", self.process.id, self.ledger.check_integrity)]
+
+    async def on_close(self) -> None:
+        """Cancel what is open."""
         self._pulse.close()
         self._drain.close()
         self.ledger.close_all()
-        await self.backend.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self.scheduler.close()
+
+    async def close(self) -> None:
+        """Cancel what is open and leave the cluster."""
+        await super().close()
+        await self.peers.close()
+        await self.supervisor.close()
         if self._request_log is not None:
             await asyncio.to_thread(self._request_log.close)
 
     # ---- what the operations' endpoints ask
 
     async def cancel_call(self, call_id: str, owner: bytes | None) -> bool:
-        return await self.backend.cancel_call(call_id, owner)
+        """A cancel by id, whichever replica has the call. False where none has one of that owner (None: of any)."""
+        return self.ledger.cancel_call(call_id, owner) or await self.peers.cancel(call_id, owner)
 
     async def health(self) -> Health:
         """Asks for a token, where none was made lately and nothing is known to be in its way."""
@@ -179,23 +206,23 @@ class GatewayServer:
 
     def _known_health(self) -> Health:
         return judge(
-            self.backend.view,
+            self.view,
             self.config.cluster,
-            joined=self.backend.joined,
-            scheduler_up=self.backend.scheduler_up,
+            joined=self.host is not None and self.host.joined,
+            scheduler_up=self.scheduler.up,
             model_known=self.model.info is not None,
             draining=bool(self._drain.state),
         )
 
     async def metrics_text(self) -> str:
         """Every role's metrics, taken now by the supervisor (this gateway's among them); its own without one."""
-        status = await self.backend.status()
+        status = await self._status()
         text = "" if status is None else status.metrics
         return text if f'instance="{self.process.id}"' in text else merge([text, self._own_metrics()])
 
     async def status_json(self) -> dict[str, Any]:
-        status = await self.backend.status()
-        peers = list(self.backend.view.peers) if status is None else list(status.peers)
+        status = await self._status()
+        peers = list(self.view.peers) if status is None else list(status.peers)
         mine = (self.process.role, self.process.id)
         entries = [role_entry(peer) for peer in peers if (peer.process.role, peer.process.id) != mine]
         entries.append(role_entry(self._own_peer()))
@@ -207,55 +234,28 @@ class GatewayServer:
             "state": status.state,
             "missing": list(status.missing),
             "degraded": list(status.degraded),
-            "restart": restart_entry(status.restart),
+            "restart": restart_json(status.restart),
             "scale": {"prefill": status.prefill, "decode": status.decode, "failure": status.scale_failure.message},
         }
 
     async def integrity_json(self) -> dict[str, Any]:
         """What every process finds when it recounts its books. Raises UnavailableError without a supervisor."""
-        report = await self.backend.check_integrity()
-        if report is None:
-            raise UnavailableError("the supervisor cannot be reached: nobody can be asked")
+        try:
+            report = await self.supervisor.check_integrity()
+        except UnavailableError as error:
+            raise UnavailableError("the supervisor cannot be reached: nobody can be asked") from error
         books = [book_entry(book) for book in report.books]
         return {"sound": not any(book["problem"] for book in books), "books": books}
 
-    # ---- what its administrators ask
-
-    @property
-    def admin_key(self) -> str:
-        return self.backend.admin_key
-
-    async def scale(self, prefill: int, decode: int) -> dict[str, Any]:
-        """Raises NotPossibleError where the machine has no room for it, UnavailableError."""
+    async def _status(self) -> sv.ClusterStatus | None:
+        """What the supervisor says of every process, asked now; None where it cannot be reached."""
         try:
-            reply = await self.backend.scale(prefill, decode)
-        except ConfigError as error:
-            raise NotPossibleError(error.message) from error
-        return {"prefill": reply.prefill, "decode": reply.decode}
+            return await self.supervisor.status()
+        except UnavailableError as error:
+            logger.debug("%s", error)
+            return None
 
-    async def restart(self, roles: Sequence[str]) -> dict[str, Any]:
-        """Raises NotPossibleError for what is no role, UnavailableError."""
-        try:
-            return restart_entry(await self.backend.restart(roles))
-        except ConfigError as error:
-            raise NotPossibleError(error.message) from error
-
-    async def stop(self) -> dict[str, Any]:
-        reply = await self.backend.stop()
-        return {"grace_s": reply.grace_s, "command": {"pid": reply.command_pid, "host": reply.command_host}}
-
-    # ---- the supervisor's side
-
-    def _heartbeat(self) -> sv.Heartbeat:
-        self._progress += 1
-        return sv.Heartbeat(
-            state=self.state,
-            progress=self._progress,
-            holds=self._holds(),
-            gauges={OPEN_GAUGE: len(self.ledger)},
-            metrics=self._own_metrics(),
-            alarms=filter(None, (logs.alarm(),)),
-        )
+    # ---- inside
 
     def _holds(self) -> str:
         return f"{len(self.ledger)} requests"
@@ -268,20 +268,37 @@ class GatewayServer:
         return sv.Peer(
             process=self.process,
             pid=os.getpid(),
-            node_id=self._node_id,
-            address=self.backend.address,
+            node_id=self.settings.node_id,
+            address=self.address,
             state=self.state,
             holds=self._holds(),
             started_unix_s=self._started_unix_s,
         )
 
-    def _on_view(self, view: sv.ClusterView) -> None:
-        if view.ending:
-            self._drain.begin(view.grace_s, for_good=False)
-        else:  # a supervisor that announced the end may have a successor that goes on
-            self._drain.take_back()
-        if view.model_info and view.model_info != self._model_info_text:
-            self._model_info_text = view.model_info
-            self.model.info = ModelInfo.from_json(view.model_info)
-            self._model_known.set()
-            logger.info("model %s: %d positions", self.model.name, self.model.info.max_positions)
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self.ledger.tick(self._trouble(), self._patience_s())
+            except Exception:  # the ticker must outlive any one request's trouble
+                logger.exception("the ledger's tick failed")
+
+    @property
+    def _unheard_s(self) -> float:
+        return 0.0 if self.host is None else self.host.unheard_s
+
+    def _trouble(self) -> str:
+        """Why there is no scheduler; "" while there is one."""
+        trouble = self.scheduler.trouble
+        if trouble and self._unheard_s > _UNHEARD_S:
+            trouble += (
+                f"; the supervisor at {self.supervisor_address} has not been heard of for {self._unheard_s:.0f} s"
+            )
+        return trouble
+
+    def _patience_s(self) -> float:
+        """How long requests wait for a scheduler that is being replaced on purpose; 0 where it is not, or where the
+        supervisor is silent."""
+        ordered = bool(self.view.restart.since_ns) and not self.view.restart.done
+        heard = self._unheard_s <= _UNHEARD_S
+        return self.config.supervisor.start_timeout_s if ordered and heard else 0.0

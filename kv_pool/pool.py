@@ -68,17 +68,17 @@ class KvPool:
     def __init__(self, store_id: str, table: AllocationTable, block_size: int, *, reserve_blocks: int = 0) -> None:
         """Goes on from what `table` found. Raises TransferError where that contradicts itself."""
         self.store_id = store_id
-        self._table = table
+        self._table = table  # what a successor goes on from: written before a change is told
         self._block_size = block_size
         self._reserve_blocks = reserve_blocks
-        self._blocks = BlockAllocator(table.capacity_blocks, store_id)
-        self._holdings: dict[str, Holding] = {}
-        self._lost: dict[WriterKey, tuple[int, ...]] = {}
+        self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # who owns which block, and leases
+        self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
+        self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of silent writers, until those are known dead
         self._writers: dict[WriterKey, None] = {}  # that may have a lease
         self._wants: dict[WriterKey, int] = {}  # in the order in which they were served first
-        self._regranted: dict[WriterKey, int] = {}
+        self._regranted: dict[WriterKey, int] = {}  # blocks granted again since `hello`, until its next want
         self._ended: dict[tuple[str, str], int] = {}  # newest incarnation that is known to be dead
-        self._over = OverEpochs()
+        self._over = OverEpochs()  # the newest epoch that has ended, by request id
         self._succeed(table.found)
 
     # ---- writers

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from alignedserve.config import PrefillConfig
+from alignedserve.control.compute_thread import ComputeThread
 from alignedserve.control.convert import failure_event, logprob_to_proto, token_event
 from alignedserve.control.passes import PassMeter
-from alignedserve.control.steps import StepMeter
 from alignedserve.engine.batch import LogitRows
 from alignedserve.engine.live import LiveRequest
 from alignedserve.engine.runner import ForwardItem, ModelRunner
@@ -103,7 +101,7 @@ class PrefilledJob:
     ahead: Ahead | None = None
 
 
-class PrefillLoop:
+class PrefillLoop(ComputeThread[[]]):
     """Chunked prefill, first come first served. `post` is called on the loop's own thread with each outcome."""
 
     def __init__(
@@ -122,6 +120,7 @@ class PrefillLoop:
 
         `layerwise`: the KV of long prompts goes to the pool while they are computed.
         """
+        super().__init__("prefill")
         self._cost = cost
         self._layerwise = layerwise
         self._prefill_id = prefill_id
@@ -134,10 +133,7 @@ class PrefillLoop:
         self._chunks = ChunkScheduler(allocator, runner.block_size)
         self._jobs: dict[RequestKey, PromptJob] = {}
         self._lead_of: dict[RequestKey, RequestKey] = {}
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="prefill", daemon=True)
         self.passes = 0
-        self.meter = StepMeter()
         self.repeated_tokens = 0  # computed for requests that were submitted again
         self.reused_tokens = 0  # of those: not computed, because the pool still had their KV
         self.pass_meter = PassMeter()
@@ -149,45 +145,27 @@ class PrefillLoop:
         with self.meter.step(1.0):
             self._runner.warm_up()
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._inbox.put(None)
-        self._thread.join(timeout=10.0)
-
     def submit(self, specs: Sequence[RequestSpec], base: Base | None = None) -> None:
         """Queue the requests of one group; only the first needs its prompt, the others are given it."""
-        self._inbox.put(lambda: self._add(specs, base))
+        self.tell(lambda: self._add(specs, base))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
-        self._inbox.put(lambda: self._cancel(keys))
+        self.tell(lambda: self._cancel(keys))
 
     def cancel_all(self) -> None:
-        self._inbox.put(lambda: self._cancel(list(self._lead_of)))
+        self.tell(lambda: self._cancel(list(self._lead_of)))
 
     def report_lost(self, gateway_address: str) -> None:
         """Report every request of that gateway lost; the scheduler then has each cancelled here."""
-        self._inbox.put(lambda: self._post(Computed(lost=self._of_gateway(gateway_address))))
+        self.tell(lambda: self._post(Computed(lost=self._of_gateway(gateway_address))))
 
     def release(self, lead: RequestKey) -> None:
         """The job's KV lies elsewhere now: free its cache blocks."""
-        self._inbox.put(lambda: self._chunks.release(lead))
+        self.tell(lambda: self._chunks.release(lead))
 
     def ask(self, question: Callable[[ChunkScheduler], Result]) -> Future[Result]:
         """What `question` finds in this thread's books, between two passes."""
-        answer: Future[Result] = Future()
-
-        def find() -> None:
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(question(self._chunks))
-
-        self._inbox.put(find)
-        return answer
-
-    @property
-    def busy(self) -> bool:
-        return not self.meter.waiting or not self._inbox.empty()
+        return self._ask(lambda: question(self._chunks))
 
     @property
     def idle(self) -> bool:
@@ -211,35 +189,30 @@ class PrefillLoop:
 
     # ---- the thread
 
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # the books may be wrong now: the process must be replaced
-            logger.exception("the prefill loop failed")
-            self._post(Computed(fatal=error))
+    def turn(self) -> bool:
+        """What has come in, and one pass."""
+        self._take_messages()
+        if self._stopped:
+            return False
+        plan = self._chunks.plan(self._config.pass_tokens, self._config.max_requests)
+        for lead in self._chunks.take_fetches():
+            self._start_fetch(self._jobs[lead])
+        if plan:
+            with self.meter.step(sum(chunk.count for chunk in plan)):
+                self._step(plan)
+        return bool(plan)
 
-    def _work(self) -> None:
-        while True:
-            plan: list[Chunk] = []
-            if self._inbox.empty():
-                plan = self._chunks.plan(self._config.pass_tokens, self._config.max_requests)
-                for lead in self._chunks.take_fetches():
-                    self._start_fetch(self._jobs[lead])
-            if plan:
-                with self.meter.step(sum(chunk.count for chunk in plan)):
-                    self._step(plan)
-                continue
-            with self.meter.idle():
-                message = self._inbox.get()
-            if message is None:
-                return
-            message()
+    def _woken(self, message: Callable[[], object]) -> None:
+        message()
+
+    def _on_fatal(self, error: BaseException) -> None:
+        self._post(Computed(fatal=error))
 
     def _start_fetch(self, job: PromptJob) -> None:
         assert job.base is not None
 
         def ended(completion: Completion) -> None:
-            self._inbox.put(lambda: self._on_fetched(job, completion.error))
+            self.tell(lambda: self._on_fetched(job, completion.error))
 
         blocks = self._chunks.blocks_of(job.lead)[: len(job.base.block_ids)]
         try:

@@ -179,7 +179,7 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
             return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
         case "stop" | "scale" | "wait-idle" | "restart":
-            return _order(options)
+            return _operate(options)
         case "policies":
             from alignedserve.cluster.cli.policies_command import list_policies
 
@@ -213,25 +213,19 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             return serve(_configuration(options))
 
 
-def _order(options: argparse.Namespace) -> int:
-    """What is asked of a cluster that runs."""
+def _operate(options: argparse.Namespace) -> int:
+    """Commands to a running cluster."""
+    from alignedserve.cluster.cli import operate
+
     match options.command:
         case "stop":
-            from alignedserve.cluster.cli.stop_command import stop
-
-            return stop(options.url, options.timeout, options.api_key_file)
+            return operate.stop(options.url, options.timeout, options.api_key_file)
         case "scale":
-            from alignedserve.cluster.cli.scale_command import scale
-
-            return scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
+            return operate.scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
         case "wait-idle":
-            from alignedserve.cluster.cli.idle_command import wait_idle
-
-            return wait_idle(options.url, options.timeout)
+            return operate.wait_idle(options.url, options.timeout)
         case _:
-            from alignedserve.cluster.cli.restart_command import restart
-
-            return restart(options.role, options.url, options.timeout, options.api_key_file)
+            return operate.restart(options.role, options.url, options.timeout, options.api_key_file)
 
 
 def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:

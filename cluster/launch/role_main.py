@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from alignedserve import logs
 from alignedserve.cancellation import end_tasks
 from alignedserve.cluster.launch.spare import SpareServer
 from alignedserve.cluster.node.supervisor_guard import guard_supervisor
@@ -28,6 +29,7 @@ async def host_role(role: RoleServer) -> None:
     """Run a role from its start to its end. An agent guards the supervisor itself."""
     guarding = [] if role.role == "node_agent" else [asyncio.get_running_loop().create_task(guard_supervisor(role))]
     try:
+        logs.setup(role.config.log, role.role, role.settings.id)
         await role.start()
         await role.wait()
     finally:

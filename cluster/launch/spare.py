@@ -34,7 +34,7 @@ class SpareServer(RoleServer):
         self.set_state("ready")
 
     def leave(self) -> None:
-        self._on_end("its process has a role now")
+        self.end("its process has a role now")
 
 
 def _import_roles() -> None:

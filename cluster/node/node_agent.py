@@ -131,8 +131,8 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
     def _publish(self, **info: str) -> None:
         self.segments.info = {**self.segments.info, "cluster_id": self.settings.cluster_id, **info}
 
-    def _on_end(self, reason: str) -> None:
-        super()._on_end(reason)
+    def end(self, reason: str) -> None:
+        super().end(reason)
         if self.host is not None and not self.host.view.peers:
             return
         if self.orphaned:

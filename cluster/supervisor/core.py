@@ -51,25 +51,25 @@ class SupervisorCore:
     ) -> None:
         """`gpus`: of the one node that there is until `located`; `agent_socket`: `NodeBook`'s."""
         self.config = config
-        self.view_version = first_version
-        self.roster = Roster(planned)
-        self.nodes = NodeBook(self.roster, gpus, agent_socket)
-        self.scaling = Scaling(config, self.roster, self.nodes, shape or Shape.configured(config))
-        self.planner = StorePlanner(config, self.roster, self.nodes)
+        self.view_version = first_version  # of the view that `view` gives now
+        self.roster = Roster(planned)  # slots of planned processes and guests, by role id
+        self.nodes = NodeBook(self.roster, gpus, agent_socket)  # nodes with instances, and those that have gone
+        self.scaling = Scaling(config, self.roster, self.nodes, shape or Shape.configured(config))  # instances wanted
+        self.planner = StorePlanner(config, self.roster, self.nodes)  # the model's shape and the store plan, once known
         longest_step_s = config.supervisor.start_timeout_s + config.gateway.drain_s
-        self.rolling = Rolling(self.roster, self.scaling, longest_step_s)
-        self.was_ready = False
+        self.rolling = Rolling(self.roster, self.scaling, longest_step_s)  # the restart under way, or the last one
+        self.was_ready = False  # every role was ready at once, under this supervisor; stays so
         self.has_served = False  # ready once, under this supervisor or an earlier one
         self.paused = False
         """A successor is about to take over: nothing is started or ended any more."""
-        self.ending = self.stop_asked = False
-        self.grace_s = 0.0
-        self.failure: pb.Failure | None = None
+        self.ending = self.stop_asked = False  # the end was announced; `alignedserve stop` asked for it
+        self.grace_s = 0.0  # what gateways have for open requests; counts while `ending`
+        self.failure: pb.Failure | None = None  # why the cluster cannot start; stays
         self.supervisor: sv.Peer | None = None
         """Itself, for agents that may end it when it hangs."""
-        self.incarnation = 0
-        self.own_pid = 0
-        self._ticked_at: float | None = None
+        self.incarnation = 0  # this supervisor's, from its start on
+        self.own_pid = 0  # this process, which no action may end; 0 until its start
+        self._ticked_at: float | None = None  # the last `tick`, to tell a late one; None before the first
 
     # ---- events
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from alignedserve.gateway.api_keys import OPEN_PATHS, ApiKeys
 from alignedserve.gateway.body.planning import plan_chat, plan_completion
 from alignedserve.gateway.body.requests import parse_chat, parse_completion
 from alignedserve.gateway.failures import MethodNotAllowedError, error_object
-from alignedserve.gateway.http.admin import Administration, Administrator
+from alignedserve.gateway.http.admin import admin_endpoints
 from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, report, send_bytes
 from alignedserve.gateway.http.body_reader import BodyReader
 from alignedserve.gateway.http.endpoints import GenerateEndpoint
@@ -41,11 +41,7 @@ class _Endpoint:
         await self._handle(scope, receive, send)
 
 
-class Server(Operator, Administrator, Protocol):
-    """What the endpoints ask of the server around them."""
-
-
-def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Server, keys: ApiKeys) -> Starlette:
+def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Operator, keys: ApiKeys) -> Starlette:
     """The ASGI application of one gateway."""
     bodies = BodyReader(config.max_body_bytes)
     model = server.model
@@ -60,7 +56,6 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
     )
     chat = GenerateEndpoint(ledger, intake, model, bodies, parse_chat, plan_chat, ChatReply)
     operations = Operations(server)
-    administration = Administration(server)
 
     async def openapi(scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, openapi_json(keys.wanted), "application/json")
@@ -72,9 +67,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ser
         "/v1/completions": completions,
         "/v1/chat/completions": chat,
         "/v1/requests/{request_id:path}/cancel": operations.cancel,
-        "/alignedserve/scale": administration.scale,
-        "/alignedserve/restart": administration.restart,
-        "/alignedserve/stop": administration.stop,
+        **admin_endpoints(server.supervisor, server.admin_key),
     }
     gets = {
         "/v1/models": operations.models,

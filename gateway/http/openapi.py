@@ -10,8 +10,8 @@ import orjson
 
 from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
+from alignedserve.control.supervisor_client import MOST_INSTANCES
 from alignedserve.gateway.api_keys import OPEN_PATHS
-from alignedserve.gateway.http.admin import MOST_INSTANCES
 from alignedserve.gateway.http.request_schemas import request_schemas
 from alignedserve.request import Stage
 

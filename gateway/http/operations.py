@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from alignedserve.control.supervisor_client import SupervisorClient
 from alignedserve.errors import NotFoundError
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.failures import ModelNotFoundError
@@ -19,9 +20,8 @@ class Operator(Protocol):
     """What these endpoints ask of the server around them."""
 
     model: ServedModel
-
-    @property
-    def admin_key(self) -> str: ...
+    supervisor: SupervisorClient
+    admin_key: str
 
     async def health(self) -> Health: ...
 

@@ -63,13 +63,13 @@ class Ledger:
         self._log = log
         self.decoded_s = float("-inf")
         """When the last token of a decode instance came (time.monotonic)."""
-        self._submitter = Submitter()
-        self._open: dict[str, Answer] = {}
-        self._open_of_probes = 0
-        self._calls: dict[CallName, Call] = {}
-        self._draining = False
-        self._asked_s = 0.0
-        self._empty = asyncio.Event()
+        self._submitter = Submitter()  # what could not be sent while the link was down
+        self._open: dict[str, Answer] = {}  # answers of all calls, by request id, until they end
+        self._open_of_probes = 0  # of those: the pulse's own
+        self._calls: dict[CallName, Call] = {}  # by owner and id, until its reader closes it
+        self._draining = False  # no call is taken; until `take_calls`
+        self._asked_s = 0.0  # when the scheduler was last asked about silent requests (time.monotonic)
+        self._empty = asyncio.Event()  # set while `_open` is empty
         self._empty.set()
 
     def attach(self, port: SchedulerPort) -> None:

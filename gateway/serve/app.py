@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from alignedserve import logs
 from alignedserve.config_sources import Tree, from_tree
-from alignedserve.control.role import new_incarnation
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import by_code
 from alignedserve.gateway import api_keys  # modules: the deployment is pickled, and a ContextVar cannot be
 from alignedserve.gateway.failures import grpc_status
@@ -68,19 +68,22 @@ class Gateway:
         logs.setup(config.log, "gateway", gateway_id)
         logging.getLogger("ray.serve").addFilter(_Quiet())
         info = await _invitation(supervisor, tree, wait_ready=wait_ready)
-        process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation(info["after"]))
-        self._server = await GatewayServer.create(
-            config,
-            await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code),
-            process,
-            info["supervisor_address"],
-            info["token"],
+        self._cluster_id = str(info["cluster_id"])
+        settings = RoleSettings(
+            role=GatewayServer.role,
+            id=gateway_id,
+            config=tree,
+            cluster_id=self._cluster_id,
+            token=info["token"],
             node_id=f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}",  # as RayLauncher names it
             host=_LOOPBACK if info["host"] == _LOOPBACK else _own_address(),
-            locate=self._locate,
+            supervisor_address=info["supervisor_address"],
+            device="",
+            after=info["after"],
         )
+        folder = await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code)
+        self._server = await GatewayServer.create(settings, folder, self._locate)
         guard_grpc(ApiKeyCheck(self._server.api_keys), config.gateway.max_body_bytes)
-        self._cluster_id = str(info["cluster_id"])
         if info["state"] in _STARTED:  # without a link to the scheduler it would refuse what Serve sends at once
             await self._server.wait_linked(_LINKED_WITHIN_S)
         self._drain_s = config.gateway.drain_s
@@ -160,7 +163,7 @@ class Gateway:
             logger.debug("the supervisor cannot be located: %s", error)
             return None
         if info["cluster_id"] != self._cluster_id:  # begun anew, after one that could not go on: it takes no stranger
-            self._server.backend.end(f"cluster {info['cluster_id']} is in this one's place")
+            self._server.end(f"cluster {info['cluster_id']} is in this one's place")
             return None
         return str(info["supervisor_address"])
 

@@ -29,17 +29,18 @@ class CoreState:
     def __init__(self, config: Config, block_size: int) -> None:
         self.config = config
         self.block_size = block_size
-        self.table = RequestTable()
-        self.instances = Instances()
-        self.queue = PrefillQueue()
-        self.ledger = PoolLedger()
+        self.table = RequestTable()  # every open request's record, by key, until it ends
+        self.instances = Instances()  # what is known of each instance, by id, while the view names it
+        self.queue = PrefillQueue()  # keys of QUEUED requests, in the order in which they are to be prefilled
+        self.ledger = PoolLedger()  # blocks of each shard by request, until the shard is told to release them
+        # Since when each WAITING request waits, by key, and when it is overdue.
         self.clock = WaitingClock(config.scheduler.starvation_after_s, config.scheduler.late_share)
-        self.decode_times = DecodeTimes()
-        self.policy = make_policy(config.scheduler)
-        self.changed: dict[str, None] = {}  # decode instances to look at again
-        self.actions: list[Action] = []
-        self._released: list[RequestKey] = []
-        self._forgotten: list[RequestKey] = []
+        self.decode_times = DecodeTimes()  # how long answers decode, for predictions
+        self.policy = make_policy(config.scheduler)  # entries of WAITING requests, by key
+        self.changed: dict[str, None] = {}  # decode instances to look at again, by id, until they were
+        self.actions: list[Action] = []  # until `take_actions`; so are the next two
+        self._released: list[RequestKey] = []  # of which the pool may drop its copy
+        self._forgotten: list[RequestKey] = []  # ended ones, of which the actor may drop what it keeps
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

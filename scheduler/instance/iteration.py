@@ -86,21 +86,21 @@ class IterationScheduler:
         join_window: float | None = None,
     ) -> None:
         self._config = config
-        self._batch = RunningBatch(allocator, block_size)
-        self._allocator = allocator
+        self._batch = RunningBatch(allocator, block_size)  # by key: joining, running, or leaving until copied out
+        self._allocator = allocator  # of the instance's cache: who owns which block
         self._starvation_after_s = starvation_after_s
         self._join_window = join_window
-        self._waiting = CandidateBuffers()
+        self._waiting = CandidateBuffers()  # candidates by key, until they join, go back or are withdrawn
         self._deadlines = Deadlines()  # of candidates that were not found overdue here: offered, or evicted
-        self._giving_back: dict[RequestKey, None] = {}
-        self._lease_blocks = 0
-        self._batch_id = 0
-        self._past_batches: deque[int] = deque(maxlen=PAST_BATCHES)
+        self._giving_back: dict[RequestKey, None] = {}  # candidates that the next plan returns to the tree
+        self._lease_blocks = 0  # left of the standing lease in the requests buffer: evictions take them
+        self._batch_id = 0  # of the batch that runs, or is switched to
+        self._past_batches: deque[int] = deque(maxlen=PAST_BATCHES)  # before it: they begin no switch
         self._sweep = False  # the requests buffer may hold what does not match the batch
-        self._switching = False
-        self._draining = False
+        self._switching = False  # as of the last plan: members of another batch run, too
+        self._draining = False  # all leaves, and no candidate joins; for good
         self._decided = True  # the last plan did something, or there was none yet
-        self._iterations = self._switch_iterations = self._evictions = 0
+        self._iterations = self._switch_iterations = self._evictions = 0  # since the start
 
     @classmethod
     def configured(cls, config: Config, allocator: BlockAllocator, block_size: int) -> IterationScheduler:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignedserve.config import Config
-from alignedserve.config_sources import from_tree
-from alignedserve.control.role import new_incarnation
+from alignedserve.config_sources import to_tree
+from alignedserve.control.runtime import RoleSettings
 from alignedserve.gateway.server import GatewayServer
 from alignedserve.gateway.standalone import StandaloneGateway
 from alignedserve.model import resolve_model
-from alignedserve.proto import common_pb2 as pb
 from support.fake_cluster import TOKEN, FakeCluster
 
 if TYPE_CHECKING:
@@ -43,13 +42,13 @@ async def running_gateway(
     config = Config()
     config = replace(config, gateway=replace(config.gateway, **gateway_keys))
     path = model_path or resolve_model("tiny")
-    process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
-    server = await GatewayServer.create(config, path, process, cluster.address, TOKEN)
+    settings = _settings(gateway_id, to_tree(config), supervisor_address=cluster.address, token=TOKEN)
+    server = await GatewayServer.create(settings, path)
     try:
         async with StandaloneGateway(server) as listening:
             if wait:
                 await server.wait_model(5.0)
-                await cluster.wait_for(lambda: server.backend.scheduler_up)
+                await cluster.wait_for(lambda: server.scheduler.up)
             address = f"127.0.0.1:{listening.port}"
             yield RunningGateway(server, f"http://{address}", f"127.0.0.1:{listening.grpc_port}")
             server.ledger.check_integrity()
@@ -62,20 +61,18 @@ async def joined_gateway(
     join_info: Mapping[str, Any], *, gateway_id: str = "gateway-0", wait_s: float = 10.0
 ) -> AsyncIterator[GatewayServer]:
     """One that has joined the cluster of this `LocalCluster.join_info`, and knows its model; it listens nowhere."""
-    process = pb.ProcessKey(role="gateway", id=gateway_id, incarnation=new_incarnation())
-    server = await GatewayServer.create(
-        from_tree(join_info["config"]),
-        resolve_model(join_info["model_path"]),
-        process,
-        join_info["supervisor_address"],
-        join_info["token"],
-        node_id=join_info["node_id"],
-    )
+    told = {key: join_info[key] for key in ("supervisor_address", "token", "node_id")}
+    settings = _settings(gateway_id, join_info["config"], **told)
+    server = await GatewayServer.create(settings, resolve_model(join_info["model_path"]))
     try:
         await server.wait_model(wait_s)
         yield server
     finally:
         await server.close()
+
+
+def _settings(gateway_id: str, tree: Mapping[str, Any], **told: Any) -> RoleSettings:
+    return RoleSettings(role=GatewayServer.role, id=gateway_id, config=tree, cluster_id="", device="", **told)
 
 
 def http_to(server: GatewayServer, timeout_s: float) -> httpx.AsyncClient:

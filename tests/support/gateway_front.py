@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from alignedserve.config import GatewayConfig
+from alignedserve.control.supervisor_client import SupervisorClient
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.body.planning import ServedModel
 from alignedserve.gateway.http.http_app import build_app
@@ -55,6 +56,7 @@ class Front:
         template = ChatTemplate.from_folder(TINY, tokenizer.special_tokens)
         values: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "info": fake_model_info(), **model}
         self.model = ServedModel("tiny", **values)
+        self.supervisor, self.admin_key = SupervisorClient("", lambda: "127.0.0.1:1"), "admin"
         self.port = RecordingPort()
         metrics = GatewayMetrics("gateway-0")
         self.ledger = Ledger(64, metrics)

@@ -77,7 +77,7 @@ async def _serve(orders: dict[str, Any]) -> None:
         joined_gateway(orders, gateway_id=orders["id"], wait_s=_READY_WITHIN_S) as server,
         StandaloneGateway(server) as listening,
     ):
-        while not server.backend.scheduler_up:  # noqa: ASYNC110  # nobody says when
+        while not server.scheduler.up:  # noqa: ASYNC110  # nobody says when
             await asyncio.sleep(0.01)
         print(json.dumps({"port": listening.port, "grpc_port": listening.grpc_port}), flush=True)
         await asyncio.to_thread(sys.stdin.read)  # until whoever started it closes it, or ends

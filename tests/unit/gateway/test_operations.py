@@ -49,9 +49,9 @@ async def test_health_says_what_is_missing_and_what_is_degraded(
     http: httpx.AsyncClient, cluster: FakeCluster, gateway: RunningGateway
 ) -> None:
     async def health_after(role: str, state: str) -> httpx.Response:
-        version = gateway.server.backend.view.version
+        version = gateway.server.view.version
         cluster.set_state(role, state)
-        await cluster.wait_for(lambda: gateway.server.backend.view.version > version)
+        await cluster.wait_for(lambda: gateway.server.view.version > version)
         return await http.get("/health")
 
     assert (await http.get("/health")).json() == {"status": "ok", "missing": [], "degraded": []}

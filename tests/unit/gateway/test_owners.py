@@ -128,9 +128,9 @@ async def test_the_owner_counts_at_other_replicas_too(cluster: FakeCluster, key_
         running_gateway(cluster, api_key_file=key_file) as first,
         running_gateway(cluster, gateway_id="gateway-1", api_key_file=key_file) as second,
     ):
-        address = first.server.backend.address
+        address = first.server.address
         view = sv.ClusterView(peers=[sv.Peer(process=pb.ProcessKey(role="gateway", id="gateway-0"), address=address)])
-        await second.server.backend._peers.follow(view)
+        await second.server.peers.follow(view)
         waiting = await begun(cluster, first, ALICE, "job-1")
 
         assert await cancel(second, "job-1", **{"x-api-key": BOB}) == 404
@@ -150,7 +150,7 @@ async def test_a_peer_that_names_no_owner_finds_nothing_that_has_one(
     cluster: FakeCluster, gateway: RunningGateway
 ) -> None:
     waiting = await begun(cluster, gateway, ALICE, "job-1")
-    channel = open_channel(gateway.server.backend.address, TOKEN)
+    channel = open_channel(gateway.server.address, TOKEN)
     answer = await gw_grpc.GatewayPeerStub(channel).CancelCall(gw.CallId(call_id="job-1"))
     await channel.close()
 

@@ -174,5 +174,5 @@ async def test_the_end_of_the_replica_itself_is_for_good(
     gateway.server.drain(1.0)
     cluster.publish_view()
     version = cluster.view().version
-    await cluster.wait_for(lambda: gateway.server.backend.view.version == version)
+    await cluster.wait_for(lambda: gateway.server.view.version == version)
     assert (await http.get("/health")).json()["status"] == "draining"

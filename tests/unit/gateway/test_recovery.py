@@ -210,7 +210,7 @@ async def test_a_scheduler_that_does_not_know_its_capacity_yet_changes_nothing(
     await cluster.wait_for(lambda: gateway.server.model.capacity_tokens == 20)
     cluster.capacity_tokens = 0
     cluster.break_links()
-    await cluster.wait_for(lambda: len(cluster.hellos) == 2 and gateway.server.backend.scheduler_up)
+    await cluster.wait_for(lambda: len(cluster.hellos) == 2 and gateway.server.scheduler.up)
     assert gateway.server.model.capacity_tokens == 20
 
 
@@ -367,19 +367,18 @@ async def test_without_a_scheduler_the_error_says_where_it_was_and_why_it_is_not
     cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_module, "SCHEDULER_WAIT_S", 0.2)
-    backend = gateway.server.backend
-    assert backend._link is not None
-    assert backend._host is not None
+    server = gateway.server
+    assert server.host is not None
     with socket.create_server(("127.0.0.1", 0)) as listening:
         nobody = f"127.0.0.1:{listening.getsockname()[1]}"
-    await backend._link.follow(nobody, 2**62)
-    await backend._host.close()
-    monkeypatch.setattr(backend._host, "_heard_at", time.monotonic() - 60.0)
+    await server.scheduler.follow(nobody, 2**62)
+    await server.host.close()
+    monkeypatch.setattr(server.host, "_heard_at", time.monotonic() - 60.0)
     message: str = (await ask(gateway)).json()["error"]["message"]
     assert message.startswith(
         f"there was no scheduler for 0.2 s (the last one, at {nobody}, is not reached: UNAVAILABLE"
     )
-    assert f"the supervisor at {backend._supervisor_address} has not been heard of for 6" in message
+    assert f"the supervisor at {server.supervisor_address} has not been heard of for 6" in message
 
 
 async def test_a_cancel_waits_for_the_scheduler(cluster: FakeCluster, gateway: RunningGateway) -> None:
@@ -387,9 +386,7 @@ async def test_a_cancel_waits_for_the_scheduler(cluster: FakeCluster, gateway: R
     waiting = asyncio.create_task(ask(gateway))
     await cluster.wait_for(lambda: cluster.submitted)
     cluster.set_state("scheduler", "")  # the view alone changes nothing; the link must break
-    link = gateway.server.backend._link
-    assert link is not None
-    await link.close()
+    await gateway.server.scheduler.close()
     waiting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
@@ -401,7 +398,7 @@ async def test_a_cancel_waits_for_the_scheduler(cluster: FakeCluster, gateway: R
 
 
 async def test_what_an_older_incarnation_of_a_worker_says_is_dropped(gateway: RunningGateway) -> None:
-    from alignedserve.gateway.backend import TokenSink
+    from alignedserve.gateway.token_sink import TokenSink
 
     heard: list[int] = []
 

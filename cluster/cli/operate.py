@@ -1,0 +1,229 @@
+"""Commands to a running cluster, through its gateway: `alignedserve scale`, `restart`, `stop` and `wait-idle`.
+
+Each command prints what it does, waits until it is done, and returns its exit status.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alignedserve.admin import ADMIN_HEADER
+from alignedserve.cluster.cli.status_command import ask_newest, same_url
+from alignedserve.cluster.launch.processes import is_alive
+from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status, read_records
+from alignedserve.control.samples import value
+from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
+
+ORDER_TIMEOUT_S = 15.0
+POLL_S = 0.2
+SCALED_WITHIN_S = 600.0  # unless --timeout says otherwise; so are the next two
+RESTARTED_WITHIN_S = 1800.0
+ENDS_WITHIN_S = 60.0  # beyond what open requests have
+SCALED_ROLES = ("prefill", "decode")
+
+OPEN_REQUESTS = "alignedserve_gateway_open_requests"
+OF_SUPERVISOR = "alignedserve_role_starts_total"  # on every page that covers the whole cluster
+UNKNOWN = "an unknown number of"
+IDLE_POLL_S = 0.5
+METRICS_TIMEOUT_S = 5.0
+GONE_AFTER_S = 5.0  # a proxy that is replaced answers again by then
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """Where it answers, and the keys that it asks for. `pids` are those of its roles, where it is this machine's."""
+
+    url: str
+    api_key: str = field(repr=False)
+    admin_key: str = field(repr=False)
+    pids: frozenset[int]
+
+    def status(self) -> dict[str, Any] | None:
+        """None while no gateway answers."""
+        try:
+            return fetch_status(self.url, api_key=self.api_key)
+        except UnavailableError:
+            return None
+
+    def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The gateway's answer. Raises AlignedServeError with its reason, UnavailableError."""
+        answer = fetch_json(
+            f"{self.url}/alignedserve/{name}",
+            ORDER_TIMEOUT_S,
+            api_key=self.api_key,
+            body=body,
+            headers={ADMIN_HEADER: self.admin_key},
+        )
+        if isinstance(error := answer.get("error"), dict):
+            raise AlignedServeError(str(error.get("message")))
+        return answer
+
+
+def find_cluster(url: str | None, api_key_file: str | None) -> RunningCluster:
+    """The cluster at `url`, or this user's only one. Raises AuthenticationError, ConfigError, UnavailableError."""
+
+    def fetch(address: str, *, api_key: str) -> tuple[str, dict[str, Any]]:
+        return api_key, fetch_status(address, api_key=api_key)
+
+    where, (api_key, status) = ask_newest(url, api_key_file, fetch, only=True)
+    record = next((record for record in read_records() if same_url(record, where)), None)
+    pids = frozenset(int(entry["pid"]) for entry in status.get("roles", ())) if record is not None else frozenset()
+    return RunningCluster(where.rstrip("/"), api_key, record.admin_key if record else "", pids)
+
+
+# ---- scale
+
+
+def scale(
+    prefill: int | None, decode: int | None, url: str | None, timeout_s: float | None, api_key_file: str | None
+) -> int:
+    """Have other numbers of instances; returns once they are there.
+
+    Raises ConfigError for what no cluster can have, AlignedServeError with the cluster's reason where it refuses or a
+    new instance cannot start, UnavailableError where it takes longer than `timeout_s`.
+    """
+    asked = {role: count for role, count in zip(SCALED_ROLES, (prefill, decode), strict=True) if count is not None}
+    if not asked:
+        raise ConfigError("give --prefill N, --decode N, or both")
+    if least := [role for role, count in asked.items() if count < 1]:
+        raise ConfigError(f"--{least[0]} must be at least 1: a cluster without {least[0]} instances serves nothing")
+    cluster = find_cluster(url, api_key_file)
+    target, where = cluster.order("scale", asked), cluster.url
+    wanted = {role: int(target[role]) for role in SCALED_ROLES}
+    print(f"{where}: going to {_shape(wanted)}", flush=True)
+    limit_s = SCALED_WITHIN_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
+    while (waiting_for := _missing(cluster.status(), wanted)) is not None:
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"{where} does not have {_shape(wanted)} after {limit_s:g} s: {waiting_for}")
+        time.sleep(POLL_S)
+    print(f"{where}: has {_shape(wanted)}")
+    return 0
+
+
+def _missing(status: dict[str, Any] | None, wanted: dict[str, int]) -> str | None:
+    """What is not as it should be yet. Raises AlignedServeError where the cluster has given the change up."""
+    scaling = (status or {}).get("scale")
+    if status is None or scaling is None:
+        return "the gateway cannot be asked"
+    if any(scaling[role] != count for role, count in wanted.items()):
+        said = scaling.get("failure") or f"it is to have {_shape(scaling)} now: somebody else has scaled it"
+        raise AlignedServeError(f"the cluster does not grow to {_shape(wanted)}: {said}")
+    states: dict[str, list[str]] = {role: [] for role in SCALED_ROLES}
+    for entry in status["roles"]:
+        if entry["role"] in states:
+            states[entry["role"]].append(entry["state"])
+    for role, count in wanted.items():
+        if states[role] != ["ready"] * count:
+            return f"{role} instances are {', '.join(states[role]) or 'not there'}"
+    return None
+
+
+def _shape(counts: dict[str, Any]) -> str:
+    return f"{counts['prefill']} prefill and {counts['decode']} decode instances"
+
+
+# ---- restart
+
+
+def restart(roles: Sequence[str], url: str | None, timeout_s: float | None, api_key_file: str | None) -> int:
+    """A rolling restart of these roles (none: of all); prints each step, returns once every process is new.
+
+    Raises AlignedServeError with the cluster's reason where it refuses or has stopped, UnavailableError where it takes
+    longer than `timeout_s`.
+    """
+    cluster = find_cluster(url, api_key_file)
+    order = cluster.order("restart", {"roles": list(roles)})
+    print(f"{cluster.url}: restarting {', '.join(order['roles'])}", flush=True)
+    limit_s = RESTARTED_WITHIN_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
+    shown = ""
+    while True:
+        now = (cluster.status() or {}).get("restart")  # no gateway answers while the only one is replaced
+        if now is not None and now["since_unix_s"] >= order["since_unix_s"]:
+            if now["failure"]:
+                raise AlignedServeError(f"the rolling restart has stopped: {now['failure']}")
+            if now["done"]:
+                break
+            if now["doing"] not in ("", shown):
+                shown = now["doing"]
+                print(f"{cluster.url}: {shown}", flush=True)
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"{cluster.url} is not done after {limit_s:g} s: {shown or 'it has not begun'}")
+        time.sleep(POLL_S)
+    print(f"{cluster.url}: every process of them is new")
+    return 0
+
+
+# ---- stop
+
+
+def stop(url: str | None, timeout_s: float | None, api_key_file: str | None) -> int:
+    """Have the cluster end; returns once it has.
+
+    Raises AlignedServeError where the cluster refuses, UnavailableError where it does not end within `timeout_s`.
+    """
+    cluster = find_cluster(url, api_key_file)
+    answer = cluster.order("stop", {})
+    grace_s, command = float(answer["grace_s"]), answer["command"]
+    pids = set(cluster.pids)
+    if command["pid"] and command["host"] == socket.gethostname():
+        pids.add(command["pid"])
+    limit_s = grace_s + ENDS_WITHIN_S if timeout_s is None else timeout_s
+    print(f"{cluster.url}: ending; open requests have {grace_s:g} s", flush=True)
+    deadline = time.monotonic() + limit_s
+    while not _has_ended(cluster, pids):
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"{cluster.url} has not ended within {limit_s:g} s")
+        time.sleep(POLL_S)
+    print(f"{cluster.url}: has ended")
+    return 0
+
+
+def _has_ended(cluster: RunningCluster, pids: set[int]) -> bool:
+    """None of its processes that are known here live, and nothing answers."""
+    if any(map(is_alive, pids)):
+        return False
+    status = cluster.status()
+    return status is None or "roles" not in status
+
+
+# ---- wait-idle
+
+
+def wait_idle(
+    url: str,
+    timeout_s: float,
+    fetch: Callable[[str, float], str] = fetch_metrics,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """0 once no gateway of the cluster at `url` holds a request, 1 if some are open after `timeout_s`.
+
+    Any gateway reports all of them while there is a supervisor, and asks for no key; without one it reports itself
+    alone, and is asked again. Where none answers for five seconds, there is nothing to wait for.
+    """
+    answered_at = clock()
+    deadline = answered_at + timeout_s
+    open_requests = UNKNOWN
+    while True:
+        try:
+            page = fetch(url, METRICS_TIMEOUT_S)
+        except UnavailableError as error:
+            if clock() >= answered_at + GONE_AFTER_S:
+                print(f"nobody to wait for: {error.message}")
+                return 0
+        else:
+            count = int(value(page, OPEN_REQUESTS)) if OF_SUPERVISOR in page else None
+            if count == 0:
+                print(f"{url}: no request is open")
+                return 0
+            answered_at, open_requests = clock(), UNKNOWN if count is None else str(count)
+        if clock() >= deadline:
+            print(f"{url}: {open_requests} requests are open after {timeout_s:g} s")
+            return 1
+        sleep(IDLE_POLL_S)

@@ -1,0 +1,146 @@
+"""The supervisor as an operator calls it, and an operator's orders as JSON (`ORDERS`).
+
+A new order is a method of `SupervisorClient` and an entry of `ORDERS`: every gateway then serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from alignedserve.control.convert import failure_from_proto
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.errors import InvalidRequestError, UnavailableError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
+
+STATUS_TIMEOUT_S = 2.0
+INTEGRITY_TIMEOUT_S = 15.0
+ORDER_TIMEOUT_S = 10.0
+MOST_INSTANCES = 1024
+
+Json = dict[str, Any]
+Order = Callable[["SupervisorClient", Json], Awaitable[Json]]
+
+
+class SupervisorClient:
+    """Calls over a channel of its own, on one event loop. `where` is asked before each call: a restarted supervisor has
+    another address.
+
+    Every call raises UnavailableError where the supervisor cannot be reached, and an order the error for which the
+    supervisor refuses it; then nothing was changed.
+    """
+
+    def __init__(self, token: str, where: Callable[[], str]) -> None:
+        self._token = token
+        self._where = where
+        self._open: tuple[str, TokenChannel] | None = None  # with its address
+
+    async def status(self) -> sv.ClusterStatus:
+        """Every process, and the metrics of this moment."""
+        status: sv.ClusterStatus = await self._call("GetStatus", pb.Empty(), STATUS_TIMEOUT_S)
+        return status
+
+    async def check_integrity(self) -> sv.IntegrityReport:
+        """Every process recounts its stores and books, now."""
+        report: sv.IntegrityReport = await self._call("CheckIntegrity", pb.Empty(), INTEGRITY_TIMEOUT_S)
+        return report
+
+    async def scale(self, prefill: int = 0, decode: int = 0) -> sv.ScaleReply:
+        """Have so many instances; 0: as many as there are."""
+        reply: sv.ScaleReply = await self._order("Scale", sv.ScaleRequest(prefill=prefill, decode=decode))
+        return reply
+
+    async def restart(self, roles: Sequence[str] = ()) -> sv.Restart:
+        """Have every process of these roles replaced; none: of all roles."""
+        reply: sv.RestartReply = await self._order("RestartRoles", sv.RestartRequest(roles=roles))
+        return reply.restart
+
+    async def stop(self) -> sv.StopReply:
+        """Have the cluster end."""
+        reply: sv.StopReply = await self._call("Stop", pb.Empty(), ORDER_TIMEOUT_S)
+        return reply
+
+    async def close(self) -> None:
+        before, self._open = self._open, None
+        if before is not None:
+            await before[1].close()
+
+    async def _order(self, method: str, request: Any) -> Any:
+        reply = await self._call(method, request, ORDER_TIMEOUT_S)
+        if reply.HasField("refused"):
+            raise failure_from_proto(reply.refused)
+        return reply
+
+    async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        address = self._where()
+        before, channel = self._open or ("", None)
+        if channel is None or before != address:
+            stale, channel = channel, open_channel(address, self._token)
+            self._open = (address, channel)
+            if stale is not None:
+                await stale.close()
+        try:
+            return await getattr(sv_grpc.SupervisorStub(channel), method)(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the supervisor cannot be reached: {error.code().name}") from error
+
+
+# ---- orders as JSON
+
+
+def restart_json(restart: sv.Restart) -> Json:
+    """A rolling restart, as `alignedserve restart` and `alignedserve status` read it."""
+    return {
+        "since_unix_s": restart.since_ns / 1e9,
+        "roles": list(restart.roles),
+        "doing": restart.doing,
+        "done": restart.done,
+        "failure": restart.failure,
+    }
+
+
+async def _scale(supervisor: SupervisorClient, body: Json) -> Json:
+    _require_known(body, "prefill", "decode")
+    counts = {role: _count(role, body.get(role)) for role in ("prefill", "decode")}
+    if not any(counts.values()):
+        raise InvalidRequestError("prefill or decode must say how many instances there are to be")
+    reply = await supervisor.scale(**counts)
+    return {"prefill": reply.prefill, "decode": reply.decode}
+
+
+async def _restart(supervisor: SupervisorClient, body: Json) -> Json:
+    _require_known(body, "roles")
+    roles = body.get("roles") or []
+    if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
+        raise InvalidRequestError("roles must be a list of names", param="roles")
+    return restart_json(await supervisor.restart(roles))
+
+
+async def _stop(supervisor: SupervisorClient, body: Json) -> Json:
+    reply = await supervisor.stop()
+    return {"grace_s": reply.grace_s, "command": {"pid": reply.command_pid, "host": reply.command_host}}
+
+
+ORDERS: Mapping[str, Order] = {"scale": _scale, "restart": _restart, "stop": _stop}
+"""By name: gives the order that a JSON object describes, and returns the answer as one.
+
+Raises InvalidRequestError for an object that describes none, and what `SupervisorClient`'s methods raise.
+"""
+
+
+def _require_known(body: Json, *names: str) -> None:
+    if unknown := sorted(body.keys() - set(names)):
+        raise InvalidRequestError(f"{unknown[0][:64]!r} is not known here; there are {' and '.join(names)}")
+
+
+def _count(role: str, value: Any) -> int:
+    """How many instances are asked for; 0: as many as there are."""
+    if value is None:
+        return 0
+    if type(value) is not int or not 1 <= value <= MOST_INSTANCES:
+        raise InvalidRequestError(f"{role} must be a whole number between 1 and {MOST_INSTANCES}", param=role)
+    return value

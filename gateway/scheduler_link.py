@@ -1,0 +1,145 @@
+"""The gateway's link to the scheduler, wherever the supervisor's view says that it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
+from alignedserve.control.link import DuplexLink
+from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.gateway.body.planning import ServedModel
+from alignedserve.gateway.ledger.intake import Intake
+from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import scheduler_pb2 as sc
+from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey, RequestSpec
+
+logger = logging.getLogger(__name__)
+
+_CONFIRM_S = 0.5
+
+
+class SchedulerLink:
+    """The open stream to the cluster's scheduler, wherever the view says it is. Implements `SchedulerPort`.
+
+    A stream that was opened may still fail to connect, so it counts as up from the scheduler's first message on (it
+    answers `hello` with its capacity), or after _CONFIRM_S without a failure.
+    """
+
+    def __init__(self, process: pb.ProcessKey, token: str, ledger: Ledger, intake: Intake, model: ServedModel) -> None:
+        """`address` of the gateway's own gRPC server is to be set before the first `follow`."""
+        self.gateway_id: str = process.id
+        self.address = ""
+        self.up = False
+        self._process = process
+        self._token = token
+        self._ledger = ledger
+        self._intake = intake
+        self._model = model
+        self._target: tuple[str, int] | None = None  # address and incarnation of the scheduler
+        self._channel: TokenChannel | None = None
+        self._link: DuplexLink[sc.GatewayMessage, sc.SchedulerMessage] | None = None
+        self._down_since_s = time.monotonic()
+        self._confirm: asyncio.TimerHandle | None = None
+
+    @property
+    def down_for_s(self) -> float:
+        """Seconds since there was a scheduler; 0 while there is one."""
+        return 0.0 if self.up else time.monotonic() - self._down_since_s
+
+    @property
+    def trouble(self) -> str:
+        """Why it is down; "" while it is up."""
+        if self.up:
+            return ""
+        if self._target is None or self._link is None:
+            return "the supervisor has named none"
+        return (
+            f"the last one, at {self._target[0]}, is not reached: {self._link.broken_by or 'it has not answered yet'}"
+        )
+
+    async def follow_view(self, view: sv.ClusterView) -> None:
+        """Connect to the scheduler that the view names, if it names one."""
+        for peer in view.peers:
+            if peer.process.role == "scheduler" and peer.address and peer.state not in ("failed", "lost"):
+                await self.follow(peer.address, peer.process.incarnation)
+
+    async def follow(self, address: str, incarnation: int) -> None:
+        """Connect to the scheduler at `address`, leaving the one before."""
+        if self._target == (address, incarnation):
+            return
+        await self.close()
+        logger.info("the scheduler is at %s", address)
+        self._target = (address, incarnation)
+        self._channel = open_channel(address, self._token)
+        stub = sc_grpc.SchedulerStub(self._channel)
+        self._link = DuplexLink(stub.Link, self._on_message, self._first_messages, on_down=self._on_down)
+        self._link.start()
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+        if self._channel is not None:
+            await self._channel.close()
+        self._link = self._channel = self._target = None
+        self._on_down()
+
+    def submit(self, requests: Sequence[RequestSpec]) -> bool:
+        return self.up and self._send(submit=sc.Submission(requests=[spec_to_proto(spec) for spec in requests]))
+
+    def cancel(self, keys: Sequence[RequestKey]) -> bool:
+        return self.up and self._send(cancel=keys_to_proto(keys))
+
+    def ask(self, keys: Sequence[RequestKey]) -> bool:
+        return self.up and self._send(open=keys_to_proto(keys))
+
+    def _send(self, **body: Any) -> bool:
+        return self._link is not None and self._link.send(sc.GatewayMessage(**body))
+
+    def _first_messages(self) -> Iterable[sc.GatewayMessage]:
+        running = [key_to_proto(key) for key in self._ledger.on_link_up()]
+        hello = sc.GatewayHello(process=self._process, address=self.address, running=running)
+        self._confirm = asyncio.get_running_loop().call_later(_CONFIRM_S, self._on_up)
+        return (sc.GatewayMessage(hello=hello),)
+
+    def _on_up(self) -> None:
+        self._stop_confirming()
+        if not self.up:
+            self.up = True
+            self._ledger.resubmit()
+
+    def _on_down(self) -> None:
+        self._stop_confirming()
+        self._intake.forget()
+        if self.up:
+            self.up = False
+            self._down_since_s = time.monotonic()
+
+    def _stop_confirming(self) -> None:
+        if self._confirm is not None:
+            self._confirm.cancel()
+            self._confirm = None
+
+    def _on_message(self, message: sc.SchedulerMessage) -> None:
+        self._on_up()
+        kind = message.WhichOneof("body")
+        if kind == "rejected":
+            rejected = message.rejected
+            error = failure_from_proto(rejected.failure)
+            self._ledger.on_rejected(keys_from_proto(pb.RequestKeys(keys=rejected.keys)), error)
+        elif kind == "lost":
+            self._ledger.on_lost(keys_from_proto(pb.RequestKeys(keys=message.lost.keys)), message.lost.reason)
+        elif kind == "whose":
+            self._send(claim=keys_to_proto(self._ledger.open_among(keys_from_proto(message.whose))))
+        elif kind == "capacity":
+            if message.capacity.max_request_tokens:  # 0: a scheduler that has just started does not know it yet
+                self._model.capacity_tokens = message.capacity.max_request_tokens
+        elif kind == "intake":
+            intake = message.intake
+            self._intake.tell(intake.requests, intake.again_s, limited=intake.limited)
