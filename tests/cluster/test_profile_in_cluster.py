@@ -14,7 +14,7 @@ from alignedserve.scheduler.cost.load import default_hardware, load_step_cost
 from alignedserve.scheduler.cost.step import ChunkShape
 from alignedserve.simulator.hardware import Hardware
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 POSITIONS = int(json.loads((resolve_model("tiny") / "config.json").read_text())["max_position_embeddings"])
 
