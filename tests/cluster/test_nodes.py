@@ -217,6 +217,7 @@ def test_a_supervisor_that_starts_while_a_node_is_silent_goes_on_with_its_proces
     served.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_node_that_ray_has_given_up_is_another_one_when_it_is_back(
     nodes: RayNodes, served: ServedNodes, expected: Expected
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from support.requirements import needs
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("groundtruth", ROOT / "benchmarks/groundtruth.py")
 groundtruth = sys.modules["groundtruth"] = importlib.util.module_from_spec(spec)

@@ -13,6 +13,7 @@ import pytest
 
 from alignedserve.cluster.cli.open_loop import Load, drive
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 spec = importlib.util.spec_from_file_location("own_truth", ROOT / "benchmarks/own_truth.py")

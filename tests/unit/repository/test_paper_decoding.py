@@ -14,6 +14,7 @@ import torch
 from alignedserve.engine.profile.passes import PassBench, PassShape
 from alignedserve.scheduler.cost.load import load_step_cost
 
+pytestmark = pytest.mark.slow
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
 from evaluation.tables import NOT_STATED

@@ -22,6 +22,7 @@ from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
+pytestmark = pytest.mark.slow
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
 from evaluation import tables, workloads
