@@ -14,11 +14,11 @@ import torch
 from alignedserve.engine.profile.passes import PassBench, PassShape
 from alignedserve.scheduler.cost.load import load_step_cost
 
-pytestmark = pytest.mark.slow
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
 from evaluation.tables import NOT_STATED
 
+pytestmark = pytest.mark.slow
 RTX = "rtxpro6000-llama-3.1-8b"
 SMALL_ENGINE = ("--engine", "--repeats", "1", "--points", "1")
 

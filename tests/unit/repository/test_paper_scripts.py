@@ -22,7 +22,6 @@ from alignedserve.simulator.replay import ComparedPolicy, Plan
 from alignedserve.simulator.report.summary import Objectives, measure
 from alignedserve.simulator.traces import Load, read_trace
 
-pytestmark = pytest.mark.slow
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks/paper"))
 
 from evaluation import tables, workloads
@@ -30,6 +29,7 @@ from evaluation.grid import BALANCED, DECODE_BOUND, Case, Grid
 from evaluation.runner import Runner
 from evaluation.runs import ALIGNED, ALIGNED_COST, FCFS, FCFS_10_MS, Machine, Outcome, Run, Topology, execute
 
+pytestmark = pytest.mark.slow
 RTX = "rtxpro6000-llama-3.1-8b"
 MIX = workloads.mix("a mix", 12, short=0.75, output_max=80)
 ONE_SEED = ("--topology", "2:1", "--kernel-modes", "split_kv", "--seeds", "1", "--limit", "20")
