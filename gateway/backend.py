@@ -29,7 +29,7 @@ from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
-from alignedserve.request import RequestKey, RequestSpec
+from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ ORDER_TIMEOUT_S = 10.0
 _WORKERS = ("prefill", "decode")
 _TICK_S = 1.0
 _CONFIRM_S = 0.5
+_MOST_TOKENS = 1 << 20  # of a message to a worker, but for the last request in it
 _UNHEARD_S = 5.0  # a supervisor that was replaced is found sooner
 
 Locate = Callable[[], Awaitable[str | None]]
@@ -105,8 +106,8 @@ class SchedulerLink:
         self._link = self._channel = self._target = None
         self._on_down()
 
-    def submit(self, requests: Sequence[RequestSpec]) -> bool:
-        return self.up and self._send(submit=sc.Submission(requests=[spec_to_proto(spec) for spec in requests]))
+    def submit(self, requests: Sequence[pb.RequestHead]) -> bool:
+        return self.up and self._send(submit=sc.Submission(requests=requests))
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return self.up and self._send(cancel=keys_to_proto(keys))
@@ -186,6 +187,25 @@ class TokenSink(gw_grpc.TokenSinkServicer):
         return pb.Empty()
 
 
+class SpecSource(gw_grpc.SpecSourceServicer):
+    """Gives workers what they are to begin with: prompts stay here until then."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def ReadSpecs(
+        self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[pb.RequestKeys, gw.RequestSpecs]
+    ) -> AsyncIterator[gw.RequestSpecs]:
+        message, tokens = gw.RequestSpecs(), 0
+        for spec in self._ledger.specs(keys_from_proto(request)):
+            message.requests.append(spec_to_proto(spec))
+            tokens += spec.prefix_length
+            if tokens > _MOST_TOKENS:
+                yield message
+                message, tokens = gw.RequestSpecs(), 0
+        yield message
+
+
 class Backend:
     """All that this gateway has open in the cluster: its own gRPC server, its places at supervisor and scheduler.
 
@@ -237,6 +257,7 @@ class Backend:
         """`start_timeout_s`: what a role that is replaced on purpose may take to come back."""
         self._start_timeout_s = start_timeout_s
         self._server.add(gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self._ledger))
+        self._server.add(gw_grpc.add_SpecSourceServicer_to_server, SpecSource(self._ledger))
         self._server.add(gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self._ledger))
         role = GatewayRole(self.process.id, self._ledger, heartbeat)
         self._server.add(sv_grpc.add_RoleServicer_to_server, role)
