@@ -6,12 +6,9 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-import grpc
-
-from alignedserve.cancellation import task_is_cancelled
 from alignedserve.control.convert import key_from_proto, keys_to_proto
-from alignedserve.control.rpc import TokenChannel, open_channel
-from alignedserve.errors import TransferError
+from alignedserve.control.rpc import TokenChannel, open_channel, whole_answer
+from alignedserve.errors import TransferError, UnavailableError
 from alignedserve.kv_pool.writer import PATIENCE_S
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
@@ -58,11 +55,8 @@ class StoredReader:
             if address is not None:
                 try:
                     return await self._ask(address, wanted)
-                except grpc.aio.AioRpcError as error:
-                    logger.debug("%s does not say what it has stored: %s", pool_id, error.code().name)
-                except asyncio.CancelledError:
-                    if task_is_cancelled():
-                        raise  # else gRPC's own: the channel was closed, for there is a successor
+                except UnavailableError as error:
+                    logger.debug("%s does not say what it has stored: %s", pool_id, error)
             if loop.time() > give_up_s:
                 raise TransferError(f"{pool_id} could not be read for {self._patience_s:g} s", store_id=pool_id)
             await asyncio.sleep(RETRY_S)
@@ -71,12 +65,9 @@ class StoredReader:
         if address not in self._channels:
             self._channels[address] = open_channel(address, self._token)
         stub = kp_grpc.KvPoolStub(self._channels[address])
-        found = {}
-        async for answer in stub.Read(keys_to_proto(keys), timeout=ANSWER_S):
-            for data in answer.requests:
-                stored = pb.StoredRequest.FromString(data)
-                found[key_from_proto(stored.spec.key)] = stored
-        return found
+        answer = await whole_answer(stub.Read(keys_to_proto(keys), timeout=ANSWER_S))
+        stored = [pb.StoredRequest.FromString(data) for part in answer for data in part.requests]
+        return {key_from_proto(request.spec.key): request for request in stored}
 
     async def close(self) -> None:
         while self._channels:

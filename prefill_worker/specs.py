@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Sequence
 
-import grpc
-
-from alignedserve.cancellation import end_tasks, task_is_cancelled
+from alignedserve.cancellation import end_tasks
 from alignedserve.control.convert import key_from_proto, keys_to_proto
-from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.control.rpc import TokenChannel, open_channel, whole_answer
 from alignedserve.errors import UnavailableError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.request import RequestKey
-
-logger = logging.getLogger(__name__)
 
 Specs = dict[RequestKey, pb.RequestSpec]
 
@@ -86,17 +81,11 @@ class SpecReader:
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + PATIENCE_S
         while True:
-            found: Specs = {}
             try:
-                async for answer in stub.ReadSpecs(wanted, timeout=ANSWER_S):
-                    found |= {key_from_proto(spec.key): spec for spec in answer.requests}
-                return found
-            except grpc.aio.AioRpcError as error:
-                broken_by = error.code().name
-            except asyncio.CancelledError:
-                if task_is_cancelled():
-                    raise
-                broken_by = "the channel was closed"
-            if loop.time() > give_up_s:
-                raise UnavailableError(f"the gateway at {address} does not give its prompts: {broken_by}")
-            await asyncio.sleep(RETRY_S)
+                answer = await whole_answer(stub.ReadSpecs(wanted, timeout=ANSWER_S))
+            except UnavailableError as error:
+                if loop.time() > give_up_s:
+                    raise UnavailableError(f"the gateway at {address} does not give its prompts: {error}") from error
+                await asyncio.sleep(RETRY_S)
+            else:
+                return {key_from_proto(spec.key): spec for part in answer for spec in part.requests}

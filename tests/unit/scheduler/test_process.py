@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
+from collections.abc import Iterator
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.core import actions as act
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.process.actor import SchedulerServer
@@ -159,3 +164,51 @@ async def test_what_a_shard_says_that_was_not_waited_for_is_dropped_there(two_sh
     assert (pool_id, [held.kv_tokens for held in drop.holdings]) == ("k1", [4])
     two_shards._on_adopted("k0", part(head, 10))  # asked twice
     assert len(to_pools(two_shards, "drop")) == 1
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Everything that is kept alive by `root`, but for modules, classes and functions."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(found))
+        yield found
+        waiting.extend(gc.get_referents(found))
+
+
+async def test_no_message_of_a_request_is_kept_but_its_key_and_lengths(server: SchedulerServer) -> None:
+    for number in range(200):
+        head = submitted_again(f"request-{number}")
+        head.key.epoch = number % 2
+        server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=sc.Submission(requests=[head])))
+        if head.key.epoch:
+            whole = kp.Holding(key=head.key, kv_tokens=10, block_ids=[number], blocks=1, whole=True)
+            server._on_adopted("kv_pool-0", whole)
+    assert server._core is not None
+    assert (len(server._core.of_gateway("gateway-0")), server._core.describe()["waiting_in_pool"]) == (200, 100)
+    server._links = server._outgoing._links = Sent()  # type: ignore[assignment]  # what was sent is not kept
+    kept = [message for message in reachable(server) if isinstance(message, Message)]
+    assert {message.DESCRIPTOR.name for message in kept} <= {"ProcessKey"}
+    ids = {RequestKey(f"request-{number}", number % 2) for number in range(200)}
+    assert set(server._owners.of) == ids
+    server._cancel(sorted(ids))
+    assert not server._owners.of
+
+
+async def test_what_is_whole_in_the_pool_is_prefetched_by_its_key_and_shard(two_shards: SchedulerServer) -> None:
+    head = submitted_again("a")
+    two_shards._submit([head])
+    two_shards._on_adopted("k0", part(head, 3))
+    whole = part(head, 10)
+    whole.whole = True
+    two_shards._on_adopted("k1", whole)
+    key = RequestKey("a", 1)
+    assert not two_shards._adoption.bases
+    two_shards._outgoing.carry_out(act.Prefetch("d0", "p0", ev.BufferKind.BATCH, 3, (key,)))
+    sent: Any = two_shards._links
+    prefetch = sent.commands[-1].prefetch
+    assert (prefetch.decode_id, prefetch.batch_id) == ("d0", 3)
+    assert [(request.key, request.pool_id) for request in prefetch.requests] == [(head.key, "k1")]
