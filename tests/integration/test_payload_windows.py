@@ -30,10 +30,36 @@ CONFIG: dict[str, Any] = {
 }
 
 
+class Gate:
+    """Gateways of this process give no prompts while it is shut; `asked`: what was asked for since then."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        self._open = asyncio.Event()
+        self._open.set()
+        read = SpecSource.ReadSpecs
+
+        async def slow(source: SpecSource, request: Any, context: Any) -> AsyncIterator[Any]:
+            self.asked.append(request)
+            await self._open.wait()
+            async for answer in read(source, request, context):
+                yield answer
+
+        patch.setattr(SpecSource, "ReadSpecs", slow)
+
+    def shut(self) -> None:
+        self.asked.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
 @dataclass
 class Served:
     cluster: LocalCluster
     folder: Path
+    gate: Gate
     http: httpx.AsyncClient
     expected: dict[int, list[list[int]]] = field(default_factory=dict)
 
@@ -57,10 +83,11 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     config = from_tree({**CONFIG, "cluster": {**CONFIG["cluster"], "prefetch": request.param}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
+        gate = Gate(patch)
         async with LocalCluster(config, module="support.slow_reads") as cluster:
             await cluster.wait_ready()
             async with joined_gateway(cluster.join_info()) as gateway, http_to(gateway, 60.0) as http:
-                served = Served(cluster, folder, http)
+                served = Served(cluster, folder, gate, http)
                 served.expected = {words: await served.ask(words) for words in WORDS}
                 yield served
 
@@ -73,28 +100,6 @@ async def seen(found: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate(monkeypatch)
-
-
-class Gate:
-    """Gateways of this process give no prompts until it is open; `asked`: which were asked for."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.asked: list[Any] = []
-        self.open = asyncio.Event()
-        read = SpecSource.ReadSpecs
-
-        async def slow(source: SpecSource, request: Any, context: Any) -> AsyncIterator[Any]:
-            self.asked.append(request)
-            await self.open.wait()
-            async for answer in read(source, request, context):
-                yield answer
-
-        patch.setattr(SpecSource, "ReadSpecs", slow)
-
-
 async def kill(served: Served, role_id: str) -> Callable[[], Awaitable[None]]:
     """Returns what waits for its successor."""
     incarnation = served.cluster.peer(role_id).process.incarnation
@@ -103,33 +108,36 @@ async def kill(served: Served, role_id: str) -> Callable[[], Awaitable[None]]:
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "scheduler-0", "kv_pool-0", "decode-0"])
-async def test_what_dies_while_a_prompt_is_asked_for_costs_no_request(served: Served, gate: Gate, victim: str) -> None:
+async def test_what_dies_while_a_prompt_is_asked_for_costs_no_request(served: Served, victim: str) -> None:
+    served.gate.shut()
     asking = [asyncio.create_task(served.ask(words)) for words in WORDS]
-    await seen(lambda: bool(gate.asked))
+    await seen(lambda: bool(served.gate.asked))
     restarted = await kill(served, victim)
     await restarted()
-    gate.open.set()
+    served.gate.open()
     await served.all_right(asking)
 
 
-async def test_a_gateway_that_dies_while_it_is_asked_for_prompts_leaves_nothing(served: Served, gate: Gate) -> None:
+async def test_a_gateway_that_dies_while_it_is_asked_for_prompts_leaves_nothing(served: Served) -> None:
+    served.gate.shut()
     async with joined_gateway(served.cluster.join_info(), gateway_id="gateway-1") as other:
         lost = asyncio.create_task(served.ask(WORDS[0], http_to(other, 60.0)))
-        await seen(lambda: bool(gate.asked))
+        await seen(lambda: bool(served.gate.asked))
     with pytest.raises((AssertionError, httpx.HTTPError)):
         await lost
-    gate.open.set()
+    served.gate.open()
     await served.all_right([asyncio.create_task(served.ask(words)) for words in WORDS])
 
 
-async def test_a_request_that_is_cancelled_before_its_prompt_has_come_holds_nothing(served: Served, gate: Gate) -> None:
+async def test_a_request_that_is_cancelled_before_its_prompt_has_come_holds_nothing(served: Served) -> None:
+    served.gate.shut()
     asking = [asyncio.create_task(served.ask(words)) for words in WORDS]
-    await seen(lambda: bool(gate.asked))
+    await seen(lambda: bool(served.gate.asked))
     given_up = asyncio.create_task(served.ask(WORDS[0], n=1))
     await asyncio.sleep(0.2)
     given_up.cancel()
     await asyncio.sleep(0.2)
-    gate.open.set()
+    served.gate.open()
     await served.all_right(asking)
 
 
