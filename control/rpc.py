@@ -5,13 +5,18 @@ With `control.tls` on, nothing goes in the clear, the token neither, and both en
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterable, Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 
+from alignedserve.cancellation import task_is_cancelled
 from alignedserve.control.tls import tls_files
+from alignedserve.errors import UnavailableError
+
+Message = TypeVar("Message")
 
 TOKEN_KEY = "alignedserve-token"
 MAX_MESSAGE_BYTES = 64 << 20
@@ -132,3 +137,15 @@ def open_channel(address: str, token: str) -> TokenChannel:
     if tls is None:
         return TokenChannel(grpc.aio.insecure_channel(address, options=options), token)
     return TokenChannel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=options), token)
+
+
+async def whole_answer(call: AsyncIterable[Message]) -> list[Message]:
+    """What a server streams, to its end. Raises UnavailableError where that is not reached."""
+    try:
+        return [message async for message in call]
+    except grpc.aio.AioRpcError as error:
+        raise UnavailableError(error.code().name) from error
+    except asyncio.CancelledError as error:
+        if task_is_cancelled():
+            raise
+        raise UnavailableError("its channel was closed") from error

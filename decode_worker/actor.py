@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import grpc
 
-from alignedserve.control.convert import failure_to_proto, key_from_proto, keys_from_proto, keys_to_proto
+from alignedserve.control.checks import check_buffer
+from alignedserve.control.convert import enter_stage, failure_to_proto, key_from_proto, keys_from_proto, keys_to_proto
 from alignedserve.control.integrity import check_books
 from alignedserve.control.link import Outbox, serve_stream
 from alignedserve.control.metrics import StoreCount, show_stores
@@ -19,14 +21,16 @@ from alignedserve.control.worker import WorkerServer
 from alignedserve.decode_worker.buffer_link import BufferLink
 from alignedserve.decode_worker.held import EvictionOrder, Outcome
 from alignedserve.decode_worker.instance import DecodeInstance
+from alignedserve.decode_worker.loop import DecodeLoop
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.stored import pooled
 from alignedserve.metrics import Page
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import RequestKey
+from alignedserve.request import RequestKey, Stage
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.transfer.metrics import locking, show_channels
 
@@ -121,9 +125,8 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         assert compute is not None
         kind = command.WhichOneof("body")
         if kind == "candidates":
-            candidates = command.candidates
-            self._instance.check(candidates)
-            compute.offer(BufferKind(candidates.buffer), candidates.batch_id, candidates.requests)
+            check_buffer(command.candidates)
+            self.spawn(self._offer(command.candidates, compute))
         elif kind == "cancel":
             compute.cancel(keys_from_proto(command.cancel))
         elif kind == "recall":
@@ -131,6 +134,25 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         elif kind == "urgent":
             keys = [key_from_proto(key) for key in command.urgent.keys]
             compute.mark_urgent(dict(zip(keys, command.urgent.due_in_s, strict=True)))
+
+    async def _offer(self, candidates: pw.Prefetch, compute: DecodeLoop) -> None:
+        """Read what the pool has stored of these, and have the loop decide about them from then on."""
+        scheduler = self._scheduler
+        shards: dict[str, list[RequestKey]] = defaultdict(list)
+        for request in candidates.requests:
+            shards[request.pool_id].append(key_from_proto(request.key))
+
+        async def bring(pool_id: str, keys: list[RequestKey]) -> None:
+            found = await self._instance.read(pool_id, keys)
+            for stored in found.values():
+                enter_stage(stored.spec.timings, Stage.PREFETCH, time.time_ns())
+            if self._scheduler is not scheduler:
+                return  # its successor cannot know of these, and has them submitted again
+            compute.offer(BufferKind(candidates.buffer), candidates.batch_id, found.values())
+            if missing := [key for key in keys if key not in found]:
+                self._report_lost(missing, "the pool does not have it any more")
+
+        await asyncio.gather(*(bring(*shard) for shard in shards.items()))
 
     # ---- from the decode thread
 
@@ -153,7 +175,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             if link is not None:
                 link.give_back(_keys(requests))
             elif requests[0].store_id == requests[0].pool_id:
-                self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=requests)))
+                self._report_returned(requests)
             else:  # in a buffer that has gone with its prefill instance
                 self._report_lost(_keys(requests), "the prefill instance whose buffer held the KV was lost")
         for order in outcome.evictions:
@@ -168,7 +190,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
         if outcome.finished:
             self._report(dw.DecodeReport(finished=keys_to_proto(outcome.finished)))
         if outcome.returned:
-            self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=outcome.returned)))
+            self._report_returned(outcome.returned)
         if outcome.lost:
             self._report_lost(outcome.lost, "the KV could not be copied to or from the decode instance")
         if outcome.unreadable:
@@ -214,6 +236,10 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
     def _report(self, report: dw.DecodeReport) -> None:
         if self._scheduler is not None:
             self._scheduler.put(report)
+
+    def _report_returned(self, requests: Iterable[pb.StoredRequest]) -> None:
+        """These lie in the pool again."""
+        self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=map(pooled, requests))))
 
     def _report_lost(self, keys: Iterable[RequestKey], reason: str, *, distrust: bool = False) -> None:
         failure = failure_to_proto(TransferError(reason))

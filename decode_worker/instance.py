@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from alignedserve.config import Config
-from alignedserve.control.checks import check_candidates
 from alignedserve.control.role import SERVING_STATES
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.decode_worker.buffer_access import BufferReach
@@ -27,8 +26,8 @@ from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.model import ModelInfo
 from alignedserve.proto import common_pb2 as pb
-from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.cost.load import configured_cost
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 from alignedserve.scheduler.instance.iteration import IterationScheduler
@@ -126,10 +125,9 @@ class DecodeInstance:
         self.compute.start()
         await self._follow_pairs()
 
-    def check(self, candidates: pw.Announcement) -> None:
-        """Raises InvalidRequestError where one of these cannot be decoded here."""
-        vocab_size = self.model.vocab_size if self.model is not None else 0
-        check_candidates(candidates, self._pool.plan.result().block_size, vocab_size)
+    async def read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
+        """What the shard has stored of these, and can be decoded here."""
+        return await self._pool.read(pool_id, keys, self.model.vocab_size if self.model is not None else 0)
 
     def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto, spec_to_proto
+from alignedserve.control.convert import failure_from_proto, key_to_proto, keys_from_proto, keys_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import TokenChannel, open_channel
 from alignedserve.gateway.body.planning import ServedModel
@@ -18,7 +18,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import RequestKey, RequestSpec
+from alignedserve.request import RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class SchedulerLink:
         self._link = self._channel = self._target = None
         self._on_down()
 
-    def submit(self, requests: Sequence[RequestSpec]) -> bool:
-        return self.up and self._send(submit=sc.Submission(requests=[spec_to_proto(spec) for spec in requests]))
+    def submit(self, requests: Sequence[pb.RequestHead]) -> bool:
+        return self.up and self._send(submit=sc.Submission(requests=requests))
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
         return self.up and self._send(cancel=keys_to_proto(keys))

@@ -41,6 +41,7 @@ from alignedserve.gateway.peers import GatewayPeers, PeerService
 from alignedserve.gateway.pulse import Pulse, ask_workers
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.gateway.scheduler_link import SchedulerLink
+from alignedserve.gateway.spec_source import SpecSource
 from alignedserve.gateway.token_sink import TokenSink
 from alignedserve.model import ModelInfo
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
@@ -146,6 +147,7 @@ class GatewayServer(RoleServer):
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return [
             (gw_grpc.add_TokenSinkServicer_to_server, TokenSink(self.ledger)),
+            (gw_grpc.add_SpecSourceServicer_to_server, SpecSource(self.ledger)),
             (gw_grpc.add_GatewayPeerServicer_to_server, PeerService(self.ledger)),
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -20,6 +21,7 @@ from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.paired_service import PairedCopiesService
 from alignedserve.kv_pool.pool import Grant, KvPool
 from alignedserve.kv_pool.records import Holding, WriterKey, check_writer
+from alignedserve.kv_pool.stored import renewed, unpacked
 from alignedserve.kv_pool.table import AllocationTable, table_bytes
 from alignedserve.metrics import Page
 from alignedserve.model import ModelInfo
@@ -35,6 +37,8 @@ from alignedserve.transfer.segments import SegmentClient
 from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
+
+MOST_READ_BYTES = 4 << 20  # of a message that answers a read, but for the last request in it
 
 Message = TypeVar("Message")
 
@@ -248,6 +252,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
                 share_with,
                 commit.kept_blocks,
                 list(commit.checksums),
+                commit.payload,
             )
         except AlignedServeError as error:
             outbox.put(kp.PoolWriterReply(message_id=message.message_id, refused=failure_to_proto(error)))
@@ -297,24 +302,29 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             copies = [(key_from_proto(held.key), held.kv_tokens) for held in command.drop.holdings]
             self._deliver(self._pool.drop(copies))
         elif kind == "adopt":
-            wanted = [(key_from_proto(held.key), held.kv_tokens) for held in command.adopt.holdings]
-            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=[self._adopt(*one) for one in wanted])))
+            outbox.put(kp.PoolReport(adopted=kp.Inventory(holdings=map(self._adopt, command.adopt.heads))))
         elif kind == "take_inventory":
             holdings = [self._holding(held, ids=False) for held in self._pool.inventory()]
             outbox.put(kp.PoolReport(inventory=kp.Inventory(holdings=holdings)))
         self._announce()
 
-    def _adopt(self, key: RequestKey, most_tokens: int) -> kp.Holding:
+    def _adopt(self, head: pb.RequestHead) -> kp.Holding:
         """One that cannot be made over is as good as none: it must not keep the others from their answers."""
         assert self._pool is not None
-        try:
-            (adopted,), grants = self._pool.adopt([(key, most_tokens)])
+        key, most_tokens = key_from_proto(head.key), head.prompt_tokens + head.output_tokens - 1
+
+        def renew(payload: bytes) -> bytes:
+            return renewed(payload, head, time.time_ns())
+
+        try:  # without a token it cannot decode
+            (adopted,), grants = self._pool.adopt([(key, most_tokens)], renew if head.output_tokens else None)
         except AlignedServeError as error:
             logger.warning("nothing is adopted: %s", error, extra={"request_id": key.request_id})
             return self._holding(Holding(key, 0, ()))
         self._deliver(grants)
         message = self._holding(adopted)
         message.blocks = self._pool.own_blocks(key.request_id) if adopted.block_ids else 0
+        message.whole = adopted.payload is not None and adopted.kv_tokens == most_tokens
         return message
 
     def _holding(self, held: Holding, *, ids: bool = True) -> kp.Holding:
@@ -325,6 +335,33 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             message.block_ids.extend(held.block_ids)
             message.checksums.extend(held.checksums)
         return message
+
+    # ---- who goes on with a request
+
+    async def Read(
+        self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[kp.StoredRequests]:
+        pool = await self._ready(context)
+        found: list[bytes] = []
+        size = 0
+        for key in keys_from_proto(request):
+            if (stored := self._stored(pool, key)) is None:
+                continue
+            found.append(stored)
+            size += len(stored)
+            if size > MOST_READ_BYTES:
+                yield kp.StoredRequests(requests=found)
+                found, size = [], 0
+        if found:
+            yield kp.StoredRequests(requests=found)
+
+    def _stored(self, pool: KvPool, key: RequestKey) -> bytes | None:
+        try:
+            read = pool.read(key)
+        except AlignedServeError as error:
+            logger.error("%s", error, extra={"request_id": key.request_id})
+            return None
+        return unpacked(read[1], read[0], self.settings.id) if read is not None else None
 
     def _announce(self) -> None:
         """Tell the scheduler how many blocks are free, where that has changed."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from alignedserve.control.checks import decodable
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import AlignedServeError, StaleError, TransferError
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.remote_shards import PoolReader, RemoteShards
+from alignedserve.kv_pool.stored_reader import StoredReader
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
 from alignedserve.sizing import StorePlan
 from alignedserve.transfer.block_store import HostBlockStore, attach_store
 from alignedserve.transfer.channel import Channel
@@ -27,12 +30,14 @@ class PoolAttachment:
     """Follows the cluster's view. The memory outlives the pool's process, so a successor needs new links only.
 
     `segments` must be the client that every mapping of this process is made with: a restarted node agent is handed
-    them back through it. `others`: the shards of other nodes, which are read only.
+    them back through it. `others`: the shards of other nodes, which are read only. `stored`: what any shard keeps
+    beside the KV.
     """
 
     def __init__(self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float) -> None:
         self.segments = SegmentClient(settings.agent_socket, settings.token)
         self.others = RemoteShards(settings, process, copy_timeout_s)
+        self.stored = StoredReader(settings.token)
         self.view = sv.ClusterView()
         self.plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
         self._node_id = settings.node_id
@@ -57,6 +62,7 @@ class PoolAttachment:
         await self._handover.on_view(view)
         await self._follow_pool()
         await self.others.on_view(view)
+        await self.stored.on_view(view)
 
     async def attach(self, geometry: KvGeometry, writers: Sequence[PoolWriter]) -> HostBlockStore:
         """The shard of this node, mapped, and `writers` linked to its process, as soon as there is one."""
@@ -66,6 +72,18 @@ class PoolAttachment:
         await self._attached.wait()
         assert self._store is not None
         return self._store
+
+    async def read(
+        self, pool_id: str, keys: Collection[RequestKey], vocab_size: int
+    ) -> dict[RequestKey, pb.StoredRequest]:
+        """What a shard has stored of these and can be decoded; a shard that cannot be read has nothing."""
+        try:
+            found = await self.stored.read(pool_id, keys)
+        except TransferError as error:
+            logger.warning("%d candidates cannot be read: %s", len(keys), error)
+            return {}
+        size = self.plan.result().block_size
+        return {key: stored for key, stored in found.items() if decodable(stored, size, vocab_size)}
 
     def reader(self, own: Channel) -> PoolReader:
         """From every shard to where `own` leads from this node's."""
@@ -94,6 +112,7 @@ class PoolAttachment:
 
     async def close(self) -> None:
         await self.others.close()
+        await self.stored.close()
         for writer in self._writers:
             await writer.close()
         if self._store is not None:

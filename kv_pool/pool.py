@@ -11,7 +11,7 @@ the same state, leases among them: a writer may be filling its leased blocks whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from alignedserve.errors import AccountingError, StaleError, TransferError
@@ -22,6 +22,7 @@ from alignedserve.kv_pool.records import (
     Holding,
     Leased,
     Lost,
+    Payload,
     PoolState,
     Record,
     Released,
@@ -118,15 +119,16 @@ class KvPool:
         share_with: RequestKey | None = None,
         kept_blocks: int = 0,
         checksums: Sequence[int] = (),
+        payload: bytes = b"",
     ) -> list[Grant]:
         """From now on the request holds exactly `block_ids`, in order, with the KV of its first `kv_tokens` tokens.
 
         The first `kept_blocks` it must hold already (a lease of the same ids does not count: their KV is gone). Each
         of the others is leased to `writer`, held by the request already (in this or an older epoch), or held by
         `share_with`. What the request held and is not listed loses a holder. `checksums`: of each block, or none; only
-        readers compare them. Idempotent. Refused otherwise, and then nothing changes: StaleError for an older epoch
-        than was seen or a writer that is lost, TransferError where a block is none of these (write the request in
-        full) or the numbers do not fit.
+        readers compare them. `payload`: kept beside it, for `read`. Idempotent. Refused otherwise, and then nothing
+        changes: StaleError for an older epoch than was seen or a writer that is lost, TransferError where a block is
+        none of these (write the request in full), the numbers do not fit, or there is no room for the payload.
         """
         self._require_alive(writer)
         before = self._holdings.get(key.request_id)
@@ -138,13 +140,13 @@ class KvPool:
                 f"{self.store_id}: {key.request_id} has lost its first {kept_blocks} blocks: write it in full"
             )
         fresh, shared = self._sort_out(writer, key, [block for block in block_ids if block not in own], share_with)
-        holding = Holding(key, kv_tokens, tuple(block_ids), tuple(checksums))
-        self._write_ahead(Held(holding, writer))
+        holding = Holding(key, kv_tokens, tuple(block_ids), tuple(checksums), self._keep(payload))
+        self._write_holding(Held(holding, writer))
         self._blocks.assign_leased(fresh, writer, key.request_id)
         self._blocks.retain(shared, key.request_id)
         if gone := own.difference(block_ids):
             self._blocks.release(gone, key.request_id)
-        self._holdings[key.request_id] = holding
+        self._replace(before, holding)
         return self._serve()
 
     def release(self, keys: Iterable[RequestKey]) -> list[Grant]:
@@ -156,11 +158,14 @@ class KvPool:
                 self._free(key.request_id)
         return self._serve()
 
-    def adopt(self, wanted: Iterable[tuple[RequestKey, int]]) -> tuple[list[Holding], list[Grant]]:
+    def adopt(
+        self, wanted: Iterable[tuple[RequestKey, int]], renew: Callable[[bytes], bytes] | None = None
+    ) -> tuple[list[Holding], list[Grant]]:
         """What the epochs before these hold, up to so many tokens, is theirs from now on: no older one can change it.
 
         What each holds then; without blocks where there is nothing, or a newer epoch has it. What is left of an epoch
         before the last is freed: this shard heard nothing of the one between, which may have drawn other tokens.
+        `renew`: what its payload is in the new epoch, for one of which nothing is missing; else it has none.
         """
         found = []
         for key, most_tokens in wanted:
@@ -177,25 +182,42 @@ class KvPool:
             elif holding.key == key:  # asked again; it may have gone on since
                 found.append(holding)
             else:
-                found.append(self._take_over(holding, key, most_tokens))
+                found.append(self._take_over(holding, key, most_tokens, renew))
         return found, self._serve()
 
-    def _take_over(self, holding: Holding, key: RequestKey, most_tokens: int) -> Holding:
+    def _take_over(
+        self, holding: Holding, key: RequestKey, most_tokens: int, renew: Callable[[bytes], bytes] | None
+    ) -> Holding:
         kv_tokens = min(holding.kv_tokens, most_tokens)
         kept = holding.block_ids[: -(-kv_tokens // self._block_size)]
-        adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)])
         try:
-            self._write_ahead(Held(adopted))
+            payload = None
+            if renew is not None and holding.payload is not None and kv_tokens == most_tokens:
+                payload = self._keep(renew(self._table.payloads.read(holding.payload)))
+            adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)], payload)
+            self._write_holding(Held(adopted))
         except TransferError:  # no room to write it down: it is prefilled anew, and then replaces this
             return Holding(key, 0, ())
-        self._holdings[key.request_id] = adopted
+        self._replace(holding, adopted)
         self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
         return adopted
 
     def _free(self, request_id: str) -> None:
-        del self._holdings[request_id]
+        holding = self._holdings.pop(request_id)
         self._blocks.release_all(request_id)
         self._write_down(Released(request_id))
+        if holding.payload is not None:
+            self._table.payloads.free(holding.payload)
+
+    def read(self, key: RequestKey) -> tuple[Holding, bytes] | None:
+        """What the request holds, and the payload that came with it; None where it is not here, in just this epoch.
+
+        Raises TransferError where the payload has been damaged.
+        """
+        holding = self._holdings.get(key.request_id)
+        if holding is None or holding.key != key or holding.payload is None:
+            return None
+        return holding, self._table.payloads.read(holding.payload)
 
     def own_blocks(self, request_id: str) -> int:
         """Blocks that nobody but this request holds."""
@@ -277,6 +299,9 @@ class KvPool:
             self._blocks.holder_count(block) for block in range(self._blocks.capacity)
         ):
             raise AccountingError(f"{self.store_id}: blocks are held by requests that have committed nothing")
+        payloads = (held.payload for held in self._holdings.values() if held.payload is not None)
+        if sum(len(payload.page_ids) for payload in payloads) != self._table.payloads.used_pages:
+            raise AccountingError(f"{self.store_id}: pages are used for payloads that no request has")
         if self._table.state() != self._state():
             raise AccountingError(f"{self.store_id}: the allocation table says something else than the pool")
 
@@ -348,6 +373,28 @@ class KvPool:
         return grants
 
     # ---- the table
+
+    def _keep(self, data: bytes) -> Payload | None:
+        """Raises TransferError where there is no room."""
+        payload = self._table.payloads.write(data)
+        if payload is None:
+            raise TransferError(f"{self.store_id}: there is no room for {len(data)} bytes of a stored request")
+        return payload if data else None
+
+    def _write_holding(self, record: Held) -> None:
+        """`_write_ahead`; its payload is not kept where that raises."""
+        try:
+            self._write_ahead(record)
+        except TransferError:
+            if record.holding.payload is not None:
+                self._table.payloads.free(record.holding.payload)
+            raise
+
+    def _replace(self, before: Holding | None, holding: Holding) -> None:
+        """The new one is written down: what was stored with the old is not needed any more."""
+        self._holdings[holding.key.request_id] = holding
+        if before is not None and before.payload is not None:
+            self._table.payloads.free(before.payload)
 
     def _write_ahead(self, record: Record) -> None:
         """Write down what is about to happen. Raises TransferError, and changes nothing, where the table is full."""

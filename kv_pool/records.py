@@ -33,16 +33,27 @@ class WriterKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Payload:
+    """Bytes that lie in pages of the segment (`payloads.py`), and their CRC-32."""
+
+    page_ids: tuple[int, ...]
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """The committed blocks of a request, in order; they hold the KV of its first `kv_tokens` tokens.
 
-    `checksums`: of each block, where its writer took them (kv_pool.verify), else empty.
+    `checksums`: of each block, where its writer took them (kv_pool.verify), else empty. `payload`: its StoredRequest;
+    None of KV that it can only be prefilled from.
     """
 
     key: RequestKey
     kv_tokens: int
     block_ids: tuple[int, ...]
     checksums: tuple[int, ...] = ()
+    payload: Payload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +161,7 @@ def encode(record: Record) -> bytes:
         case Held(holding, writer):
             key = _name(holding.key.request_id) + _NUMBER.pack(holding.key.epoch)
             whose = b"\0" if writer is None else b"\1" + _writer(writer)
-            blocks = _ids(holding.block_ids) + _checksums(holding.checksums)
+            blocks = _ids(holding.block_ids) + _checksums(holding.checksums) + _payload(holding.payload)
             return b"H" + key + _NUMBER.pack(holding.kv_tokens) + whose + blocks
         case Released(request_id):
             return b"R" + _name(request_id)
@@ -173,7 +184,7 @@ def decode(data: bytes) -> Record:
             key = RequestKey(reader.name(), reader.number())
             kv_tokens = reader.number()
             writer = reader.writer() if reader.take(1) == b"\1" else None
-            return Held(Holding(key, kv_tokens, reader.ids(), reader.checksums()), writer)
+            return Held(Holding(key, kv_tokens, reader.ids(), reader.checksums(), reader.payload()), writer)
         if kind == b"R":
             return Released(reader.name())
         if kind == b"L":
@@ -220,6 +231,13 @@ class _Reader:
         count = int(_COUNT.unpack(self.take(4))[0])
         return tuple(array("Q", self.take(count * 8)))
 
+    def payload(self) -> Payload | None:
+        page_ids = self.ids()
+        if not page_ids:
+            return None
+        word = self.number()
+        return Payload(page_ids, word >> 32, word & 0xFFFFFFFF)
+
 
 def _name(text: str) -> bytes:
     data = text.encode()
@@ -238,3 +256,9 @@ def _ids(block_ids: Sequence[int]) -> bytes:
 
 def _checksums(checksums: Sequence[int]) -> bytes:
     return _COUNT.pack(len(checksums)) + array("Q", checksums).tobytes()
+
+
+def _payload(payload: Payload | None) -> bytes:
+    if payload is None:
+        return _ids(())
+    return _ids(payload.page_ids) + _NUMBER.pack(payload.length << 32 | payload.checksum)

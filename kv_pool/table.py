@@ -8,6 +8,7 @@ written to the other region, and one 8-byte write makes that the active one: few
     page 0    magic, capacity, block bytes, region bytes, geometry fingerprint; at byte 64 the active region's number
     region 1  [length and checksum | record, padded to 8 bytes] ... 0
     region 2  likewise
+    pages     of payloads (`payloads.py`), which records of region 1 or 2 name
 
 One process writes, and nobody reads meanwhile: the agent ends a pool process before a successor starts.
 """
@@ -20,11 +21,12 @@ from collections.abc import Iterable
 
 from alignedserve.errors import GeometryMismatchError, TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.payloads import PAGE_BYTES, PayloadPages, payload_pages
 from alignedserve.kv_pool.records import PoolState, Record, decode, encode
 
-MAGIC = b"ASKVTAB2"
+MAGIC = b"ASKVTAB3"
 HEADER_BYTES = 4096
-BYTES_PER_BLOCK = 192  # of a region: a block's id and checksum in 16 holdings, or a holding of its own
+BYTES_PER_BLOCK = 256  # of a region: a block's id and checksum and its page in 16 holdings, or a holding of its own
 LEAST_SLACK_BYTES = 1 << 18  # a journal is rewritten when it has grown by so much, and by as much as it said at first
 SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
 _HEADER = struct.Struct("<8sQQQ32s")
@@ -38,11 +40,14 @@ def region_bytes(capacity_blocks: int) -> int:
 
 def table_bytes(capacity_blocks: int) -> int:
     """Bytes to leave in front of the blocks (`HostBlockStore.create(front_bytes=...)`)."""
-    return HEADER_BYTES + 2 * region_bytes(capacity_blocks)
+    return HEADER_BYTES + 2 * region_bytes(capacity_blocks) + payload_pages(capacity_blocks) * PAGE_BYTES
 
 
 class AllocationTable:
-    """The journal. `found` is what a predecessor left; `append` and `rewrite` go on from there."""
+    """The journal. `found` is what a predecessor left; `append` and `rewrite` go on from there.
+
+    `payloads`: the pages behind it.
+    """
 
     def __init__(self, memory: memoryview, geometry: KvGeometry, capacity_blocks: int, *, region: int = 0) -> None:
         """Open the table in `memory`, or begin one where there is none. `region`: bytes of one, for tests.
@@ -51,7 +56,8 @@ class AllocationTable:
         or `memory` is too small.
         """
         self._region_bytes = region or region_bytes(capacity_blocks)
-        size = HEADER_BYTES + 2 * self._region_bytes
+        pages_at = HEADER_BYTES + 2 * self._region_bytes
+        size = pages_at + payload_pages(capacity_blocks) * PAGE_BYTES
         if memory.nbytes < size:
             raise TransferError(f"an allocation table of {size} bytes does not fit in {memory.nbytes} bytes")
         self._bytes = memory.cast("B")[:size]
@@ -73,6 +79,8 @@ class AllocationTable:
         self._enter(self._words[_ACTIVE_WORD])
         self.found = self._read()
         self._allow_slack()
+        payloads = (holding.payload for holding in self.found.holdings.values() if holding.payload is not None)
+        self.payloads = PayloadPages(self._bytes[pages_at:], payloads)
 
     def state(self) -> PoolState:
         """What the table says now, read anew. Raises TransferError where it is damaged."""

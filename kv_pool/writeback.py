@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from alignedserve.control.convert import key_from_proto
 from alignedserve.errors import AlignedServeError
+from alignedserve.kv_pool.stored import pack
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.transfer.copier import Copier, Route
@@ -47,7 +48,8 @@ async def _write(
         await copier.copy([route, route], fresh, key.request_id)
         block_ids = [*stored.pool_block_ids[:kept], *fresh]
         checksums = [*stored.pool_checksums[:kept], *route.checksums]
-        await pool.commit(key, stored.kv_tokens, block_ids, kept_blocks=kept, checksums=checksums)
+        payload = pack(stored.spec, stored.prefill_id, stored.evicted_ns)
+        await pool.commit(key, stored.kv_tokens, block_ids, kept_blocks=kept, checksums=checksums, payload=payload)
     except AlignedServeError:
         pool.give(fresh)
         raise

@@ -114,10 +114,12 @@ class PoolWriter:
         share_with: RequestKey | None = None,
         kept_blocks: int = 0,
         checksums: Sequence[int] = (),
+        payload: bytes = b"",
     ) -> None:
         """From now on the request holds exactly `block_ids`, the first `kept_blocks` of which it holds already.
 
-        `checksums`: of each block, where blocks are verified. Returns once the pool has said so.
+        `checksums`: of each block, where blocks are verified. `payload`: kept with it (`stored.pack`).
+        Returns once the pool has said so.
 
         Raises TransferError where the pool refuses (a base block is no longer held) or goes away for long, StaleError
         where another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
@@ -129,6 +131,7 @@ class PoolWriter:
             block_ids=block_ids,
             kept_blocks=kept_blocks,
             checksums=checksums,
+            payload=payload,
         )
         if share_with is not None:
             commit.share_with.CopyFrom(key_to_proto(share_with))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import grpc
 
-from alignedserve.control.checks import check_candidates, check_group, check_stored
+from alignedserve.control.checks import check_buffer, check_group, check_stored
 from alignedserve.control.convert import (
     failure_to_proto,
     key_from_proto,
@@ -29,9 +29,11 @@ from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.worker import WorkerServer
 from alignedserve.errors import AlignedServeError, TransferError, UnavailableError
 from alignedserve.kv_pool.paired_service import PairedCopiesService
+from alignedserve.kv_pool.stored import pooled
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.instance import PrefillInstance
 from alignedserve.prefill_worker.loop import Computed, PrefilledJob, PrefillLoop
+from alignedserve.prefill_worker.specs import SpecReader, Specs
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import paired_copies_pb2_grpc as pc_grpc
 from alignedserve.proto import prefill_worker_pb2 as pw
@@ -69,6 +71,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._copies_ended_s = self.config.kv_pool.copy_timeout_s + self.config.supervisor.fence_after_s
         self._living: set[tuple[str, int]] = set()  # processes, by id and incarnation, as the supervisor knows them
         self._draining = False
+        self._specs = SpecReader(settings.token)
+        self._expected: dict[RequestKey, pw.PrefillGroup] = {}  # sent here by the scheduler, not yet by their gateways
 
     # ---- the role's hooks
 
@@ -83,10 +87,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
     async def unload(self) -> None:
         await self._pairs.close()
+        await self._specs.close()
         await self._instance.close()
 
     async def on_view(self, view: sv.ClusterView) -> None:
         await self._instance.on_view(view)
+        await self._specs.on_view(view)
         self._drop_dead(view)
         self._draining = self.settings.id in view.draining
         self._follow_draining()
@@ -94,7 +100,8 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def _follow_draining(self) -> None:
         """An instance that is to go says when it holds nothing any more; the scheduler sends it nothing new."""
         if self._draining and self.state in SERVING_STATES:
-            self.set_state("drained" if self._instance.holds_nothing() else "draining")
+            holds_nothing = self._instance.holds_nothing() and not self._expected
+            self.set_state("drained" if holds_nothing else "draining")
 
     def trouble(self) -> AlignedServeError | None:
         return self._instance.trouble()
@@ -169,20 +176,19 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
 
         What lies in the buffers stays: the decode instances decide about that.
         """
+        self._expected.clear()
         if self._instance.compute is not None:
             self._instance.compute.cancel_all()
 
     def _on_command(self, command: pw.PrefillCommand) -> None:
         kind = command.WhichOneof("body")
         if kind == "prefill":
-            assert self._instance.compute is not None
-            group = command.prefill
-            check_group(group.requests, self._instance.vocab_size)
-            base = self._instance.base_of(group.base) if group.HasField("base") else None
-            self._instance.compute.submit([spec_from_proto(spec) for spec in group.requests], base)
+            keys = keys_from_proto(pb.RequestKeys(keys=command.prefill.keys))
+            self._expected.update(dict.fromkeys(keys, command.prefill))
+            self.spawn(self._begin(command.prefill, keys))
         elif kind == "prefetch":
             if self._instance.buffers:
-                check_candidates(command.prefetch, self._block_size, self._instance.vocab_size)
+                check_buffer(command.prefetch)
                 self.spawn(self._prefetch(command.prefetch))
         elif kind == "cancel":
             self._cancel(keys_from_proto(command.cancel))
@@ -191,19 +197,58 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         offloader, compute = self._instance.offloader, self._instance.compute
         assert offloader is not None
         assert compute is not None
+        if expected := [key for key in keys if self._expected.pop(key, None) is not None]:
+            self._report(pw.PrefillReport(finished=keys_to_proto(expected)))
         compute.cancel([key for key in keys if not offloader.cancel(key)])
 
+    async def _begin(self, group: pw.PrefillGroup, keys: Sequence[RequestKey]) -> None:
+        """Ask the group's gateway for it, and compute what is still wanted of it then."""
+        compute = self._instance.compute
+        assert compute is not None
+        specs: Specs = {}
+        failure: AlignedServeError | None = None
+        try:
+            specs = await self._specs.read(group.gateway_address, keys)
+            if specs:
+                check_group(list(specs.values()), self._instance.vocab_size)
+        except AlignedServeError as error:
+            failure = error
+        expected = [key for key in keys if self._expected.get(key) is group]  # else cancelled, or nobody's any more
+        for key in expected:
+            del self._expected[key]
+        if failure is not None and expected:
+            logger.warning("a prompt did not come: %s", failure, extra={"request_id": keys[0].request_id})
+            self._report_failure(expected, failure, retry=True)
+        elif gone := [key for key in expected if key not in specs]:  # their gateway has ended them, or begun anew
+            self._report(pw.PrefillReport(finished=keys_to_proto(gone)))
+        if coming := [specs[key] for key in expected if key in specs and failure is None]:
+            if not coming[0].prompt_token_ids:  # the one that has it was cancelled
+                coming[0].prompt_token_ids.extend(next(iter(specs.values())).prompt_token_ids)
+            base = self._instance.base_of(group.base) if group.HasField("base") else None
+            compute.submit([spec_from_proto(spec) for spec in coming], base)
+        self._follow_draining()
+
     async def _prefetch(self, command: pw.Prefetch) -> None:
-        prefetcher = self._instance.prefetcher
+        prefetcher, scheduler = self._instance.prefetcher, self._scheduler
         assert prefetcher is not None
-        outbox, owner = self._decoders.get(command.decode_id, (None, ""))
-        returned, lost = await prefetcher.prefetch(command, outbox, owner)
-        if returned:
-            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
-        if lost:
+
+        def decoder() -> tuple[Outbox[pw.BufferEvent], str] | None:
+            """None where the scheduler has gone: its successor has these submitted again."""
+            return self._decoders.get(command.decode_id) if self._scheduler is scheduler else None
+
+        missed = await prefetcher.prefetch(command, decoder)
+        self._report_returned(missed.returned)
+        if missed.missing:
+            self._report_failure(missed.missing, TransferError("the pool does not have it any more"), retry=True)
+        if missed.unreadable:
             error = TransferError("the KV could not be brought from the pool")
-            self._report_failure(lost, error, retry=True, distrust=True)
+            self._report_failure(missed.unreadable, error, retry=True, distrust=True)
         self._report_description()
+
+    def _report_returned(self, requests: Iterable[pb.StoredRequest]) -> None:
+        """These lie in the pool again."""
+        if returned := [pooled(stored) for stored in requests]:
+            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
 
     # ---- from decode instances
 
@@ -261,12 +306,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         del self._orphans[owner]
         dropped = [entry.stored for buffer in self._instance.buffers.values() for entry in buffer.drop_owner(owner)]
         returned = [stored for stored in dropped if stored.kv_tokens == stored.pool_tokens]
-        for stored in returned:
-            stored.block_ids[:] = stored.pool_block_ids
-            stored.checksums[:] = stored.pool_checksums
-            stored.store_id = stored.pool_id
-        if returned:
-            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
+        self._report_returned(returned)
         lost = [key_from_proto(stored.spec.key) for stored in dropped if stored.kv_tokens != stored.pool_tokens]
         if lost:
             self._report_failure(lost, TransferError("the decode instance was lost"), retry=True)
@@ -302,8 +342,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         prefetcher = self._instance.prefetcher
         assert prefetcher is not None
         returned, lost = await prefetcher.give_back(keys)
-        if returned:
-            self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
+        self._report_returned(returned)
         if lost:
             self._report_failure(lost, TransferError("the KV could not be written back to the pool"), retry=True)
         self._report_description()
@@ -333,12 +372,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         assert instance.offloader is not None
         assert instance.compute is not None
         try:
-            stored, gone = await instance.offloader.offload(job)
+            prefilled, gone = await instance.offloader.offload(job)
         except AlignedServeError as error:
             logger.warning("offload failed: %s", error, extra={"request_id": job.lead.request_id})
             self._report_failure([spec.key for spec in job.members], error, retry=True)
         else:
-            for request in stored:
+            for request in prefilled:
                 self._report(pw.PrefillReport(prefilled=request))
             if gone:
                 self._report(pw.PrefillReport(finished=keys_to_proto(gone)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from alignedserve.config import Config
@@ -118,7 +118,7 @@ class PrefillInstance:
         self.pool_id, size = pool_store.store_id, plan.block_size
         self.offloader = Offloader(settings.id, writers[0], self.copier, offload, self.pool_id, size)
         readers = {kind: self._pool.reader(channel) for kind, channel in from_pool.items()}
-        self.prefetcher = Prefetcher(self.buffers, self.copier, readers, to_pool, writers[1], size)
+        self.prefetcher = Prefetcher(self.buffers, self.copier, readers, to_pool, writers[1], self._read, size)
         runner = await asyncio.to_thread(make_runner, tensor)
 
         reader = self._pool.reader(fetch)
@@ -140,6 +140,9 @@ class PrefillInstance:
     def channels(self) -> list[Channel]:
         """Every channel that this instance copies over."""
         return [*self._channels, *self._pool.others.channels]
+
+    async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
+        return await self._pool.read(pool_id, keys, self.vocab_size)
 
     def base_of(self, holding: kp.Holding) -> Base:
         pool_id = holding.pool_id

@@ -7,8 +7,9 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from alignedserve.control.convert import spec_to_proto
+from alignedserve.control.convert import key_to_proto, spec_to_proto
 from alignedserve.errors import AlignedServeError, TransferError
+from alignedserve.kv_pool.stored import pack
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
 from alignedserve.prefill_worker.layerwise import Ahead
@@ -90,8 +91,8 @@ class Offloader:
             waiting.cancel()  # nobody of the job is left: it must not wait for room
         return True
 
-    async def offload(self, job: PrefilledJob) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
-        """Copy and commit; returns what is stored, and the keys that were cancelled meanwhile and hold nothing.
+    async def offload(self, job: PrefilledJob) -> tuple[list[pb.PooledRequest], list[RequestKey]]:
+        """Copy and commit; returns what is in the pool, and the keys that were cancelled meanwhile and hold nothing.
 
         The members of a job share its blocks. Raises TransferError where the copy fails or the pool cannot take it,
         StaleError where a newer epoch has replaced a request.
@@ -113,7 +114,7 @@ class Offloader:
             blocks = [*kept, *fresh]
             try:
                 checksums = await self._copy(job, fresh, len(kept))
-                await self._commit(keys, job.kv_tokens, blocks, checksums, len(kept))
+                await self._commit(job, blocks, checksums, len(kept))
             except AlignedServeError:
                 if len(keys) > 1:  # some may have been committed; one alone holds what it held before
                     self._pool.release(keys)
@@ -123,7 +124,7 @@ class Offloader:
             if gone:
                 self._pool.release(gone)
             going_on = [spec for spec in job.members if spec.key not in self._cancelled]
-            return [self._stored(job, spec, blocks, checksums) for spec in going_on], gone
+            return [self._pooled(job, spec, len(blocks)) for spec in going_on], gone
         finally:
             for key in keys:
                 del self._under_way[key]
@@ -157,27 +158,26 @@ class Offloader:
         before = [] if job.base is None else list(job.base.checksums[:kept])
         return before + await self._copier.checksums(self._to_pool.source, job.block_ids[kept:])
 
-    async def _commit(
-        self, keys: list[RequestKey], kv_tokens: int, blocks: list[int], checksums: list[int], kept: int
-    ) -> None:
-        await self._pool.commit(keys[0], kv_tokens, blocks, kept_blocks=kept, checksums=checksums)
-        for key in keys[1:]:
-            await self._pool.commit(key, kv_tokens, blocks, share_with=keys[0], checksums=checksums)
+    async def _commit(self, job: PrefilledJob, blocks: list[int], checksums: list[int], kept: int) -> None:
+        for spec in job.members:
+            lead = spec is job.members[0]
+            await self._pool.commit(
+                spec.key,
+                job.kv_tokens,
+                blocks,
+                None if lead else job.members[0].key,
+                kept if lead else 0,
+                checksums,
+                pack(spec_to_proto(spec), self._prefill_id),
+            )
 
-    def _stored(
-        self, job: PrefilledJob, spec: RequestSpec, blocks: list[int], checksums: list[int]
-    ) -> pb.StoredRequest:
-        return pb.StoredRequest(
-            spec=spec_to_proto(spec),
-            store_id=self._pool_id,
-            kv_tokens=job.kv_tokens,
-            block_ids=blocks,
+    def _pooled(self, job: PrefilledJob, spec: RequestSpec, blocks: int) -> pb.PooledRequest:
+        return pb.PooledRequest(
+            key=key_to_proto(spec.key),
             pool_id=self._pool_id,
-            pool_tokens=job.kv_tokens,
-            pool_block_ids=blocks,
-            prefill_id=self._prefill_id,
-            checksums=checksums,
-            pool_checksums=checksums,
+            kv_tokens=job.kv_tokens,
+            blocks=blocks,
+            group_id=spec.group_id if spec.group_size > 1 else "",
         )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
 
 from alignedserve.control.convert import enter_stage, key_from_proto
 from alignedserve.control.link import Outbox
@@ -28,6 +29,20 @@ from alignedserve.transfer.copier import Copier, Route
 logger = logging.getLogger(__name__)
 
 BufferOutbox = Outbox[pw.BufferEvent]
+ReadStored = Callable[[str, Collection[RequestKey]], Awaitable[dict[RequestKey, pb.StoredRequest]]]
+
+
+@dataclass(slots=True)
+class Missed:
+    """Of a `Prefetch`, what was not announced to its decode instance.
+
+    `returned`: found no room, or no decode instance; they still lie in the pool. `missing`: could not be read there.
+    `unreadable`: their KV could not be copied, or was not what had been written, and would not be another time.
+    """
+
+    returned: list[pb.StoredRequest] = field(default_factory=list)
+    missing: list[RequestKey] = field(default_factory=list)
+    unreadable: list[RequestKey] = field(default_factory=list)
 
 
 class Prefetcher:
@@ -40,9 +55,12 @@ class Prefetcher:
         from_pool: dict[BufferKind, PoolReader],
         to_pool: dict[BufferKind, Channel],
         pool: PoolWriter,
+        read: ReadStored,
         block_size: int,
     ) -> None:
+        """`read`: what a shard has stored of these, as far as it can be read."""
         self.buffers = buffers
+        self._read = read
         self._copier = copier
         self._from_pool = from_pool
         self._to_pool = to_pool
@@ -55,36 +73,51 @@ class Prefetcher:
                 return buffer, buffered
         return None
 
-    async def prefetch(
-        self, command: pw.Prefetch, outbox: BufferOutbox | None, owner: str
-    ) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
-        """Copy the command's requests and announce each once it is here.
+    async def prefetch(self, command: pw.Prefetch, decoder: Callable[[], tuple[BufferOutbox, str] | None]) -> Missed:
+        """Read the command's requests, copy them, and announce each once it is here.
 
-        Returns those that found no room, or no decode instance to be announced to: they still lie in the pool. And
-        those whose KV could not be copied, or was not what had been written: lost, since it would not be another time.
+        `decoder`: asked once they are read, whom to announce them to, as which owner; None where nobody is there.
         """
-        buffer = self.buffers[BufferKind(command.buffer)]
-        returned: list[pb.StoredRequest] = []
-        lost: list[RequestKey] = []
+        shards: dict[str, list[RequestKey]] = {}
+        for request in command.requests:
+            shards.setdefault(request.pool_id, []).append(key_from_proto(request.key))
+        missed = Missed()
         # Each on its own: a shard that is slow or cut off delays no other's candidates.
+        await asyncio.gather(*(self._bring(*shard, command, decoder, missed) for shard in shards.items()))
+        return missed
+
+    async def _bring(
+        self,
+        pool_id: str,
+        keys: Sequence[RequestKey],
+        command: pw.Prefetch,
+        decoder: Callable[[], tuple[BufferOutbox, str] | None],
+        missed: Missed,
+    ) -> None:
+        """Those of one shard."""
+        buffer = self.buffers[BufferKind(command.buffer)]
+        found = await self._read(pool_id, keys)
+        outbox, owner = decoder() or (None, "")
         arriving: list[Coroutine[None, None, bool | None]] = []
-        coming: list[pb.StoredRequest] = []
-        for stored in command.requests:
+        coming: list[RequestKey] = []
+        for key in keys:
+            stored = found.get(key)
+            if stored is None:
+                missed.missing.append(key)
+                continue
             placement = buffer.place(stored, owner) if outbox is not None else None
             if placement is None:
-                returned.append(stored)
+                missed.returned.append(stored)
                 continue
             enter_stage(stored.spec.timings, Stage.PREFETCH, time.time_ns())
-            key = key_from_proto(stored.spec.key)
             buffer.requests[key].stored.spec.timings.CopyFrom(stored.spec.timings)
-            coming.append(stored)
+            coming.append(key)
             arriving.append(self._arrive(buffer, stored, self._start(buffer, stored, placement), command, outbox))
-        for stored, announced in zip(coming, await asyncio.gather(*arriving), strict=True):
+        for key, announced in zip(coming, await asyncio.gather(*arriving), strict=True):
             if announced is None:
-                lost.append(key_from_proto(stored.spec.key))
+                missed.unreadable.append(key)
             elif not announced:
-                returned.append(stored)
-        return returned, lost
+                missed.returned.append(found[key])
 
     def _start(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:
         begin, label = placement.resident, stored.spec.key.request_id

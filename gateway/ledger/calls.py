@@ -10,8 +10,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from alignedserve.control.convert import key_to_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan, derive_seed
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import (
     FinishReason,
     RequestKey,
@@ -57,6 +59,8 @@ class Answer:
     group_id: str
     epoch: int = 0
     sent_epoch: int | None = None
+    sent_s: float = 0.0  # when (time.monotonic)
+    group_size: int = 1  # of the answers that it was sent with
     state: AnswerState = AnswerState.UNSENT
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -114,12 +118,36 @@ class Answer:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= sampling.max_tokens else None
 
-    def spec(self, gateway_id: str, address: str, group_size: int, *, with_prompt: bool) -> RequestSpec:
-        """What the cluster is told of it: in a later epoch it goes on after the tokens that were delivered."""
-        sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
-        plan, now_ns = self.call.plan, time.time_ns()
-        arrival_ns = now_ns - int((time.monotonic() - self.call.arrival_s) * 1e9)  # the clock may have been set since
+    def sent(self) -> None:
+        """The scheduler has been told of it."""
+        self.state = AnswerState.SUBMITTED
+        self.sent_epoch = self.epoch
+        self.sent_s = self.heard_s = time.monotonic()
+
+    def head(self, gateway_id: str, group_size: int) -> pb.RequestHead:
+        """What the scheduler is told of it, and of how many answers it is sent with."""
+        self.group_size = group_size
+        return pb.RequestHead(
+            key=key_to_proto(self.key),
+            prompt_tokens=len(self.prompt.token_ids),
+            output_tokens=len(self.tokens),
+            max_tokens=self.sampling.max_tokens,
+            gateway_id=gateway_id,
+            group_id=self._group(),
+            group_size=self.group_size,
+            arrival_ns=_unix_ns(self.call.arrival_s),
+            submitted_ns=time.time_ns(),
+            wait_objective_s=self.call.plan.wait_objective_s or 0.0,
+        )
+
+    def _group(self) -> str:
         group = self.group_id if self.epoch == 0 else f"{self.group_id}/{self.epoch}"
+        return group if self.group_size > 1 else f"{group}#{self.index}"
+
+    def spec(self, gateway_id: str, address: str, *, with_prompt: bool) -> RequestSpec:
+        """What a worker is told of it: in a later epoch it goes on after the tokens that were delivered."""
+        sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
+        plan, arrival_ns = self.call.plan, _unix_ns(self.call.arrival_s)
         return RequestSpec(
             key=self.key,
             prompt_token_ids=list(self.prompt.token_ids) if with_prompt else [],
@@ -127,13 +155,18 @@ class Answer:
             output_token_ids=list(self.tokens),
             gateway_id=gateway_id,
             gateway_address=address,
-            group_id=group if group_size > 1 else f"{group}#{self.index}",
-            group_size=group_size,
+            group_id=self._group(),
+            group_size=self.group_size,
             arrival_ns=arrival_ns,
             deadline_ns=0 if plan.timeout_s is None else arrival_ns + int((plan.timeout_s - plan.spent_s) * 1e9),
             wait_objective_s=plan.wait_objective_s or 0.0,
-            stopwatch=Stopwatch(since_ns=now_ns),
+            stopwatch=Stopwatch(since_ns=_unix_ns(self.sent_s)),
         )
+
+
+def _unix_ns(monotonic_s: float) -> int:
+    """By the clock of now, which may have been set since."""
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.gateway.reply.new_tokens import EarlyEvent, NewTokens, read_event
 from alignedserve.gateway.request_log import RequestLog
 from alignedserve.proto import gateway_pb2 as gw
-from alignedserve.request import PROBE, FinishReason, RequestKey
+from alignedserve.request import PROBE, FinishReason, RequestKey, RequestSpec
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +204,10 @@ class Ledger:
         """Those that are open, in this epoch or in a newer one that is not submitted yet: it may adopt their KV."""
         found = ((key, self._open.get(key.request_id)) for key in keys)
         return [key for key, answer in found if answer is not None and _claims(answer, key.epoch)]
+
+    def specs(self, keys: Iterable[RequestKey]) -> list[RequestSpec]:
+        """What a worker needs to begin with these, of those that are open in this epoch."""
+        return self._submitter.specs(self._current(keys))
 
     def on_link_up(self) -> list[RequestKey]:
         """The link is (again) up, nothing sent yet. Returns the open requests that may be running on.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from alignedserve.gateway.ledger.calls import Answer, AnswerState
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec
 
 _KEPT_CANCELS = 8192
@@ -22,7 +22,7 @@ class SchedulerPort(Protocol):
     def down_for_s(self) -> float:
         """Seconds since there was a scheduler; 0 while there is one."""
 
-    def submit(self, requests: Sequence[RequestSpec]) -> bool: ...
+    def submit(self, requests: Sequence[pb.RequestHead]) -> bool: ...
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool: ...
 
@@ -82,12 +82,20 @@ class Submitter:
         port = self._port
         if port is None:
             return
-        specs = [
-            answer.spec(port.gateway_id, port.address, len(group), with_prompt=number == 0)
-            for number, answer in enumerate(group)
-        ]
-        if port.submit(specs):
+        heads = [answer.head(port.gateway_id, len(group)) for answer in group]
+        if port.submit(heads):
             for answer in group:
-                answer.state = AnswerState.SUBMITTED
-                answer.sent_epoch = answer.epoch
-                answer.heard_s = time.monotonic()
+                answer.sent()
+
+    def specs(self, answers: Iterable[Answer]) -> list[RequestSpec]:
+        """What a worker needs to begin with these: those that were sent. Of a group the first carries the prompt."""
+        port, found = self._port, list[RequestSpec]()
+        if port is None:
+            return found
+        for answer in answers:
+            if answer.state is not AnswerState.UNSENT:
+                spec = answer.spec(port.gateway_id, port.address, with_prompt=True)
+                if found and spec.group_id == found[-1].group_id:
+                    spec.prompt_token_ids = []
+                found.append(spec)
+        return found

@@ -211,6 +211,46 @@ class StoredRequest(_message.Message):
     evicted_ns: int
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., store_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., pool_id: _Optional[str] = ..., pool_tokens: _Optional[int] = ..., pool_block_ids: _Optional[_Iterable[int]] = ..., prefill_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., pool_checksums: _Optional[_Iterable[int]] = ..., evicted_ns: _Optional[int] = ...) -> None: ...
 
+class RequestHead(_message.Message):
+    __slots__ = ("key", "prompt_tokens", "output_tokens", "max_tokens", "gateway_id", "group_id", "group_size", "arrival_ns", "submitted_ns", "wait_objective_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_NS_FIELD_NUMBER: _ClassVar[int]
+    SUBMITTED_NS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_OBJECTIVE_S_FIELD_NUMBER: _ClassVar[int]
+    key: RequestKey
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    gateway_id: str
+    group_id: str
+    group_size: int
+    arrival_ns: int
+    submitted_ns: int
+    wait_objective_s: float
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., gateway_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., arrival_ns: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., wait_objective_s: _Optional[float] = ...) -> None: ...
+
+class PooledRequest(_message.Message):
+    __slots__ = ("key", "pool_id", "kv_tokens", "blocks", "group_id", "evicted_ns")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_NS_FIELD_NUMBER: _ClassVar[int]
+    key: RequestKey
+    pool_id: str
+    kv_tokens: int
+    blocks: int
+    group_id: str
+    evicted_ns: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., pool_id: _Optional[str] = ..., kv_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., group_id: _Optional[str] = ..., evicted_ns: _Optional[int] = ...) -> None: ...
+
 class Failure(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")
     CODE_FIELD_NUMBER: _ClassVar[int]

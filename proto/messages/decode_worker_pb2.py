@@ -26,7 +26,7 @@ from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__
 from alignedserve.proto import prefill_worker_pb2 as alignedserve_dot_proto_dot_prefill__worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&alignedserve/proto/decode_worker.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\x1a\'alignedserve/proto/prefill_worker.proto\"\xdf\x01\n\rDecodeCommand\x12\x33\n\ncandidates\x18\x01 \x01(\x0b\x32\x1d.alignedserve.v1.AnnouncementH\x00\x12.\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12.\n\x06recall\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x31\n\x06urgent\x18\x04 \x01(\x0b\x32\x1f.alignedserve.v1.UrgentRequestsH\x00\x42\x06\n\x04\x62ody\"M\n\x0eUrgentRequests\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x10\n\x08\x64ue_in_s\x18\x02 \x03(\x01\"\xd5\x02\n\x0c\x44\x65\x63odeReport\x12\x39\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\".alignedserve.v1.DecodeDescriptionH\x00\x12\x30\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\x08returned\x18\x03 \x01(\x0b\x32!.alignedserve.v1.ReturnedRequestsH\x00\x12\x32\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32 .alignedserve.v1.RequestFailuresH\x00\x12.\n\x06joined\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\tinventory\x18\x06 \x01(\x0b\x32 .alignedserve.v1.DecodeInventoryH\x00\x42\x06\n\x04\x62ody\"A\n\x0f\x44\x65\x63odeInventory\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.HeldRequest\"\xee\x01\n\x0bHeldRequest\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x15\n\rprefix_tokens\x18\x02 \x01(\x04\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\x04\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x12\n\ngateway_id\x18\x05 \x01(\t\x12\x0f\n\x07running\x18\x06 \x01(\x08\x12\x11\n\tkv_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x08 \x01(\r\x12\x10\n\x08store_id\x18\t \x01(\t\x12\x18\n\x10wait_objective_s\x18\n \x01(\x01\"\xd1\x03\n\x11\x44\x65\x63odeDescription\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x14\n\x0c\x63\x61\x63he_blocks\x18\x02 \x01(\x04\x12\x19\n\x11\x63\x61\x63he_free_blocks\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x17\n\x0fshortest_tokens\x18\x05 \x01(\x04\x12\x16\n\x0elongest_tokens\x18\x06 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x07 \x01(\x04\x12\x1d\n\x15\x62\x61tch_buffer_requests\x18\t \x01(\r\x12 \n\x18requests_buffer_requests\x18\n \x01(\r\x12\x12\n\niterations\x18\x0b \x01(\x04\x12\x19\n\x11switch_iterations\x18\x0c \x01(\x04\x12\x11\n\tevictions\x18\r \x01(\x04\x12\x18\n\x10pool_wait_blocks\x18\x0e \x01(\x04\x12\x1d\n\x15\x62\x61tch_shortest_tokens\x18\x0f \x01(\x04\x12\x1c\n\x14\x62\x61tch_longest_tokens\x18\x10 \x01(\x04\x12)\n\x08measured\x18\x14 \x01(\x0b\x32\x17.alignedserve.v1.PassesJ\x04\x08\x08\x10\t2\xa4\x01\n\x0c\x44\x65\x63odeWorker\x12L\n\x07\x43ontrol\x12\x1e.alignedserve.v1.DecodeCommand\x1a\x1d.alignedserve.v1.DecodeReport(\x01\x30\x01\x12\x46\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a\".alignedserve.v1.DecodeDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&alignedserve/proto/decode_worker.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\x1a\'alignedserve/proto/prefill_worker.proto\"\xdb\x01\n\rDecodeCommand\x12/\n\ncandidates\x18\x01 \x01(\x0b\x32\x19.alignedserve.v1.PrefetchH\x00\x12.\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12.\n\x06recall\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x31\n\x06urgent\x18\x04 \x01(\x0b\x32\x1f.alignedserve.v1.UrgentRequestsH\x00\x42\x06\n\x04\x62ody\"M\n\x0eUrgentRequests\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x10\n\x08\x64ue_in_s\x18\x02 \x03(\x01\"\xd5\x02\n\x0c\x44\x65\x63odeReport\x12\x39\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\".alignedserve.v1.DecodeDescriptionH\x00\x12\x30\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\x08returned\x18\x03 \x01(\x0b\x32!.alignedserve.v1.ReturnedRequestsH\x00\x12\x32\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32 .alignedserve.v1.RequestFailuresH\x00\x12.\n\x06joined\x18\x05 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x35\n\tinventory\x18\x06 \x01(\x0b\x32 .alignedserve.v1.DecodeInventoryH\x00\x42\x06\n\x04\x62ody\"A\n\x0f\x44\x65\x63odeInventory\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.HeldRequest\"\xee\x01\n\x0bHeldRequest\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x15\n\rprefix_tokens\x18\x02 \x01(\x04\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\x04\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x12\n\ngateway_id\x18\x05 \x01(\t\x12\x0f\n\x07running\x18\x06 \x01(\x08\x12\x11\n\tkv_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x08 \x01(\r\x12\x10\n\x08store_id\x18\t \x01(\t\x12\x18\n\x10wait_objective_s\x18\n \x01(\x01\"\xd1\x03\n\x11\x44\x65\x63odeDescription\x12,\n\x07process\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKey\x12\x14\n\x0c\x63\x61\x63he_blocks\x18\x02 \x01(\x04\x12\x19\n\x11\x63\x61\x63he_free_blocks\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x17\n\x0fshortest_tokens\x18\x05 \x01(\x04\x12\x16\n\x0elongest_tokens\x18\x06 \x01(\x04\x12\x10\n\x08\x62\x61tch_id\x18\x07 \x01(\x04\x12\x1d\n\x15\x62\x61tch_buffer_requests\x18\t \x01(\r\x12 \n\x18requests_buffer_requests\x18\n \x01(\r\x12\x12\n\niterations\x18\x0b \x01(\x04\x12\x19\n\x11switch_iterations\x18\x0c \x01(\x04\x12\x11\n\tevictions\x18\r \x01(\x04\x12\x18\n\x10pool_wait_blocks\x18\x0e \x01(\x04\x12\x1d\n\x15\x62\x61tch_shortest_tokens\x18\x0f \x01(\x04\x12\x1c\n\x14\x62\x61tch_longest_tokens\x18\x10 \x01(\x04\x12)\n\x08measured\x18\x14 \x01(\x0b\x32\x17.alignedserve.v1.PassesJ\x04\x08\x08\x10\t2\xa4\x01\n\x0c\x44\x65\x63odeWorker\x12L\n\x07\x43ontrol\x12\x1e.alignedserve.v1.DecodeCommand\x1a\x1d.alignedserve.v1.DecodeReport(\x01\x30\x01\x12\x46\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a\".alignedserve.v1.DecodeDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'alignedserve.proto.decode_w
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODECOMMAND']._serialized_start=134
-  _globals['_DECODECOMMAND']._serialized_end=357
-  _globals['_URGENTREQUESTS']._serialized_start=359
-  _globals['_URGENTREQUESTS']._serialized_end=436
-  _globals['_DECODEREPORT']._serialized_start=439
-  _globals['_DECODEREPORT']._serialized_end=780
-  _globals['_DECODEINVENTORY']._serialized_start=782
-  _globals['_DECODEINVENTORY']._serialized_end=847
-  _globals['_HELDREQUEST']._serialized_start=850
-  _globals['_HELDREQUEST']._serialized_end=1088
-  _globals['_DECODEDESCRIPTION']._serialized_start=1091
-  _globals['_DECODEDESCRIPTION']._serialized_end=1556
-  _globals['_DECODEWORKER']._serialized_start=1559
-  _globals['_DECODEWORKER']._serialized_end=1723
+  _globals['_DECODECOMMAND']._serialized_end=353
+  _globals['_URGENTREQUESTS']._serialized_start=355
+  _globals['_URGENTREQUESTS']._serialized_end=432
+  _globals['_DECODEREPORT']._serialized_start=435
+  _globals['_DECODEREPORT']._serialized_end=776
+  _globals['_DECODEINVENTORY']._serialized_start=778
+  _globals['_DECODEINVENTORY']._serialized_end=843
+  _globals['_HELDREQUEST']._serialized_start=846
+  _globals['_HELDREQUEST']._serialized_end=1084
+  _globals['_DECODEDESCRIPTION']._serialized_start=1087
+  _globals['_DECODEDESCRIPTION']._serialized_end=1552
+  _globals['_DECODEWORKER']._serialized_start=1555
+  _globals['_DECODEWORKER']._serialized_end=1719
 # @@protoc_insertion_point(module_scope)

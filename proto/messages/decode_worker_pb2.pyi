@@ -14,11 +14,11 @@ class DecodeCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
     URGENT_FIELD_NUMBER: _ClassVar[int]
-    candidates: _prefill_worker_pb2.Announcement
+    candidates: _prefill_worker_pb2.Prefetch
     cancel: _common_pb2.RequestKeys
     recall: _common_pb2.RequestKeys
     urgent: UrgentRequests
-    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Announcement, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[UrgentRequests, _Mapping]] = ...) -> None: ...
+    def __init__(self, candidates: _Optional[_Union[_prefill_worker_pb2.Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., recall: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., urgent: _Optional[_Union[UrgentRequests, _Mapping]] = ...) -> None: ...
 
 class UrgentRequests(_message.Message):
     __slots__ = ("keys", "due_in_s")

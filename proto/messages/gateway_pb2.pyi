@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RequestSpecs(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestSpec]
+    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ...) -> None: ...
+
 class CallId(_message.Message):
     __slots__ = ("call_id", "owner", "whosever")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]

@@ -99,6 +99,80 @@ class TokenSink(object):
             _registered_method=True)
 
 
+class SpecSourceStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadSpecs = channel.unary_stream(
+                '/alignedserve.v1.SpecSource/ReadSpecs',
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.RequestKeys.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_gateway__pb2.RequestSpecs.FromString,
+                _registered_method=True)
+
+
+class SpecSourceServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def ReadSpecs(self, request, context):
+        """What a worker needs to begin with these, in messages of a few MiB. Those that are not open here, in just that epoch,
+        are left out; of those of one group only the first carries the prompt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SpecSourceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadSpecs': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSpecs,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.RequestKeys.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_gateway__pb2.RequestSpecs.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'alignedserve.v1.SpecSource', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('alignedserve.v1.SpecSource', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class SpecSource(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def ReadSpecs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/alignedserve.v1.SpecSource/ReadSpecs',
+            alignedserve_dot_proto_dot_common__pb2.RequestKeys.SerializeToString,
+            alignedserve_dot_proto_dot_gateway__pb2.RequestSpecs.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class GatewayPeerStub(object):
     """Missing associated documentation comment in .proto file."""
 

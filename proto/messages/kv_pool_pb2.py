@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from alignedserve.proto import common_pb2 as alignedserve_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n alignedserve/proto/kv_pool.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\x80\x02\n\x11PoolWriterMessage\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKeyH\x00\x12\x15\n\x0bwant_blocks\x18\x03 \x01(\rH\x00\x12.\n\tgive_back\x18\x04 \x01(\x0b\x32\x19.alignedserve.v1.BlockIdsH\x00\x12)\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x17.alignedserve.v1.CommitH\x00\x12/\n\x07release\x18\x06 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"\x1b\n\x08\x42lockIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xb9\x01\n\x06\x43ommit\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x11\n\tkv_tokens\x18\x02 \x01(\x04\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\nshare_with\x18\x04 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x13\n\x0bkept_blocks\x18\x05 \x01(\r\x12\x15\n\tchecksums\x18\x06 \x03(\x06\x42\x02\x10\x01\"\xdf\x01\n\x0fPoolWriterReply\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\x12,\n\x07granted\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.BlockIdsH\x00\x12+\n\tcommitted\x18\x03 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12+\n\x07refused\x18\x04 \x01(\x0b\x32\x18.alignedserve.v1.FailureH\x00\x12(\n\x06recall\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x42\x06\n\x04\x62ody\"\xd1\x01\n\x0bPoolCommand\x12/\n\x07release\x18\x01 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x30\n\x0etake_inventory\x18\x02 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12*\n\x04\x64rop\x18\x03 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x12+\n\x05\x61\x64opt\x18\x04 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x42\x06\n\x04\x62ody\"\xad\x01\n\nPoolReport\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .alignedserve.v1.PoolDescriptionH\x00\x12/\n\tinventory\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x12-\n\x07\x61\x64opted\x18\x03 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x42\x06\n\x04\x62ody\"\xd6\x01\n\x0fPoolDescription\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12+\n\x05store\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cowned_blocks\x18\x06 \x01(\x04\x12\x15\n\rcached_blocks\x18\x07 \x01(\x04\x12\x15\n\rleased_blocks\x18\x08 \x01(\x04\"\x95\x01\n\x07Holding\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x11\n\tkv_tokens\x18\x02 \x01(\x04\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\tchecksums\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x0f\n\x07pool_id\x18\x06 \x01(\t\"7\n\tInventory\x12*\n\x08holdings\x18\x01 \x03(\x0b\x32\x18.alignedserve.v1.Holding2\xeb\x01\n\x06KvPool\x12Q\n\x05Write\x12\".alignedserve.v1.PoolWriterMessage\x1a .alignedserve.v1.PoolWriterReply(\x01\x30\x01\x12H\n\x07\x43ontrol\x12\x1c.alignedserve.v1.PoolCommand\x1a\x1b.alignedserve.v1.PoolReport(\x01\x30\x01\x12\x44\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a .alignedserve.v1.PoolDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n alignedserve/proto/kv_pool.proto\x12\x0f\x61lignedserve.v1\x1a\x1f\x61lignedserve/proto/common.proto\"\x80\x02\n\x11PoolWriterMessage\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\x12,\n\x05hello\x18\x02 \x01(\x0b\x32\x1b.alignedserve.v1.ProcessKeyH\x00\x12\x15\n\x0bwant_blocks\x18\x03 \x01(\rH\x00\x12.\n\tgive_back\x18\x04 \x01(\x0b\x32\x19.alignedserve.v1.BlockIdsH\x00\x12)\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x17.alignedserve.v1.CommitH\x00\x12/\n\x07release\x18\x06 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x42\x06\n\x04\x62ody\"\x1b\n\x08\x42lockIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xca\x01\n\x06\x43ommit\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x11\n\tkv_tokens\x18\x02 \x01(\x04\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\nshare_with\x18\x04 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x13\n\x0bkept_blocks\x18\x05 \x01(\r\x12\x15\n\tchecksums\x18\x06 \x03(\x06\x42\x02\x10\x01\x12\x0f\n\x07payload\x18\x07 \x01(\x0c\"\xdf\x01\n\x0fPoolWriterReply\x12\x12\n\nmessage_id\x18\x01 \x01(\x04\x12,\n\x07granted\x18\x02 \x01(\x0b\x32\x19.alignedserve.v1.BlockIdsH\x00\x12+\n\tcommitted\x18\x03 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12+\n\x07refused\x18\x04 \x01(\x0b\x32\x18.alignedserve.v1.FailureH\x00\x12(\n\x06recall\x18\x05 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x42\x06\n\x04\x62ody\"\xcd\x01\n\x0bPoolCommand\x12/\n\x07release\x18\x01 \x01(\x0b\x32\x1c.alignedserve.v1.RequestKeysH\x00\x12\x30\n\x0etake_inventory\x18\x02 \x01(\x0b\x32\x16.alignedserve.v1.EmptyH\x00\x12*\n\x04\x64rop\x18\x03 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x12\'\n\x05\x61\x64opt\x18\x04 \x01(\x0b\x32\x16.alignedserve.v1.AdoptH\x00\x42\x06\n\x04\x62ody\"4\n\x05\x41\x64opt\x12+\n\x05heads\x18\x01 \x03(\x0b\x32\x1c.alignedserve.v1.RequestHead\"\"\n\x0eStoredRequests\x12\x10\n\x08requests\x18\x01 \x03(\x0c\"\xad\x01\n\nPoolReport\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .alignedserve.v1.PoolDescriptionH\x00\x12/\n\tinventory\x18\x02 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x12-\n\x07\x61\x64opted\x18\x03 \x01(\x0b\x32\x1a.alignedserve.v1.InventoryH\x00\x42\x06\n\x04\x62ody\"\xd6\x01\n\x0fPoolDescription\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12+\n\x05store\x18\x03 \x01(\x0b\x32\x1c.alignedserve.v1.StoreHandle\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cowned_blocks\x18\x06 \x01(\x04\x12\x15\n\rcached_blocks\x18\x07 \x01(\x04\x12\x15\n\rleased_blocks\x18\x08 \x01(\x04\"\xa4\x01\n\x07Holding\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.alignedserve.v1.RequestKey\x12\x11\n\tkv_tokens\x18\x02 \x01(\x04\x12\x15\n\tblock_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\tchecksums\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x0f\n\x07pool_id\x18\x06 \x01(\t\x12\r\n\x05whole\x18\x07 \x01(\x08\"7\n\tInventory\x12*\n\x08holdings\x18\x01 \x03(\x0b\x32\x18.alignedserve.v1.Holding2\xb4\x02\n\x06KvPool\x12Q\n\x05Write\x12\".alignedserve.v1.PoolWriterMessage\x1a .alignedserve.v1.PoolWriterReply(\x01\x30\x01\x12H\n\x07\x43ontrol\x12\x1c.alignedserve.v1.PoolCommand\x1a\x1b.alignedserve.v1.PoolReport(\x01\x30\x01\x12G\n\x04Read\x12\x1c.alignedserve.v1.RequestKeys\x1a\x1f.alignedserve.v1.StoredRequests0\x01\x12\x44\n\x08\x44\x65scribe\x12\x16.alignedserve.v1.Empty\x1a .alignedserve.v1.PoolDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,19 +47,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKIDS']._serialized_start=345
   _globals['_BLOCKIDS']._serialized_end=372
   _globals['_COMMIT']._serialized_start=375
-  _globals['_COMMIT']._serialized_end=560
-  _globals['_POOLWRITERREPLY']._serialized_start=563
-  _globals['_POOLWRITERREPLY']._serialized_end=786
-  _globals['_POOLCOMMAND']._serialized_start=789
-  _globals['_POOLCOMMAND']._serialized_end=998
-  _globals['_POOLREPORT']._serialized_start=1001
-  _globals['_POOLREPORT']._serialized_end=1174
-  _globals['_POOLDESCRIPTION']._serialized_start=1177
-  _globals['_POOLDESCRIPTION']._serialized_end=1391
-  _globals['_HOLDING']._serialized_start=1394
-  _globals['_HOLDING']._serialized_end=1543
-  _globals['_INVENTORY']._serialized_start=1545
-  _globals['_INVENTORY']._serialized_end=1600
-  _globals['_KVPOOL']._serialized_start=1603
-  _globals['_KVPOOL']._serialized_end=1838
+  _globals['_COMMIT']._serialized_end=577
+  _globals['_POOLWRITERREPLY']._serialized_start=580
+  _globals['_POOLWRITERREPLY']._serialized_end=803
+  _globals['_POOLCOMMAND']._serialized_start=806
+  _globals['_POOLCOMMAND']._serialized_end=1011
+  _globals['_ADOPT']._serialized_start=1013
+  _globals['_ADOPT']._serialized_end=1065
+  _globals['_STOREDREQUESTS']._serialized_start=1067
+  _globals['_STOREDREQUESTS']._serialized_end=1101
+  _globals['_POOLREPORT']._serialized_start=1104
+  _globals['_POOLREPORT']._serialized_end=1277
+  _globals['_POOLDESCRIPTION']._serialized_start=1280
+  _globals['_POOLDESCRIPTION']._serialized_end=1494
+  _globals['_HOLDING']._serialized_start=1497
+  _globals['_HOLDING']._serialized_end=1661
+  _globals['_INVENTORY']._serialized_start=1663
+  _globals['_INVENTORY']._serialized_end=1718
+  _globals['_KVPOOL']._serialized_start=1721
+  _globals['_KVPOOL']._serialized_end=2029
 # @@protoc_insertion_point(module_scope)

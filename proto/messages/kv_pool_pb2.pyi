@@ -30,20 +30,22 @@ class BlockIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "share_with", "kept_blocks", "checksums")
+    __slots__ = ("key", "kv_tokens", "block_ids", "share_with", "kept_blocks", "checksums", "payload")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SHARE_WITH_FIELD_NUMBER: _ClassVar[int]
     KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     share_with: _common_pb2.RequestKey
     kept_blocks: int
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kept_blocks: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    payload: bytes
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., share_with: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kept_blocks: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PoolWriterReply(_message.Message):
     __slots__ = ("message_id", "granted", "committed", "refused", "recall")
@@ -68,8 +70,20 @@ class PoolCommand(_message.Message):
     release: _common_pb2.RequestKeys
     take_inventory: _common_pb2.Empty
     drop: Inventory
-    adopt: Inventory
-    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ..., adopt: _Optional[_Union[Inventory, _Mapping]] = ...) -> None: ...
+    adopt: Adopt
+    def __init__(self, release: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., take_inventory: _Optional[_Union[_common_pb2.Empty, _Mapping]] = ..., drop: _Optional[_Union[Inventory, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
+
+class Adopt(_message.Message):
+    __slots__ = ("heads",)
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    heads: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestHead]
+    def __init__(self, heads: _Optional[_Iterable[_Union[_common_pb2.RequestHead, _Mapping]]] = ...) -> None: ...
+
+class StoredRequests(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, requests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PoolReport(_message.Message):
     __slots__ = ("description", "inventory", "adopted")
@@ -102,20 +116,22 @@ class PoolDescription(_message.Message):
     def __init__(self, pool_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., store: _Optional[_Union[_common_pb2.StoreHandle, _Mapping]] = ..., capacity_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id")
+    __slots__ = ("key", "kv_tokens", "block_ids", "checksums", "blocks", "pool_id", "whole")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     kv_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     blocks: int
     pool_id: str
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., pool_id: _Optional[str] = ...) -> None: ...
+    whole: bool
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks: _Optional[int] = ..., pool_id: _Optional[str] = ..., whole: bool = ...) -> None: ...
 
 class Inventory(_message.Message):
     __slots__ = ("holdings",)

@@ -45,6 +45,11 @@ class KvPoolStub(object):
                 request_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.PoolCommand.SerializeToString,
                 response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.PoolReport.FromString,
                 _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/alignedserve.v1.KvPool/Read',
+                request_serializer=alignedserve_dot_proto_dot_common__pb2.RequestKeys.SerializeToString,
+                response_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.StoredRequests.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/alignedserve.v1.KvPool/Describe',
                 request_serializer=alignedserve_dot_proto_dot_common__pb2.Empty.SerializeToString,
@@ -69,6 +74,14 @@ class KvPoolServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Read(self, request, context):
+        """What was stored with the KV of these requests, in messages of a few MiB. Those that this shard does not have, in just
+        that epoch, are left out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -87,6 +100,11 @@ def add_KvPoolServicer_to_server(servicer, server):
                     servicer.Control,
                     request_deserializer=alignedserve_dot_proto_dot_kv__pool__pb2.PoolCommand.FromString,
                     response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.PoolReport.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=alignedserve_dot_proto_dot_common__pb2.RequestKeys.FromString,
+                    response_serializer=alignedserve_dot_proto_dot_kv__pool__pb2.StoredRequests.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -148,6 +166,33 @@ class KvPool(object):
             '/alignedserve.v1.KvPool/Control',
             alignedserve_dot_proto_dot_kv__pool__pb2.PoolCommand.SerializeToString,
             alignedserve_dot_proto_dot_kv__pool__pb2.PoolReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/alignedserve.v1.KvPool/Read',
+            alignedserve_dot_proto_dot_common__pb2.RequestKeys.SerializeToString,
+            alignedserve_dot_proto_dot_kv__pool__pb2.StoredRequests.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,12 +29,14 @@ class PrefillCommand(_message.Message):
     def __init__(self, prefill: _Optional[_Union[PrefillGroup, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., cancel: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ...) -> None: ...
 
 class PrefillGroup(_message.Message):
-    __slots__ = ("requests", "base")
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("keys", "base", "gateway_address")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
-    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestSpec]
+    GATEWAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestKey]
     base: _kv_pool_pb2.Holding
-    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ...) -> None: ...
+    gateway_address: str
+    def __init__(self, keys: _Optional[_Iterable[_Union[_common_pb2.RequestKey, _Mapping]]] = ..., base: _Optional[_Union[_kv_pool_pb2.Holding, _Mapping]] = ..., gateway_address: _Optional[str] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("decode_id", "buffer", "batch_id", "requests")
@@ -45,8 +47,8 @@ class Prefetch(_message.Message):
     decode_id: str
     buffer: Buffer
     batch_id: int
-    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.StoredRequest]
-    def __init__(self, decode_id: _Optional[str] = ..., buffer: _Optional[_Union[Buffer, str]] = ..., batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[_common_pb2.StoredRequest, _Mapping]]] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.PooledRequest]
+    def __init__(self, decode_id: _Optional[str] = ..., buffer: _Optional[_Union[Buffer, str]] = ..., batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[_common_pb2.PooledRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillReport(_message.Message):
     __slots__ = ("description", "prefilled", "finished", "failed", "prefetched", "returned")
@@ -57,12 +59,12 @@ class PrefillReport(_message.Message):
     PREFETCHED_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     description: PrefillDescription
-    prefilled: _common_pb2.StoredRequest
+    prefilled: _common_pb2.PooledRequest
     finished: _common_pb2.RequestKeys
     failed: RequestFailures
     prefetched: _common_pb2.RequestKeys
     returned: ReturnedRequests
-    def __init__(self, description: _Optional[_Union[PrefillDescription, _Mapping]] = ..., prefilled: _Optional[_Union[_common_pb2.StoredRequest, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., failed: _Optional[_Union[RequestFailures, _Mapping]] = ..., prefetched: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[ReturnedRequests, _Mapping]] = ...) -> None: ...
+    def __init__(self, description: _Optional[_Union[PrefillDescription, _Mapping]] = ..., prefilled: _Optional[_Union[_common_pb2.PooledRequest, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., failed: _Optional[_Union[RequestFailures, _Mapping]] = ..., prefetched: _Optional[_Union[_common_pb2.RequestKeys, _Mapping]] = ..., returned: _Optional[_Union[ReturnedRequests, _Mapping]] = ...) -> None: ...
 
 class RequestFailures(_message.Message):
     __slots__ = ("keys", "failure", "retry", "distrust")
@@ -79,8 +81,8 @@ class RequestFailures(_message.Message):
 class ReturnedRequests(_message.Message):
     __slots__ = ("requests",)
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.StoredRequest]
-    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.StoredRequest, _Mapping]]] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.PooledRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.PooledRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillDescription(_message.Message):
     __slots__ = ("process", "pending_tokens", "cache_blocks", "cache_free_blocks", "batch_buffer_blocks", "batch_buffer_free_blocks", "requests_buffer_blocks", "requests_buffer_free_blocks", "pool_wait_blocks", "measured")

@@ -34,8 +34,8 @@ class GatewayHello(_message.Message):
 class Submission(_message.Message):
     __slots__ = ("requests",)
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestSpec]
-    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestSpec, _Mapping]]] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[_common_pb2.RequestHead]
+    def __init__(self, requests: _Optional[_Iterable[_Union[_common_pb2.RequestHead, _Mapping]]] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
     __slots__ = ("rejected", "lost", "capacity", "whose", "intake")

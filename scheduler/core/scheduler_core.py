@@ -138,6 +138,11 @@ class SchedulerCore:
         """Whether the request is open here, in this epoch."""
         return self._state.table.get(key) is not None
 
+    def pool_of(self, key: RequestKey) -> str:
+        """The shard that an open request's KV lies in, or lay in last; "" where it has no name, or is not known."""
+        record = self._state.table.get(key)
+        return record.shard.pool_id if record is not None and record.shard is not None else ""
+
     def of_gateway(self, gateway_id: str) -> set[RequestKey]:
         """Its open requests."""
         return set(self._state.table.of_gateway(gateway_id))

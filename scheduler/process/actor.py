@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 import grpc
 
-from alignedserve.control.checks import check_group
+from alignedserve.control.checks import check_heads
 from alignedserve.control.convert import (
-    enter_stage,
     failure_from_proto,
     key_from_proto,
     key_to_proto,
@@ -34,16 +33,16 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import RequestKey, Stage
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.core import actions as act
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
-from alignedserve.scheduler.process.adoption import Adoption, Found, adopted_whole
+from alignedserve.scheduler.process.adoption import Adoption, Found
 from alignedserve.scheduler.process.intake import IntakeNews
 from alignedserve.scheduler.process.left_behind import LeftBehind
 from alignedserve.scheduler.process.links import WorkerLinks
 from alignedserve.scheduler.process.outgoing import Outgoing
-from alignedserve.scheduler.process.payloads import Files
+from alignedserve.scheduler.process.owners import Owners
 from alignedserve.scheduler.process.pool_audit import PoolAudit
 from alignedserve.scheduler.process.succession import Succession
 from alignedserve.scheduler.process.wire import (
@@ -73,7 +72,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         super().__init__(settings)
         self._core: SchedulerCore | None = None
         self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
-        self._files = Files()
+        self._owners = Owners()
         self._pairs = ev.PairsChanged(())
         self._shards = ev.ShardsChanged(())  # as last named; none: there is one
         self._asked_s: dict[str, float] = {}  # since when each shard has owed an inventory
@@ -83,7 +82,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._audit = PoolAudit(self._knows)
         self._left_behind = LeftBehind()
         self._adoption = Adoption()
-        self._outgoing = Outgoing(self._files, self._adoption, self._links, self._left_behind)
+        self._outgoing = Outgoing(self._owners, self._adoption, self._links, self._left_behind, self._pool_of)
         self._succession: Succession[sc.GatewayMessage] = Succession()
         self._living_gateways: set[str] = set()  # as the supervisor knows them
         self._intake = IntakeNews(lambda message: self._outgoing.tell_all(intake=message))
@@ -168,6 +167,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         hello: sc.GatewayHello = await first_message(request_iterator, "hello", context)
         first = sc.GatewayMessage(hello=hello)
         gateway_id = hello.process.id
+        self._outgoing.addresses[gateway_id] = hello.address
         outbox: Outbox[sc.SchedulerMessage] = Outbox()
         self._outgoing.gateways[gateway_id] = outbox
         outbox.put(sc.SchedulerMessage(capacity=sc.Capacity(max_request_tokens=self._capacity)))
@@ -191,11 +191,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
     def _on_gateway_message(self, gateway_id: str, message: sc.GatewayMessage) -> None:
         kind = message.WhichOneof("body")
         if kind == "submit":
-            check_group(message.submit.requests)
+            check_heads(message.submit.requests)
         if not self._succession.over:
             self._succession.keep(gateway_id, message)
         elif kind == "submit":
-            self._submit(list(message.submit.requests))
+            self._submit(message.submit.requests)
         elif kind == "cancel":
             self._cancel(keys_from_proto(message.cancel))
         elif kind == "hello":
@@ -217,7 +217,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._outgoing.tell(gateway_id, lost=sc.Loss(keys=lost, reason="this scheduler does not know it"))
 
     def _knows(self, key: RequestKey) -> bool:
-        return key in self._files.specs or (self._core is not None and self._core.is_open(key))
+        return key in self._adoption or (self._core is not None and self._core.is_open(key))
+
+    def _pool_of(self, key: RequestKey) -> str:
+        assert self._core is not None
+        return self._core.pool_of(key)
 
     def _end_succession(self) -> None:
         """Act upon what gateways have said meanwhile, once everyone who is up has said what it holds."""
@@ -235,9 +239,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._give_up(gateway_id)
 
     def _cancel(self, keys: Sequence[RequestKey]) -> None:
-        waiting = [key for key in keys if self._adoption.forget(key)]
-        for key in waiting:
-            self._files.specs.pop(key, None)
+        for key in [key for key in keys if self._adoption.forget(key)]:
+            self._owners.of.pop(key, None)
         strangers = [key for key in keys if not self._knows(key)]
         if strangers:  # a predecessor's requests: whoever has them is not known here
             wanted = keys_to_proto(strangers)
@@ -246,26 +249,25 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
         self._feed(ev.CancelRequested(tuple(keys)))
 
-    def _submit(self, specs: list[pb.RequestSpec]) -> None:
+    def _submit(self, heads: Sequence[pb.RequestHead]) -> None:
         assert self._core is not None  # nothing of a gateway is acted upon before
-        keys = [key_from_proto(spec.key) for spec in specs]
+        metas = [request_meta(key_from_proto(head.key), head) for head in heads]
         self._intake.submitted()
-        for key, spec in zip(keys, specs, strict=True):
-            if not spec.prompt_token_ids:
-                spec.prompt_token_ids.extend(specs[0].prompt_token_ids)
-            if not self._core.is_open(key):
-                self._files.specs[key] = spec
-            if (older := self._adoption.replaced_by(key)) is not None:
+        for meta in metas:
+            if not self._core.is_open(meta.key):
+                self._owners.of[meta.key] = meta.gateway_id
+            if (older := self._adoption.replaced_by(meta.key)) is not None:
                 self._adoption.forget(older)
-                self._files.specs.pop(older, None)
-        if self._adoption.wants(specs) and not self._core.is_open(keys[0]):
+                self._owners.of.pop(older, None)
+        first = metas[0].key
+        if self._adoption.wants(heads) and not self._core.is_open(first):
             pool_ids = self._shards.pool_ids or self._links.up("kv_pool")
-            wanted = self._adoption.ask(keys[0], specs[0], pool_ids, time.monotonic())
+            wanted = self._adoption.ask(first, heads[0], pool_ids, time.monotonic())
             self._links.send_pool(kp.PoolCommand(adopt=wanted))
             return
-        self._feed(ev.Submitted(tuple(request_meta(key, spec) for key, spec in zip(keys, specs, strict=True))))
-        for key in (key for key in keys if not self._core.is_open(key)):  # older than what is open
-            self._files.specs.pop(key, None)
+        self._feed(ev.Submitted(tuple(metas)))
+        for key in (meta.key for meta in metas if not self._core.is_open(meta.key)):  # older than what is open
+            self._owners.of.pop(key, None)
 
     def _on_adopted(self, pool_id: str, holding: kp.Holding) -> None:
         """A shard has said what it holds of a request that was submitted again."""
@@ -287,17 +289,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _go_on(self, found: Found) -> None:
         """With what the pool holds of a request that was submitted again."""
-        key, spec, base = found.key, found.spec, found.base
-        enter = adopted_whole(spec, base)
-        if enter is not None:
-            enter_stage(enter.spec.timings, Stage.POOL, time.time_ns())
-            self._files.stored[key] = enter
-        meta = replace(request_meta(key, spec), base_tokens=base.kv_tokens, whole=enter is not None)
+        key, base = found.key, found.base
+        meta = replace(request_meta(key, found.head), base_tokens=base.kv_tokens, whole=base.whole)
         meta = replace(meta, base_blocks=len(base.block_ids), own_blocks=base.blocks, base_pool_id=base.pool_id)
         self._feed(ev.Submitted((meta,)))
         assert self._core is not None
         if not self._core.is_open(key):  # a newer epoch came meanwhile, or it was refused
-            self._files.forget(key)
+            self._owners.of.pop(key, None)
             self._adoption.forget(key)
 
     # ---- reports
@@ -320,8 +318,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         elif kind == "joined":
             self._feed(ev.Joined(instance_id, tuple(keys_from_proto(report.joined))))
         elif kind == "returned":
-            for stored in report.returned.requests:
-                self._on_returned(stored, from_buffer=role == "prefill")
+            for request in report.returned.requests:
+                self._on_returned(request, from_buffer=role == "prefill")
         elif kind == "failed":
             self._on_failed(report.failed)
 
@@ -357,8 +355,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         held = tuple(held_requests(inventory))
         restore = not self._succession.over
         if restore:
-            self._files.restored |= {request.meta.key: request.meta.gateway_id for request in held}
+            self._owners.of |= {request.meta.key: request.meta.gateway_id for request in held}
         self._feed(ev.InventoryTaken(decode_id, held, restore))
+        for key in [request.meta.key for request in held if not self._knows(request.meta.key)]:
+            self._owners.of.pop(key, None)
         self._succession.heard("decode", decode_id)
         self._end_succession()
 
@@ -376,23 +376,19 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._capacity = capacity
             self._outgoing.tell_all(capacity=sc.Capacity(max_request_tokens=capacity))
 
-    def _on_prefilled(self, stored: pb.StoredRequest) -> None:
-        key = key_from_proto(stored.spec.key)
-        if not self._expects(key):
-            return
-        own_blocks = self._files.prefilled(key, stored, self._adoption.bases.pop(key, None))
-        self._feed(ev.Prefilled(key, stored.kv_tokens, len(stored.pool_block_ids), own_blocks, stored.pool_id))
+    def _on_prefilled(self, request: pb.PooledRequest) -> None:
+        key = key_from_proto(request.key)
+        if self._expects(key):
+            own_blocks = self._owners.own_blocks(request, self._adoption.bases.pop(key, None))
+            self._feed(ev.Prefilled(key, request.kv_tokens, request.blocks, own_blocks, request.pool_id))
 
-    def _on_returned(self, stored: pb.StoredRequest, *, from_buffer: bool) -> None:
-        key = key_from_proto(stored.spec.key)
-        if not self._expects(key):
-            return
-        now_ns = time.time_ns()
-        enter_stage(stored.spec.timings, Stage.POOL, now_ns)
-        self._files.stored[key] = stored
-        waited_s = max(0, now_ns - (stored.evicted_ns or now_ns)) / 1e9
-        blocks = len(stored.pool_block_ids)
-        self._feed(ev.Returned(key, stored.kv_tokens, blocks, waited_s, stored.pool_id, from_buffer))
+    def _on_returned(self, request: pb.PooledRequest, *, from_buffer: bool) -> None:
+        key = key_from_proto(request.key)
+        if self._expects(key):
+            now_ns = time.time_ns()
+            waited_s = max(0, now_ns - (request.evicted_ns or now_ns)) / 1e9
+            returned = ev.Returned(key, request.kv_tokens, request.blocks, waited_s, request.pool_id, from_buffer)
+            self._feed(returned)
 
     def _expects(self, key: RequestKey) -> bool:
         """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""
@@ -402,10 +398,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         return False
 
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
-        strangers = [key for key in keys if not self._knows(key) and key not in self._files.lost]
+        strangers = [key for key in keys if not self._knows(key) and key not in self._owners.lost]
         if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
             self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
-        if any(key in self._files.lost for key in keys):  # nobody will adopt what was kept for its next epoch
+        if any(key in self._owners.lost for key in keys):  # nobody will adopt what was kept for its next epoch
             self._audit.suspect(time.monotonic())
         self._feed(ev.Finished(tuple(keys)))
 

@@ -8,7 +8,7 @@ where another shard has all of it, and not at all once it has gone with its node
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.control.convert import key_from_proto
@@ -22,7 +22,7 @@ _ANY = "any"  # no shard was known when the submission came
 
 @dataclass(slots=True)
 class _Kept:
-    spec: pb.RequestSpec
+    head: pb.RequestHead
     since_s: float
     asked_s: float
     unheard: set[str]  # shards that have not answered
@@ -34,7 +34,7 @@ class Found:
     """A submission that goes on now, with what the pool has of it: in the shard `base.pool_id`, maybe nothing."""
 
     key: RequestKey
-    spec: pb.RequestSpec
+    head: pb.RequestHead
     base: kp.Holding
 
 
@@ -46,39 +46,35 @@ class Adoption:
         self._newest: dict[str, RequestKey] = {}
         self.bases: dict[RequestKey, kp.Holding] = {}
 
-    def wants(self, specs: list[pb.RequestSpec]) -> bool:
+    def wants(self, heads: Sequence[pb.RequestHead]) -> bool:
         """Whether the pool may hold something for this submission: one request, in a later epoch."""
-        return len(specs) == 1 and specs[0].key.epoch > 0
+        return len(heads) == 1 and heads[0].key.epoch > 0
 
     def replaced_by(self, key: RequestKey) -> RequestKey | None:
         """An older epoch of the request that waits here: it will not go on."""
         older = self._newest.get(key.request_id)
         return older if older is not None and older.epoch < key.epoch else None
 
-    def ask(self, key: RequestKey, spec: pb.RequestSpec, pool_ids: Iterable[str], now_s: float) -> kp.Inventory:
+    def ask(self, key: RequestKey, head: pb.RequestHead, pool_ids: Iterable[str], now_s: float) -> kp.Adopt:
         """Keep the submission; what to ask the shards, of which `pool_ids` are all that there are."""
         older = self.replaced_by(key)
         if older is not None:
             self._take(older)
-        self._waiting[key] = _Kept(spec, now_s, now_s, set(pool_ids) or {_ANY})
+        self._waiting[key] = _Kept(head, now_s, now_s, set(pool_ids) or {_ANY})
         self._newest[key.request_id] = key
-        return kp.Inventory(holdings=[self._question(key)])
+        return kp.Adopt(heads=[head])
 
-    def ask_again(self, up: Iterable[str], now_s: float, after_s: float = 0.0) -> dict[str, kp.Inventory]:
+    def ask_again(self, up: Iterable[str], now_s: float, after_s: float = 0.0) -> dict[str, kp.Adopt]:
         """The same, by shard, for those that have waited for so long: what was asked may have died with a process."""
         late = [key for key, kept in self._waiting.items() if now_s - kept.asked_s >= after_s]
         questions = {}
         for pool_id in up:
             unheard = [key for key in late if not self._waiting[key].unheard.isdisjoint((pool_id, _ANY))]
             if unheard:
-                questions[pool_id] = kp.Inventory(holdings=map(self._question, unheard))
+                questions[pool_id] = kp.Adopt(heads=[self._waiting[key].head for key in unheard])
         for key in late:
             self._waiting[key].asked_s = now_s
         return questions
-
-    def _question(self, key: RequestKey) -> kp.Holding:
-        spec = self._waiting[key].spec
-        return kp.Holding(key=spec.key, kv_tokens=_most_tokens(spec))
 
     def answered(self, pool_id: str, holding: kp.Holding) -> kp.Holding:
         """A shard's answer. What of it, or of an earlier one, is to be dropped, in `pool_id`; without tokens: nothing.
@@ -88,7 +84,7 @@ class Adoption:
         kept = self._waiting[key_from_proto(holding.key)]
         kept.unheard -= {pool_id, _ANY}
         holding.pool_id = pool_id
-        too_long = holding.kv_tokens > _most_tokens(kept.spec)  # of tokens that were never delivered
+        too_long = holding.kv_tokens > _most_tokens(kept.head)  # of tokens that were never delivered
         if kept.best.pool_id == pool_id and not too_long:  # asked again
             kept.best = holding
             return kp.Holding()
@@ -103,9 +99,9 @@ class Adoption:
         if kept is None or not _complete(kept, up, now_s):
             return None
         self._take(key)
-        if kept.best.kv_tokens:
+        if kept.best.kv_tokens and not kept.best.whole:
             self.bases[key] = kept.best
-        return Found(key, kept.spec, kept.best)
+        return Found(key, kept.head, kept.best)
 
     def end_all(self, up: Collection[str], now_s: float) -> list[Found]:
         """`end`, of all."""
@@ -125,7 +121,7 @@ class Adoption:
         return self._take(key)
 
     def of_gateway(self, gateway_id: str) -> list[RequestKey]:
-        return [key for key, kept in self._waiting.items() if kept.spec.gateway_id == gateway_id]
+        return [key for key, kept in self._waiting.items() if kept.head.gateway_id == gateway_id]
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._waiting
@@ -145,26 +141,9 @@ def _complete(kept: _Kept, up: Collection[str], now_s: float) -> bool:
         return True
     if _ANY in kept.unheard or not kept.unheard.isdisjoint(up) or not up:
         return False
-    return kept.best.kv_tokens == _most_tokens(kept.spec) or now_s - kept.since_s >= AWAY_S
+    return kept.best.kv_tokens == _most_tokens(kept.head) or now_s - kept.since_s >= AWAY_S
 
 
-def _most_tokens(spec: pb.RequestSpec) -> int:
+def _most_tokens(head: pb.RequestHead) -> int:
     """KV beyond this belongs to tokens that were never delivered; the last one's is computed by the next pass."""
-    return len(spec.prompt_token_ids) + len(spec.output_token_ids) - 1
-
-
-def adopted_whole(spec: pb.RequestSpec, holding: kp.Holding) -> pb.StoredRequest | None:
-    """The request as it lies in the pool, where nothing of it is to be prefilled; else None."""
-    if not spec.output_token_ids or holding.kv_tokens != _most_tokens(spec):
-        return None
-    return pb.StoredRequest(
-        spec=spec,
-        store_id=holding.pool_id,
-        kv_tokens=holding.kv_tokens,
-        block_ids=holding.block_ids,
-        checksums=holding.checksums,
-        pool_id=holding.pool_id,
-        pool_tokens=holding.kv_tokens,
-        pool_block_ids=holding.block_ids,
-        pool_checksums=holding.checksums,
-    )
+    return head.prompt_tokens + head.output_tokens - 1

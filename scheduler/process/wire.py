@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from alignedserve.control.convert import enter_stage, failure_to_proto, key_from_proto, key_to_proto, keys_to_proto
+from alignedserve.control.convert import failure_to_proto, key_from_proto, key_to_proto, keys_to_proto
 from alignedserve.errors import AlignedServeError
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import supervisor_pb2 as sv
-from alignedserve.request import RequestKey, Stage
+from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.actions import MarkUrgent, Prefetch, Recall
 from alignedserve.scheduler.core.events import (
     BufferKind,
@@ -26,17 +27,16 @@ from alignedserve.scheduler.core.events import (
 from alignedserve.scheduler.cost.pass_model import Passes
 
 
-def request_meta(key: RequestKey, spec: pb.RequestSpec) -> RequestMeta:
-    """A request that was submitted, its prompt in the message."""
-    prompt = len(spec.prompt_token_ids)
+def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
+    """A request that was submitted. Of the million that may be kept, each has no string of its own but its id."""
     return RequestMeta(
         key=key,
-        prefix_tokens=prompt + len(spec.output_token_ids),
-        max_total_tokens=prompt + spec.sampling.max_tokens,
-        group_id=spec.group_id,
-        gateway_id=spec.gateway_id,
-        age_s=max(0.0, (time.time_ns() - spec.arrival_ns) / 1e9),
-        wait_objective_s=spec.wait_objective_s,
+        prefix_tokens=head.prompt_tokens + head.output_tokens,
+        max_total_tokens=head.prompt_tokens + head.max_tokens,
+        group_id=head.group_id if head.group_size > 1 else "",
+        gateway_id=sys.intern(head.gateway_id),
+        age_s=max(0.0, (time.time_ns() - head.arrival_ns) / 1e9),
+        wait_objective_s=head.wait_objective_s,
     )
 
 
@@ -73,17 +73,23 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
         yield HeldRequest(meta, held.running, held.kv_tokens, held.blocks, prefill_id if buffer else "", kind)
 
 
-def prefetch_command(action: Prefetch, requests: Sequence[pb.StoredRequest]) -> pw.PrefillCommand | dw.DecodeCommand:
-    """To the prefill instance whose buffers they go through; to the decode instance where there are none."""
-    buffer = pw.Buffer.Name(int(action.buffer))
+def prefetch_command(action: Prefetch, pool_ids: Sequence[str]) -> pw.PrefillCommand | dw.DecodeCommand:
+    """To the prefill instance whose buffers they go through; to the decode instance where there are none.
+
+    `pool_ids`: the shard that has each.
+    """
+    prefetch = pw.Prefetch(
+        decode_id=action.decode_id,
+        buffer=pw.Buffer.Name(int(action.buffer)),
+        batch_id=action.batch_id,
+        requests=[
+            pb.PooledRequest(key=key_to_proto(key), pool_id=pool_id)
+            for key, pool_id in zip(action.keys, pool_ids, strict=True)
+        ],
+    )
     if action.prefill_id is not None:
-        prefetch = pw.Prefetch(decode_id=action.decode_id, buffer=buffer, batch_id=action.batch_id, requests=requests)
         return pw.PrefillCommand(prefetch=prefetch)
-    now_ns = time.time_ns()
-    for stored in requests:
-        enter_stage(stored.spec.timings, Stage.PREFETCH, now_ns)
-    candidates = pw.Announcement(buffer=buffer, batch_id=action.batch_id, requests=requests)
-    return dw.DecodeCommand(candidates=candidates)
+    return dw.DecodeCommand(candidates=prefetch)
 
 
 def candidates_command(action: Recall | MarkUrgent) -> dw.DecodeCommand:

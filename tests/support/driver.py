@@ -15,6 +15,7 @@ import grpc
 from alignedserve.control.convert import (
     failure_from_proto,
     key_from_proto,
+    key_to_proto,
     keys_from_proto,
     keys_to_proto,
     spec_to_proto,
@@ -51,7 +52,7 @@ class Answer:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Driver(gw_grpc.TokenSinkServicer):
+class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     """A gateway for tests and benchmarks: owns requests, but delivers to the caller instead of over HTTP."""
 
     def __init__(self, scheduler_address: str, token: str, *, resubmit: bool = False) -> None:
@@ -61,6 +62,7 @@ class Driver(gw_grpc.TokenSinkServicer):
         self._process = pb.ProcessKey(role="gateway", id="driver", incarnation=new_incarnation())
         self._server = RpcServer(token)
         self._server.add(gw_grpc.add_TokenSinkServicer_to_server, self)
+        self._server.add(gw_grpc.add_SpecSourceServicer_to_server, self)
         self._channel = open_channel(scheduler_address, token)
         self._link: DuplexLink[sc.GatewayMessage, sc.SchedulerMessage] = DuplexLink(
             sc_grpc.SchedulerStub(self._channel).Link, self._on_message, self._hello
@@ -92,12 +94,12 @@ class Driver(gw_grpc.TokenSinkServicer):
         """Submit one prompt with `n` answers; seeds are `sampling.seed + i`."""
         group = f"g{next(self._ids)}"
         now_ns = time.time_ns()
-        answers, specs = [], []
+        answers = []
         for index in range(n):
             key = RequestKey(f"{group}:{index}")
             spec = RequestSpec(
                 key=key,
-                prompt_token_ids=list(prompt) if index == 0 else [],
+                prompt_token_ids=list(prompt),
                 sampling=sampling.with_seed(sampling.seed + index),
                 gateway_id=self._process.id,
                 gateway_address=self._address,
@@ -106,11 +108,21 @@ class Driver(gw_grpc.TokenSinkServicer):
                 arrival_ns=now_ns,
                 stopwatch=Stopwatch(Stage.QUEUE, now_ns),
             )
-            specs.append(spec_to_proto(spec))
-            answers.append(Answer(key, replace(spec, prompt_token_ids=list(prompt), group_size=1)))
+            answers.append(Answer(key, spec))
             self.answers[key.request_id] = answers[-1]
-        self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=specs)))
+        self._send([answer.spec for answer in answers])
         return answers
+
+    def _send(self, specs: Sequence[RequestSpec]) -> None:
+        self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=map(_head, specs))))
+
+    async def ReadSpecs(
+        self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[gw.RequestSpecs]:
+        keys = keys_from_proto(request)
+        answers = [self.answers[key.request_id] for key in keys]
+        open_here = [answer.spec for answer, key in zip(answers, keys, strict=True) if answer.key == key]
+        yield gw.RequestSpecs(requests=map(spec_to_proto, open_here))
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         self._link.send(sc.GatewayMessage(cancel=keys_to_proto(answer.key for answer in answers)))
@@ -200,14 +212,15 @@ class Driver(gw_grpc.TokenSinkServicer):
             self.resubmitted += 1
             answer.key = RequestKey(key.request_id, key.epoch + 1)
             answer.early.clear()
-            spec = replace(
+            answer.spec = replace(
                 answer.spec,
                 key=answer.key,
                 output_token_ids=list(answer.tokens),
                 group_id=f"{key.request_id}/{answer.key.epoch}",
+                group_size=1,
                 stopwatch=Stopwatch(Stage.QUEUE, time.time_ns()),
             )
-            self._link.send(sc.GatewayMessage(submit=sc.Submission(requests=[spec_to_proto(spec)])))
+            self._send([answer.spec])
 
     def _end(self, keys: Sequence[pb.RequestKey], error: AlignedServeError) -> None:
         for key in keys:
@@ -215,6 +228,21 @@ class Driver(gw_grpc.TokenSinkServicer):
             answer.error = error
             answer.finish_reason = "error"
             answer.done.set()
+
+
+def _head(spec: RequestSpec) -> pb.RequestHead:
+    return pb.RequestHead(
+        key=key_to_proto(spec.key),
+        prompt_tokens=len(spec.prompt_token_ids),
+        output_tokens=len(spec.output_token_ids),
+        max_tokens=spec.sampling.max_tokens,
+        gateway_id=spec.gateway_id,
+        group_id=spec.group_id,
+        group_size=spec.group_size,
+        arrival_ns=spec.arrival_ns,
+        submitted_ns=spec.stopwatch.since_ns,
+        wait_objective_s=spec.wait_objective_s,
+    )
 
 
 def _logprobs(entry: gw.TokenLogprob) -> TokenLogprobs:

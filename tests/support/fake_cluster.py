@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +26,7 @@ from alignedserve.control.rpc import RpcServer
 from alignedserve.control.tokens import TokenEmitter
 from alignedserve.errors import AlignedServeError
 from alignedserve.model import ModelInfo
+from alignedserve.prefill_worker.specs import SpecReader
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import scheduler_pb2 as sc
@@ -122,6 +123,8 @@ class _Supervisor(sv_grpc.SupervisorServicer):
 class FakeCluster:
     """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
 
+    What is submitted is read from its gateway at once, as a prefill instance does.
+
     `submitted`, `cancelled`, `claims`, `asked` and `hellos` record what came from gateways, in order. Of what a gateway
     asks for and is not in `held` (submitted, and neither ended nor lost nor forgotten) it hears that nobody has it.
     """
@@ -154,6 +157,8 @@ class FakeCluster:
         self._tasks: set[asyncio.Task[None]] = set()
         self._emitters: dict[str, TokenEmitter] = {}
         self._server = RpcServer(TOKEN)
+        self._specs = SpecReader(TOKEN)
+        self._reading = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._server.add(sc_grpc.add_SchedulerServicer_to_server, _Scheduler(self))
@@ -170,6 +175,7 @@ class FakeCluster:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._specs.close()
         for emitter in self._emitters.values():
             await emitter.close()
         await self._server.stop(0.0)
@@ -319,7 +325,9 @@ class FakeCluster:
         if kind == "hello":
             self.hellos.append(message.hello)
         elif kind == "submit":
-            self._on_submission([spec_from_proto(spec) for spec in message.submit.requests])
+            keys = keys_from_proto(pb.RequestKeys(keys=[head.key for head in message.submit.requests]))
+            self.held.update(keys)
+            self._run(self._on_submission(message.submit.requests[0].gateway_id, keys))
         elif kind == "cancel":
             self.cancelled += (cancelled := keys_from_proto(message.cancel))
             self.forget(*cancelled)
@@ -331,15 +339,24 @@ class FakeCluster:
             self.claims.append(keys_from_proto(message.claim))
         self._news.set()
 
-    def _on_submission(self, specs: list[RequestSpec]) -> None:
+    async def _on_submission(self, gateway_id: str, keys: list[RequestKey]) -> None:
+        address = next(hello.address for hello in reversed(self.hellos) if hello.process.id == gateway_id)
+        async with self._reading:  # in the order of submission
+            found = await self._specs.read(address, keys)
+        if not found:  # cancelled meanwhile
+            return
+        specs = [spec_from_proto(spec) for spec in found.values()]
         self.submissions.append(specs)
         for spec in specs:
             spec.prompt_token_ids = specs[0].prompt_token_ids
             self.submitted.append(spec)
-            self.held.add(spec.key)
-            task = asyncio.get_running_loop().create_task(self._play(spec))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._run(self._play(spec))
+        self._news.set()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _play(self, spec: RequestSpec) -> None:
         try:

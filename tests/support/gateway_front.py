@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 
 from alignedserve.config import GatewayConfig
+from alignedserve.control.convert import key_from_proto
 from alignedserve.control.supervisor_client import SupervisorClient
 from alignedserve.gateway.api_keys import ApiKeys
 from alignedserve.gateway.body.planning import ServedModel
@@ -17,6 +19,7 @@ from alignedserve.gateway.ledger.intake import Intake
 from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.metrics import GatewayMetrics
 from alignedserve.model import resolve_model
+from alignedserve.proto import common_pb2 as pb
 from alignedserve.request import RequestKey, RequestSpec
 from alignedserve.text import ChatTemplate, Tokenizer
 from support.fake_cluster import fake_model_info
@@ -27,17 +30,21 @@ TINY = resolve_model("tiny")
 
 
 class RecordingPort:
-    """Takes every submission and says nothing."""
+    """Takes every submission, reads it as a prefill instance would, and says nothing."""
 
     gateway_id = "gateway-0"
     address = "127.0.0.1:1"
     down_for_s = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self.heads: list[pb.RequestHead] = []
         self.submitted: list[RequestSpec] = []
+        self._ledger = ledger
 
-    def submit(self, requests: Sequence[RequestSpec]) -> bool:
-        self.submitted += requests
+    def submit(self, requests: Sequence[pb.RequestHead]) -> bool:
+        self.heads += requests
+        keys = [key_from_proto(head.key) for head in requests]
+        asyncio.get_running_loop().call_soon(lambda: self.submitted.extend(self._ledger.specs(keys)))
         return True
 
     def cancel(self, keys: Sequence[RequestKey]) -> bool:
@@ -57,9 +64,9 @@ class Front:
         values: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "info": fake_model_info(), **model}
         self.model = ServedModel("tiny", **values)
         self.supervisor, self.admin_key = SupervisorClient("", lambda: "127.0.0.1:1"), "admin"
-        self.port = RecordingPort()
         metrics = GatewayMetrics("gateway-0")
         self.ledger = Ledger(64, metrics)
+        self.port = RecordingPort(self.ledger)
         self.intake = Intake(64, metrics)
         self.ledger.attach(self.port)
         config = GatewayConfig(max_body_mib=0.25, max_prompts=8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from alignedserve.control.convert import spec_to_proto
+from alignedserve.control.convert import key_from_proto
 from alignedserve.gateway.body.planning import derive_seed, plan_completion
 from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, SamplingOptions, parse_completion
 from alignedserve.proto import common_pb2 as pb
@@ -122,9 +122,10 @@ async def test_an_objective_for_the_wait_reaches_the_cluster_with_every_answer(
     front: Front, path: str, base: dict[str, Any]
 ) -> None:
     specs = await front.submit(path, {**base, "wait_objective_s": 2.5})
-    assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [2.5, 2.5]
-    specs = await front.submit(path, {**base, "wait_objective_s": None})
-    assert [request_meta(spec.key, spec_to_proto(spec)).wait_objective_s for spec in specs] == [0.0, 0.0]
+    specs += await front.submit(path, {**base, "wait_objective_s": None})
+    metas = [request_meta(key_from_proto(head.key), head) for head in front.port.heads]
+    for told in (specs, metas):
+        assert [request.wait_objective_s for request in told] == [2.5, 2.5, 0.0, 0.0]
 
 
 def test_an_option_of_a_body_is_one_of_a_call_over_grpc_and_of_the_cluster() -> None:

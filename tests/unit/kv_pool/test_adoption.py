@@ -88,11 +88,11 @@ def test_a_node_that_was_cut_off_for_an_epoch_adds_nothing_to_the_next() -> None
 
     def ask(epoch: int, delivered: int, heard: list[str], now_s: float) -> kp.Holding:
         key = RequestKey("a", epoch)
-        spec = pb.RequestSpec(key=key_to_proto(key), prompt_token_ids=range(prompt), output_token_ids=range(delivered))
-        (question,) = adoption.ask(key, spec, pools, now_s).holdings
+        head = pb.RequestHead(key=key_to_proto(key), prompt_tokens=prompt, output_tokens=delivered)
+        assert list(adoption.ask(key, head, pools, now_s).heads) == [head]
         for pool_id in heard:
-            (held,), _ = pools[pool_id].adopt([(key, question.kv_tokens)])
-            adoption.answered(pool_id, kp.Holding(key=question.key, kv_tokens=held.kv_tokens, block_ids=held.block_ids))
+            (held,), _ = pools[pool_id].adopt([(key, prompt + delivered - 1)])
+            adoption.answered(pool_id, kp.Holding(key=head.key, kv_tokens=held.kv_tokens, block_ids=held.block_ids))
         found = adoption.end(key, heard, now_s + AWAY_S)
         assert found is not None
         return found.base

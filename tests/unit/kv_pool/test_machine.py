@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from alignedserve.errors import AccountingError, StaleError, TransferError
 from alignedserve.geometry import KvGeometry
+from alignedserve.kv_pool.payloads import PAGE_BYTES, payload_pages
 from alignedserve.kv_pool.pool import RESERVE_ROLES, Grant, KvPool
 from alignedserve.kv_pool.records import WriterKey
 from alignedserve.kv_pool.table import HEADER_BYTES, SPARE_BYTES, AllocationTable
@@ -30,6 +31,7 @@ class Holding:
     epoch: int
     kv_tokens: int
     blocks: tuple[int, ...]
+    payload: bytes | None  # None: it cannot be gone on with
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -37,7 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(reserve=st.integers(0, 4))
     def start(self, reserve: int) -> None:
-        self.memory = memoryview(bytearray(HEADER_BYTES + 2 * REGION))
+        self.memory = memoryview(bytearray(HEADER_BYTES + 2 * REGION + payload_pages(CAPACITY) * PAGE_BYTES))
         self.reserve = reserve
         self.holdings: dict[str, Holding] = {}
         self.leases: dict[WriterKey, set[int]] = {}
@@ -120,6 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         share=st.none() | KEYS,
         shared=COUNTS,
         missing_tokens=st.integers(-2, 3),
+        payload=st.sampled_from((b"", b"p", b"q" * 3000)),
         claim=st.booleans(),
     )
     def commit(
@@ -131,6 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
         share: RequestKey | None,
         shared: int,
         missing_tokens: int,
+        payload: bytes,
         *,
         claim: bool,
     ) -> None:
@@ -158,11 +162,11 @@ class PoolMachine(RuleBasedStateMachine):
             expected = TransferError
         if expected is not None:
             with pytest.raises(expected):
-                self.pool.commit(writer, key, tokens, blocks, share, kept_blocks)
+                self.pool.commit(writer, key, tokens, blocks, share, kept_blocks, payload=payload)
             return
-        grants = self.pool.commit(writer, key, tokens, blocks, share, kept_blocks)
+        grants = self.pool.commit(writer, key, tokens, blocks, share, kept_blocks, payload=payload)
         self.leases.get(writer, set()).difference_update(blocks)
-        self.holdings[key.request_id] = Holding(key.epoch, tokens, tuple(blocks))
+        self.holdings[key.request_id] = Holding(key.epoch, tokens, tuple(blocks), payload or None)
         self.take(grants)
 
     @rule(key=KEYS)
@@ -177,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
     def adopt(self, key: RequestKey, most_tokens: int) -> None:
         """An epoch takes over what the one before it has, at most so much of it; of older ones it takes nothing."""
         before = self.holdings.get(key.request_id)
-        (found,), grants = self.pool.adopt([(key, most_tokens)])
+        (found,), grants = self.pool.adopt([(key, most_tokens)], lambda payload: payload + b"n")
         if before is None or before.epoch > key.epoch or self.released.get(key.request_id, -1) >= key.epoch:
             assert (found.kv_tokens, found.block_ids) == (0, ())
             self.released[key.request_id] = max(key.epoch - 1, self.released.get(key.request_id, -1))
@@ -191,7 +195,9 @@ class PoolMachine(RuleBasedStateMachine):
             tokens = min(before.kv_tokens, most_tokens)
             kept = before.blocks[: -(-tokens // GEOMETRY.block_size)]
             assert (found.kv_tokens, found.block_ids) == (tokens, kept)
-            self.holdings[key.request_id] = Holding(key.epoch, tokens, kept)
+            whole = before.payload is not None and tokens == most_tokens
+            payload = before.payload + b"n" if before.payload is not None and whole else None
+            self.holdings[key.request_id] = Holding(key.epoch, tokens, kept, payload)
         self.take(grants)
 
     @rule(key=KEYS, right=st.booleans())
@@ -242,7 +248,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts.free + counts.owned + counts.cached == CAPACITY
         assert counts.wanted == sum(self.wants.values())
         held = {held.key.request_id: held for held in self.pool.inventory()}
-        assert {name: Holding(h.key.epoch, h.kv_tokens, h.block_ids) for name, h in held.items()} == self.holdings
+        found = {}
+        for name, holding in held.items():
+            read = self.pool.read(holding.key)
+            payload = read[1] if read is not None else None
+            found[name] = Holding(holding.key.epoch, holding.kv_tokens, holding.block_ids, payload)
+        assert found == self.holdings
         writers = {writer for writer, blocks in {**self.leases, **self.lost}.items() if blocks}
         assert (writers | self.wants.keys()) <= set(self.pool.writers())  # who has died among these must be told
 

@@ -14,16 +14,19 @@ import pytest_asyncio
 
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
+from alignedserve.control.convert import spec_to_proto
 from alignedserve.control.link import DuplexLink
 from alignedserve.control.rpc import RpcServer, open_channel
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.samples import samples
 from alignedserve.errors import ChecksumError, TransferError
+from alignedserve.kv_pool import actor as pool_actor
 from alignedserve.kv_pool.actor import KvPoolServer
 from alignedserve.kv_pool.agent_handover import AgentHandover
 from alignedserve.kv_pool.attachment import PoolAttachment
 from alignedserve.kv_pool.paired_link import PairedLink
 from alignedserve.kv_pool.remote_shards import PoolReader
+from alignedserve.kv_pool.stored import pack
 from alignedserve.kv_pool.writeback import write_back
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.metrics import Page
@@ -385,8 +388,14 @@ async def test_a_prompt_whose_base_lies_in_another_shard_is_committed_whole_in_t
     spec = RequestSpec(RequestKey("r", 1), list(range(40)), SamplingParams(), [1])
     job = PrefilledJob(spec.key, [spec], 40, [5, 6, 7], base)
     offloader = Offloader("prefill-0", cell.writer, copier, to_pool, "kv_pool-0", PLAN.block_size)
-    (stored,), gone = await asyncio.wait_for(offloader.offload(job), 10.0)
-    assert (stored.pool_id, stored.pool_tokens, gone) == ("kv_pool-0", 40, [])
+    (prefilled,), gone = await asyncio.wait_for(offloader.offload(job), 10.0)
+    assert (prefilled.pool_id, prefilled.kv_tokens, prefilled.blocks, gone) == ("kv_pool-0", 40, 3, [])
+    stored = (await cell.attachment.read("kv_pool-0", [spec.key], 64))[spec.key]
+    assert (stored.pool_id, stored.pool_tokens, list(stored.spec.prompt_token_ids)) == (
+        "kv_pool-0",
+        40,
+        list(range(40)),
+    )
     assert (list(stored.block_ids[:2]) == held) == here
     assert own.checksums(stored.block_ids) == cell.cache.checksums([5, 6, 7]) == list(stored.checksums)
     assert offloader.blocks == (1 if here else 3)
@@ -403,6 +412,54 @@ async def test_what_another_shard_has_all_of_is_not_written_at_all(cell: Cell) -
     assert to_pool.counters().copies == 0
     copier.close()
     to_pool.close()
+
+
+async def store(cell: Cell, request_id: str = "r") -> pb.StoredRequest:
+    """A request of 20 tokens, in the shard of the worker's own node."""
+    blocks = await asyncio.wait_for(cell.writer.take(2), 10.0)
+    spec = spec_to_proto(RequestSpec(RequestKey(request_id), list(range(20)), SamplingParams(), [1]))
+    await cell.writer.commit(RequestKey(request_id), 20, blocks, payload=pack(spec, "prefill-0"))
+    return pb.StoredRequest(spec=spec, prefill_id="prefill-0", kv_tokens=20, block_ids=blocks, pool_id="kv_pool-0")
+
+
+async def test_what_is_stored_with_kv_is_read_by_whoever_goes_on_with_it(cell: Cell) -> None:
+    stored = await store(cell)
+    key, ended = RequestKey("r"), RequestKey("ended")
+    found = await cell.attachment.read("kv_pool-0", [key, ended, RequestKey("r", 1)], 64)
+    assert found.keys() == {key}
+    assert (found[key].spec, found[key].block_ids) == (stored.spec, stored.block_ids)
+    assert await cell.attachment.read("kv_pool-1", [key], 64) == {}
+    assert await cell.attachment.read("kv_pool-0", [key], 10) == {}  # of tokens that the model does not have
+
+
+async def test_more_than_a_message_holds_comes_in_several(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        await store(cell, name)
+    monkeypatch.setattr(pool_actor, "MOST_READ_BYTES", 64)
+    keys = [RequestKey(name) for name in "abc"]
+    assert list(await cell.attachment.read("kv_pool-0", keys, 64)) == keys
+
+
+async def test_a_read_waits_for_the_successor_of_the_shards_process_which_has_it(cell: Cell) -> None:
+    stored = await store(cell)
+    await cell.shards["kv_pool-0"].end()
+    reading = asyncio.create_task(cell.attachment.read("kv_pool-0", [RequestKey("r")], 64))
+    await asyncio.sleep(0.2)
+    assert not reading.done()
+    await cell.start_shard(0)
+    await cell.tell()
+    found = await asyncio.wait_for(reading, 10.0)
+    assert found[RequestKey("r")].spec == stored.spec
+
+
+async def test_a_shard_that_is_named_no_more_has_nothing_and_is_not_waited_for(cell: Cell) -> None:
+    await cell.shards["kv_pool-1"].end()
+    reading = asyncio.create_task(cell.attachment.read("kv_pool-1", [RequestKey("r")], 64))
+    await asyncio.sleep(0.1)
+    assert not reading.done()
+    cell.named.discard("kv_pool-1")
+    await cell.attachment.on_view(cell.view())
+    assert await asyncio.wait_for(reading, 10.0) == {}
 
 
 async def test_memory_is_handed_to_the_agent_of_the_own_node_alone(cell: Cell) -> None:

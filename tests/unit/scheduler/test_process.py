@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
+from collections.abc import Iterator
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
+from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.request import RequestKey
+from alignedserve.scheduler.core import actions as act
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.process.actor import SchedulerServer
@@ -49,40 +54,36 @@ async def server() -> SchedulerServer:
     return server
 
 
-def submitted_again(name: str) -> pb.RequestSpec:
+def submitted_again(name: str) -> pb.RequestHead:
     key = pb.RequestKey(request_id=name, epoch=1)
-    spec = pb.RequestSpec(key=key, prompt_token_ids=[1] * 10, output_token_ids=[2], gateway_id="gateway-0")
-    spec.group_size = 1
-    spec.group_id = name
-    spec.sampling.max_tokens = 100
-    return spec
+    lengths = {"prompt_tokens": 10, "output_tokens": 1, "max_tokens": 100}
+    return pb.RequestHead(key=key, gateway_id="gateway-0", group_id=name, group_size=1, **lengths)
 
 
 async def test_a_cancel_that_was_lost_with_the_stream_reaches_what_waits_for_the_pool(server: SchedulerServer) -> None:
-    spec = submitted_again("a")
-    server._submit([spec])
+    head = submitted_again("a")
+    server._submit([head])
     assert len(server._adoption) == 1
     server._greet("gateway-0", [])
     assert len(server._adoption) == 0
-    server._on_adopted("kv_pool-0", kp.Holding(key=spec.key))
+    server._on_adopted("kv_pool-0", kp.Holding(key=head.key))
     assert not server._knows(RequestKey("a", 1))
 
 
 async def test_what_a_gateway_names_waits_on(server: SchedulerServer) -> None:
-    spec = submitted_again("a")
-    server._submit([spec])
+    head = submitted_again("a")
+    server._submit([head])
     server._greet("gateway-0", [RequestKey("a", 1)])
-    server._on_adopted("kv_pool-0", kp.Holding(key=spec.key))
+    server._on_adopted("kv_pool-0", kp.Holding(key=head.key))
     assert server._knows(RequestKey("a", 1))
 
 
 async def test_kv_beyond_what_was_delivered_is_no_base(server: SchedulerServer) -> None:
-    spec = submitted_again("a")
-    server._submit([spec])
-    server._on_adopted("kv_pool-0", kp.Holding(key=spec.key, kv_tokens=40, block_ids=[1, 2, 3], blocks=3))
+    head = submitted_again("a")
+    server._submit([head])
+    server._on_adopted("kv_pool-0", kp.Holding(key=head.key, kv_tokens=40, block_ids=[1, 2, 3], blocks=3))
     assert server._knows(RequestKey("a", 1))
     assert not server._adoption.bases
-    assert not server._files.stored
 
 
 async def test_a_scheduler_that_has_failed_acts_no_more(
@@ -105,9 +106,9 @@ async def test_an_action_that_cannot_be_carried_out_is_a_failure(
     def fails(action: Any) -> None:
         raise KeyError("no file of it")
 
-    spec = submitted_again("a")
-    spec.key.epoch = 0
-    server._submit([spec])
+    head = submitted_again("a")
+    head.key.epoch = 0
+    server._submit([head])
     monkeypatch.setattr(server._outgoing, "carry_out", fails)
     server._cancel([RequestKey("a")])  # what is queued is rejected, and forgotten
     assert server.state == "failed"
@@ -125,18 +126,18 @@ def to_pools(server: SchedulerServer, kind: str) -> list[tuple[str, Any]]:
     return [(name, getattr(command, kind)) for name, command in sent.to_pools if command.WhichOneof("body") == kind]
 
 
-def part(spec: pb.RequestSpec, tokens: int) -> kp.Holding:
+def part(head: pb.RequestHead, tokens: int) -> kp.Holding:
     blocks = range(-(-tokens // 16))
-    return kp.Holding(key=spec.key, kv_tokens=tokens, block_ids=blocks, blocks=len(blocks))
+    return kp.Holding(key=head.key, kv_tokens=tokens, block_ids=blocks, blocks=len(blocks))
 
 
 async def test_all_shards_are_asked_and_the_longest_answer_is_the_base(two_shards: SchedulerServer) -> None:
-    spec = submitted_again("a")
-    two_shards._submit([spec])
+    head = submitted_again("a")
+    two_shards._submit([head])
     assert [name for name, _ in to_pools(two_shards, "adopt")] == [""]
-    two_shards._on_adopted("k0", part(spec, 5))
+    two_shards._on_adopted("k0", part(head, 5))
     assert not two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
-    two_shards._on_adopted("k1", part(spec, 8))
+    two_shards._on_adopted("k1", part(head, 8))
     assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
     assert two_shards._adoption.bases[RequestKey("a", 1)].pool_id == "k1"
     ((pool_id, drop),) = to_pools(two_shards, "drop")
@@ -144,22 +145,70 @@ async def test_all_shards_are_asked_and_the_longest_answer_is_the_base(two_shard
 
 
 async def test_a_shard_that_is_named_no_more_is_not_waited_for(two_shards: SchedulerServer) -> None:
-    spec = submitted_again("a")
-    two_shards._submit([spec])
-    two_shards._on_adopted("k0", part(spec, 5))
+    head = submitted_again("a")
+    two_shards._submit([head])
+    two_shards._on_adopted("k0", part(head, 5))
     two_shards._links.shards = ["k0"]  # type: ignore[attr-defined]
     two_shards._follow_shards(ev.ShardsChanged(("k0",)))
     assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
 
 
 async def test_what_a_shard_says_that_was_not_waited_for_is_dropped_there(two_shards: SchedulerServer) -> None:
-    spec = submitted_again("a")
+    head = submitted_again("a")
     two_shards._links.shards = ["k0"]  # type: ignore[attr-defined]
-    two_shards._submit([spec])
-    two_shards._on_adopted("k0", part(spec, 10))  # all of it
+    two_shards._submit([head])
+    two_shards._on_adopted("k0", part(head, 10))  # all of it
     assert two_shards._core.is_open(RequestKey("a", 1))  # type: ignore[union-attr]
-    two_shards._on_adopted("k1", part(spec, 4))
+    two_shards._on_adopted("k1", part(head, 4))
     ((pool_id, drop),) = to_pools(two_shards, "drop")
     assert (pool_id, [held.kv_tokens for held in drop.holdings]) == ("k1", [4])
-    two_shards._on_adopted("k0", part(spec, 10))  # asked twice
+    two_shards._on_adopted("k0", part(head, 10))  # asked twice
     assert len(to_pools(two_shards, "drop")) == 1
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Everything that is kept alive by `root`, but for modules, classes and functions."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(found))
+        yield found
+        waiting.extend(gc.get_referents(found))
+
+
+async def test_no_message_of_a_request_is_kept_but_its_key_and_lengths(server: SchedulerServer) -> None:
+    for number in range(200):
+        head = submitted_again(f"request-{number}")
+        head.key.epoch = number % 2
+        server._on_gateway_message("gateway-0", sc.GatewayMessage(submit=sc.Submission(requests=[head])))
+        if head.key.epoch:
+            whole = kp.Holding(key=head.key, kv_tokens=10, block_ids=[number], blocks=1, whole=True)
+            server._on_adopted("kv_pool-0", whole)
+    assert server._core is not None
+    assert (len(server._core.of_gateway("gateway-0")), server._core.describe()["waiting_in_pool"]) == (200, 100)
+    server._links = server._outgoing._links = Sent()  # type: ignore[assignment]  # what was sent is not kept
+    kept = [message for message in reachable(server) if isinstance(message, Message)]
+    assert {message.DESCRIPTOR.name for message in kept} <= {"ProcessKey"}
+    ids = {RequestKey(f"request-{number}", number % 2) for number in range(200)}
+    assert set(server._owners.of) == ids
+    server._cancel(sorted(ids))
+    assert not server._owners.of
+
+
+async def test_what_is_whole_in_the_pool_is_prefetched_by_its_key_and_shard(two_shards: SchedulerServer) -> None:
+    head = submitted_again("a")
+    two_shards._submit([head])
+    two_shards._on_adopted("k0", part(head, 3))
+    whole = part(head, 10)
+    whole.whole = True
+    two_shards._on_adopted("k1", whole)
+    key = RequestKey("a", 1)
+    assert not two_shards._adoption.bases
+    two_shards._outgoing.carry_out(act.Prefetch("d0", "p0", ev.BufferKind.BATCH, 3, (key,)))
+    sent: Any = two_shards._links
+    prefetch = sent.commands[-1].prefetch
+    assert (prefetch.decode_id, prefetch.batch_id) == ("d0", 3)
+    assert [(request.key, request.pool_id) for request in prefetch.requests] == [(head.key, "k1")]

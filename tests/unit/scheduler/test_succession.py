@@ -7,20 +7,16 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
-from alignedserve.scheduler.process.adoption import AWAY_S, Adoption, adopted_whole
+from alignedserve.scheduler.process.adoption import AWAY_S, Adoption
 from alignedserve.scheduler.process.succession import PATIENCE_S, Succession
 from alignedserve.scheduler.process.wire import held_requests
 
 KEY = RequestKey("a", 1)
 
 
-def spec(epoch: int = 1, prompt: int = 6, answer: int = 3, gateway: str = "gw") -> pb.RequestSpec:
-    return pb.RequestSpec(
-        key=pb.RequestKey(request_id="a", epoch=epoch),
-        prompt_token_ids=range(prompt),
-        output_token_ids=range(answer),
-        gateway_id=gateway,
-    )
+def head(epoch: int = 1) -> pb.RequestHead:
+    key = pb.RequestKey(request_id="a", epoch=epoch)
+    return pb.RequestHead(key=key, prompt_tokens=6, output_tokens=3, gateway_id="gw")
 
 
 def holding(tokens: int, epoch: int = 1) -> kp.Holding:
@@ -29,13 +25,9 @@ def holding(tokens: int, epoch: int = 1) -> kp.Holding:
 
 
 def test_a_new_scheduler_is_told_of_the_objective_that_a_request_has_for_its_wait() -> None:
-    asked = spec()
-    asked.wait_objective_s = 2.5
+    asked = pb.RequestSpec(wait_objective_s=2.5)
     inventory = dw.DecodeInventory(
-        requests=[
-            Held(pb.StoredRequest(spec=asked, kv_tokens=8)).describe(),
-            Held(pb.StoredRequest(spec=spec(7))).describe(),
-        ]
+        requests=[Held(pb.StoredRequest(spec=spec, kv_tokens=8)).describe() for spec in (asked, pb.RequestSpec())]
     )
     first, second = held_requests(dw.DecodeInventory.FromString(inventory.SerializeToString()))
     assert (first.meta.wait_objective_s, second.meta.wait_objective_s) == (2.5, 0.0)
@@ -71,19 +63,19 @@ def test_a_cluster_that_has_just_started_waits_for_nobody() -> None:
 
 def test_the_pool_is_asked_for_what_can_be_of_use_only() -> None:
     adoption = Adoption()
-    assert not adoption.wants([spec(epoch=0)])
-    assert not adoption.wants([spec(), spec()])  # a group has no token yet
-    assert adoption.wants([spec()])
-    (asked,) = adoption.ask(KEY, spec(), ["pool"], 1.0).holdings
-    assert asked.kv_tokens == 8  # the newest token's KV is computed by the next pass
-    assert list(adoption.ask_again(["pool"], 2.0)["pool"].holdings) == [asked]
+    assert not adoption.wants([head(epoch=0)])
+    assert not adoption.wants([head(), head()])  # a group has no token yet
+    assert adoption.wants([head()])
+    asked = [head()]
+    assert list(adoption.ask(KEY, head(), ["pool"], 1.0).heads) == asked
+    assert list(adoption.ask_again(["pool"], 2.0)["pool"].heads) == asked
     assert not adoption.ask_again(["pool"], 3.0, after_s=2.0)
-    assert list(adoption.ask_again(["pool"], 4.0, after_s=2.0)["pool"].holdings) == [asked]
+    assert list(adoption.ask_again(["pool"], 4.0, after_s=2.0)["pool"].heads) == asked
     assert adoption.end(KEY, ["pool"], 1000.0) is None
     assert adoption.answered("pool", holding(8)) == kp.Holding()
     found = adoption.end(KEY, ["pool"], 5.0)
     assert found is not None
-    assert (found.key, found.spec, found.base.kv_tokens) == (KEY, spec(), 8)
+    assert (found.key, found.head, found.base.kv_tokens) == (KEY, head(), 8)
     assert adoption.bases[KEY].kv_tokens == 8
     assert KEY not in adoption
     assert adoption.end(KEY, ["pool"], 5.0) is None
@@ -93,9 +85,9 @@ def test_the_pool_is_asked_for_what_can_be_of_use_only() -> None:
 
 def test_a_newer_epoch_takes_the_place_of_one_that_waits() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), ["pool"], 1.0)
+    adoption.ask(KEY, head(), ["pool"], 1.0)
     assert adoption.replaced_by(RequestKey("a", 2)) == KEY
-    adoption.ask(RequestKey("a", 2), spec(epoch=2), ["pool"], 1.0)
+    adoption.ask(RequestKey("a", 2), head(epoch=2), ["pool"], 1.0)
     assert KEY not in adoption
     assert len(adoption) == 1
     assert adoption.of_gateway("gw") == [RequestKey("a", 2)]
@@ -103,12 +95,16 @@ def test_a_newer_epoch_takes_the_place_of_one_that_waits() -> None:
     assert not adoption.forget(RequestKey("a", 2))
 
 
-def test_only_complete_kv_of_a_request_with_a_token_needs_no_prefill() -> None:
-    whole = adopted_whole(spec(), holding(8))
-    assert whole is not None
-    assert (whole.store_id, whole.kv_tokens, list(whole.pool_block_ids)) == ("pool", 8, [0, 1])
-    assert adopted_whole(spec(), holding(7)) is None
-    assert adopted_whole(spec(answer=0), holding(5)) is None
+def test_what_needs_no_prefill_needs_no_base() -> None:
+    adoption = Adoption()
+    adoption.ask(KEY, head(), ["pool"], 1.0)
+    whole = holding(8)
+    whole.whole = True
+    adoption.answered("pool", whole)
+    found = adoption.end(KEY, ["pool"], 5.0)
+    assert found is not None
+    assert found.base.whole
+    assert not adoption.bases
 
 
 SHARDS = ["k0", "k1", "k2"]
@@ -122,7 +118,7 @@ def part(tokens: int) -> kp.Holding:
 
 def test_of_all_shards_answers_the_longest_counts_and_the_others_are_dropped() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.ask(KEY, head(), SHARDS, 1.0)
     assert not adoption.answered("k1", part(5)).kv_tokens
     assert adoption.end(KEY, SHARDS, 1.1) is None
     worse = adoption.answered("k0", part(7))
@@ -137,7 +133,7 @@ def test_of_all_shards_answers_the_longest_counts_and_the_others_are_dropped() -
 
 def test_a_shard_that_answers_twice_drops_nothing_of_its_own() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.ask(KEY, head(), SHARDS, 1.0)
     assert not adoption.answered("k0", part(7)).kv_tokens
     assert not adoption.answered("k0", part(7)).kv_tokens
     assert set(adoption.ask_again(SHARDS, 5.0)) == {"k1", "k2"}
@@ -145,7 +141,7 @@ def test_a_shard_that_answers_twice_drops_nothing_of_its_own() -> None:
 
 def test_a_shard_that_is_away_is_waited_for_no_longer_than_its_successor_takes() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.ask(KEY, head(), SHARDS, 1.0)
     adoption.answered("k0", part(3))
     adoption.answered("k2", part(0))
     assert adoption.end(KEY, ["k0", "k2"], 0.9 + AWAY_S) is None
@@ -155,7 +151,7 @@ def test_a_shard_that_is_away_is_waited_for_no_longer_than_its_successor_takes()
 
 def test_where_all_of_it_is_found_nobody_who_is_away_is_waited_for() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.ask(KEY, head(), SHARDS, 1.0)
     adoption.answered("k0", part(8))
     assert adoption.end(KEY, SHARDS, 1.0) is None
     assert adoption.end(KEY, ["k0"], 1.0) is not None
@@ -163,7 +159,7 @@ def test_where_all_of_it_is_found_nobody_who_is_away_is_waited_for() -> None:
 
 def test_a_shard_that_has_gone_is_not_waited_for_nor_its_answer_used() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), SHARDS, 1.0)
+    adoption.ask(KEY, head(), SHARDS, 1.0)
     adoption.answered("k0", part(7))
     adoption.answered("k1", part(5))
     adoption.lose(["k0", "k2"])
@@ -174,7 +170,7 @@ def test_a_shard_that_has_gone_is_not_waited_for_nor_its_answer_used() -> None:
 
 def test_while_no_shard_is_known_a_submission_waits_for_the_first() -> None:
     adoption = Adoption()
-    adoption.ask(KEY, spec(), [], 1.0)
+    adoption.ask(KEY, head(), [], 1.0)
     assert adoption.end_all([], 100.0) == []
     assert set(adoption.ask_again(["k0"], 100.0)) == {"k0"}
     assert adoption.end_all(["k0"], 100.0) == []

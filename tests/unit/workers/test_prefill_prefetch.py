@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import pytest
 
@@ -11,6 +11,7 @@ from alignedserve.control.link import Outbox
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.geometry import KvGeometry
 from alignedserve.kv_pool.remote_shards import PoolReader, RemoteShards
+from alignedserve.kv_pool.stored import pooled
 from alignedserve.kv_pool.writer import PoolWriter
 from alignedserve.prefill_worker.buffers import CandidateBuffer
 from alignedserve.prefill_worker.prefetch import Prefetcher
@@ -41,22 +42,34 @@ class Prefill:
         writer = PoolWriter(pb.ProcessKey(role="write_back", id="prefill-0"), "", 0)
         others = RemoteShards(RoleSettings("prefill", "prefill-0", {}, "c", ""), pb.ProcessKey(), 10.0)
         readers = {BufferKind.BATCH: PoolReader(self.channel, others)}
-        self.prefetcher = Prefetcher({BufferKind.BATCH: self.buffer}, self.copier, readers, {}, writer, 4)
+        self.in_pool: dict[RequestKey, pb.StoredRequest] = {}
+        self.decoder: tuple[Outbox[pw.BufferEvent], str] | None = (self.outbox, OWNER)
+        self.prefetcher = Prefetcher({BufferKind.BATCH: self.buffer}, self.copier, readers, {}, writer, self._read, 4)
+
+    async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
+        found = {key: self.in_pool[key] for key in keys if key in self.in_pool}
+        return {key: stored for key, stored in found.items() if stored.pool_id == pool_id}
 
     @property
     def store(self) -> HostBlockStore:
         assert isinstance(self.buffer.store, HostBlockStore)
         return self.buffer.store
 
-    def command(self, *requests: pb.StoredRequest) -> pw.Prefetch:
-        return pw.Prefetch(decode_id="decode-0", buffer=pw.BUFFER_BATCH, batch_id=1, requests=requests)
+    async def prefetch(self, *requests: pb.StoredRequest) -> tuple[list[str], list[str], list[str]]:
+        """Of those that were not announced: returned, missing, unreadable."""
+        named = map(pooled, requests)
+        command = pw.Prefetch(decode_id="decode-0", buffer=pw.BUFFER_BATCH, batch_id=1, requests=named)
+        missed = await self.prefetcher.prefetch(command, lambda: self.decoder)
+        assert all(stored.store_id == stored.pool_id for stored in missed.returned)
+        returned = [stored.spec.key.request_id for stored in missed.returned]
+        return returned, [key.request_id for key in missed.missing], [key.request_id for key in missed.unreadable]
 
     def stored(self, name: str, block_ids: list[int]) -> pb.StoredRequest:
         checksums = self.pool.checksums(block_ids)
         spec = pb.RequestSpec(key=pb.RequestKey(request_id=name), prompt_token_ids=[1] * 4 * len(block_ids))
         tokens = 4 * len(block_ids)
         where = {"store_id": "kv_pool-0", "pool_id": "kv_pool-0", "kv_tokens": tokens, "pool_tokens": tokens}
-        return pb.StoredRequest(
+        self.in_pool[RequestKey(name)] = stored = pb.StoredRequest(
             spec=spec,
             block_ids=block_ids,
             pool_block_ids=block_ids,
@@ -64,6 +77,7 @@ class Prefill:
             pool_checksums=checksums,
             **where,
         )
+        return stored
 
 
 def run(plan: FaultPlan, scenario: Callable[[Prefill], Awaitable[None]]) -> None:
@@ -82,7 +96,7 @@ def run(plan: FaultPlan, scenario: Callable[[Prefill], Awaitable[None]]) -> None
 def test_what_has_arrived_is_announced_with_its_checksums() -> None:
     async def scenario(prefill: Prefill) -> None:
         stored = prefill.stored("r", [5, 2])
-        assert await prefill.prefetcher.prefetch(prefill.command(stored), prefill.outbox, OWNER) == ([], [])
+        assert await prefill.prefetch(stored) == ([], [], [])
         here = prefill.buffer.requests[RequestKey("r")]
         assert here.ready
         assert list(here.stored.checksums) == prefill.store.checksums(here.stored.block_ids)
@@ -94,9 +108,8 @@ def test_what_has_arrived_is_announced_with_its_checksums() -> None:
 @pytest.mark.parametrize("plan", [FaultPlan(flip=1.0), FaultPlan(short=1.0), FaultPlan(error=1.0)], ids=str)
 def test_what_could_not_be_copied_is_lost_and_holds_nothing(plan: FaultPlan) -> None:
     async def scenario(prefill: Prefill) -> None:
-        command = prefill.command(prefill.stored("r", [5, 2]), prefill.stored("s", [1]))
-        returned, lost = await prefill.prefetcher.prefetch(command, prefill.outbox, OWNER)
-        assert (returned, lost) == ([], [RequestKey("r"), RequestKey("s")])
+        requests = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
+        assert await prefill.prefetch(*requests) == ([], [], ["r", "s"])
         assert prefill.buffer.allocator.free_blocks == CAPACITY
         assert prefill.copier.failures == 4  # each was tried twice
 
@@ -105,8 +118,7 @@ def test_what_could_not_be_copied_is_lost_and_holds_nothing(plan: FaultPlan) -> 
 
 def test_a_fault_of_a_moment_is_made_good_by_copying_again() -> None:
     async def scenario(prefill: Prefill) -> None:
-        command = prefill.command(prefill.stored("r", [5, 2]))
-        assert await prefill.prefetcher.prefetch(command, prefill.outbox, OWNER) == ([], [])
+        assert await prefill.prefetch(prefill.stored("r", [5, 2])) == ([], [], [])
         assert prefill.copier.failures == 1
         assert bool((prefill.store.blocks[list(prefill.buffer.requests[RequestKey("r")].stored.block_ids)] == 7).all())
 
@@ -116,15 +128,14 @@ def test_a_fault_of_a_moment_is_made_good_by_copying_again() -> None:
 def test_blocks_stay_taken_while_a_copy_for_a_lost_decode_instance_may_still_write() -> None:
     async def scenario(prefill: Prefill) -> None:
         stored = prefill.stored("r", [5, 2])
-        prefetching = asyncio.ensure_future(prefill.prefetcher.prefetch(prefill.command(stored), prefill.outbox, OWNER))
-        await asyncio.sleep(0)
+        prefetching = asyncio.ensure_future(prefill.prefetch(stored))
+        for _ in range(10):  # the pool is read first
+            await asyncio.sleep(0)
         assert prefill.channel.pending == 1
         assert prefill.buffer.drop_owner(OWNER) == []
         assert prefill.buffer.allocator.free_blocks == CAPACITY - 2
         prefill.channel.release()
-        returned, lost = await prefetching
-        assert ([request.spec.key.request_id for request in returned], lost) == (["r"], [])
-        assert list(returned[0].block_ids) == [5, 2]  # it lies in the pool
+        assert await prefetching == (["r"], [], [])
         assert prefill.buffer.allocator.free_blocks == CAPACITY
 
     run(FaultPlan(stuck=1.0), scenario)
@@ -134,8 +145,7 @@ def test_a_candidate_whose_shard_has_gone_is_lost_and_delays_no_other() -> None:
     async def scenario(prefill: Prefill) -> None:
         gone, here = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
         gone.pool_id = gone.store_id = "kv_pool-7"
-        returned, lost = await prefill.prefetcher.prefetch(prefill.command(gone, here), prefill.outbox, OWNER)
-        assert (returned, lost) == ([], [RequestKey("r")])
+        assert await prefill.prefetch(gone, here) == ([], [], ["r"])
         assert prefill.buffer.requests[RequestKey("s")].ready
         assert prefill.buffer.allocator.free_blocks == CAPACITY - 1
 
@@ -148,8 +158,27 @@ def test_answers_to_one_prompt_share_blocks_in_a_buffer_only_where_they_lie_in_o
         for stored in (first, same, other):
             stored.spec.group_id, stored.spec.group_size = "g", 3
         other.pool_id = "kv_pool-7"
-        await prefill.prefetcher.prefetch(prefill.command(first), prefill.outbox, OWNER)
+        await prefill.prefetch(first)
         placed = [prefill.buffer.place(stored, OWNER) for stored in (same, other)]
         assert [placement.resident for placement in placed if placement is not None] == [2, 0]
+
+    run(FaultPlan(), scenario)
+
+
+def test_what_its_shard_does_not_have_is_missing_and_delays_no_other() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        ended, here = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
+        del prefill.in_pool[RequestKey("r")]
+        assert await prefill.prefetch(ended, here) == ([], ["r"], [])
+        assert prefill.buffer.requests[RequestKey("s")].ready
+
+    run(FaultPlan(), scenario)
+
+
+def test_a_decode_instance_that_has_gone_while_the_pool_was_read_gets_nothing() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        prefill.decoder = None
+        assert await prefill.prefetch(prefill.stored("r", [5, 2])) == (["r"], [], [])
+        assert prefill.buffer.allocator.free_blocks == CAPACITY
 
     run(FaultPlan(), scenario)

@@ -1,0 +1,34 @@
+"""Gives workers the requests that the scheduler sends them: prompts stay with the gateway until then (ADR 51)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from alignedserve.control.convert import keys_from_proto, spec_to_proto
+from alignedserve.gateway.ledger.ledger import Ledger
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2 as gw
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+
+_MOST_TOKENS = 1 << 20  # of a message to a worker, except for the last request in it
+
+
+class SpecSource(gw_grpc.SpecSourceServicer):
+    """Answers with the specifications of those requests that are open in the epoch asked for."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def ReadSpecs(
+        self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[pb.RequestKeys, gw.RequestSpecs]
+    ) -> AsyncIterator[gw.RequestSpecs]:
+        message, tokens = gw.RequestSpecs(), 0
+        for spec in self._ledger.specs(keys_from_proto(request)):
+            message.requests.append(spec_to_proto(spec))
+            tokens += spec.prefix_length
+            if tokens > _MOST_TOKENS:
+                yield message
+                message, tokens = gw.RequestSpecs(), 0
+        yield message

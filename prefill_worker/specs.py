@@ -1,0 +1,91 @@
+"""Prompts that the scheduler has sent here stay with their gateways until this instance asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from alignedserve.cancellation import end_tasks
+from alignedserve.control.convert import key_from_proto, keys_to_proto
+from alignedserve.control.rpc import TokenChannel, open_channel, whole_answer
+from alignedserve.errors import UnavailableError
+from alignedserve.proto import common_pb2 as pb
+from alignedserve.proto import gateway_pb2_grpc as gw_grpc
+from alignedserve.proto import supervisor_pb2 as sv
+from alignedserve.request import RequestKey
+
+Specs = dict[RequestKey, pb.RequestSpec]
+
+PATIENCE_S = 3.0  # the scheduler knows sooner that a gateway has gone
+RETRY_S = 0.05
+ANSWER_S = 10.0  # for the whole of an answer
+
+
+class SpecReader:
+    """One call at a time to each gateway: what is wanted meanwhile is asked for with the next. For one event loop."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._channels: dict[str, TokenChannel] = {}  # by address
+        self._wanted: dict[str, list[tuple[Sequence[RequestKey], asyncio.Future[Specs]]]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    async def on_view(self, view: sv.ClusterView) -> None:
+        """Leave gateways that the cluster does not have any more."""
+        living = {peer.address for peer in view.peers}
+        for address in self._channels.keys() - living - self._asking.keys():
+            await self._channels.pop(address).close()
+
+    async def read(self, address: str, keys: Sequence[RequestKey]) -> Specs:
+        """What the gateway at `address` has open of a group; only the first of them has the prompt.
+
+        Raises UnavailableError where it cannot be reached.
+        """
+        answer: asyncio.Future[Specs] = asyncio.get_running_loop().create_future()
+        self._wanted.setdefault(address, []).append((keys, answer))
+        if address not in self._asking:
+            self._asking[address] = asyncio.get_running_loop().create_task(self._ask_all(address))
+        return await answer
+
+    async def close(self) -> None:
+        await end_tasks(self._asking.values())
+        while self._channels:
+            await self._channels.popitem()[1].close()
+
+    async def _ask_all(self, address: str) -> None:
+        try:
+            while groups := self._wanted.pop(address, None):
+                await self._ask(address, groups)
+        finally:
+            del self._asking[address]
+
+    async def _ask(self, address: str, groups: list[tuple[Sequence[RequestKey], asyncio.Future[Specs]]]) -> None:
+        try:
+            found = await self._find(address, [key for keys, _ in groups for key in keys])
+        except BaseException as error:
+            for _, answer in groups:
+                if isinstance(error, UnavailableError) and not answer.done():
+                    answer.set_exception(error)
+                answer.cancel()
+            if not isinstance(error, UnavailableError):
+                raise
+            return
+        for keys, answer in groups:
+            if not answer.done():
+                answer.set_result({key: found[key] for key in keys if key in found})
+
+    async def _find(self, address: str, keys: Iterable[RequestKey]) -> Specs:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, self._token)
+        stub, wanted = gw_grpc.SpecSourceStub(self._channels[address]), keys_to_proto(keys)
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + PATIENCE_S
+        while True:
+            try:
+                answer = await whole_answer(stub.ReadSpecs(wanted, timeout=ANSWER_S))
+            except UnavailableError as error:
+                if loop.time() > give_up_s:
+                    raise UnavailableError(f"the gateway at {address} does not give its prompts: {error}") from error
+                await asyncio.sleep(RETRY_S)
+            else:
+                return {key_from_proto(spec.key): spec for part in answer for spec in part.requests}
