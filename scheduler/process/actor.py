@@ -39,13 +39,9 @@ from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.scheduler_core import SchedulerCore
 from alignedserve.scheduler.process.adoption import Adoption, Found
 from alignedserve.scheduler.process.intake import IntakeNews
-from alignedserve.scheduler.process.left_behind import LeftBehind
-from alignedserve.scheduler.process.links import WorkerLinks
-from alignedserve.scheduler.process.outgoing import Outgoing
-from alignedserve.scheduler.process.owners import Owners
-from alignedserve.scheduler.process.pool_audit import PoolAudit
-from alignedserve.scheduler.process.succession import Succession
-from alignedserve.scheduler.process.wire import (
+from alignedserve.scheduler.process.messaging import (
+    Outgoing,
+    WorkerLinks,
     decode_reported,
     held_requests,
     pairs_changed,
@@ -53,6 +49,9 @@ from alignedserve.scheduler.process.wire import (
     request_meta,
     shards_changed,
 )
+from alignedserve.scheduler.process.owners import Owners
+from alignedserve.scheduler.process.pool_audit import LeftBehind, PoolAudit
+from alignedserve.scheduler.process.succession import Succession
 from alignedserve.scheduler.systems import decides
 from alignedserve.sizing import StorePlan
 

@@ -14,6 +14,8 @@ from alignedserve.request import RequestKey
 
 SETTLE_S = 2.0  # reports that are on their way arrive, gateways connect
 EVERY_S = 60.0
+# Lost requests of each gateway that are remembered, newest first; the audit finds what is older.
+KEPT = 4096
 
 
 class PoolAudit:
@@ -79,3 +81,20 @@ class PoolAudit:
             return []
         self._started_s = None
         return [key for key in self._unknown if not self._knows(key)]
+
+
+class LeftBehind:
+    """Which requests each gateway was told to be lost. What has gone on since has a new key: it is not meant."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, dict[RequestKey, None]] = {}
+
+    def note(self, gateway_id: str, keys: Iterable[RequestKey]) -> None:
+        known = self._keys.setdefault(gateway_id, {})
+        known.update(dict.fromkeys(keys))
+        while len(known) > KEPT:
+            del known[next(iter(known))]
+
+    def take(self, gateway_id: str) -> tuple[RequestKey, ...]:
+        """Those of a gateway that does not come back."""
+        return tuple(self._keys.pop(gateway_id, ()))

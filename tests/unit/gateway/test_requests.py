@@ -15,7 +15,7 @@ from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, S
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import inference_pb2 as inf
 from alignedserve.request import SamplingParams
-from alignedserve.scheduler.process.wire import request_meta
+from alignedserve.scheduler.process.messaging import request_meta
 from support.fake_cluster import fake_model_info
 from support.gateway_front import CHAT, COMPLETIONS, HI, Front
 

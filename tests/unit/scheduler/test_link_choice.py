@@ -8,7 +8,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.core import events as ev
 from alignedserve.scheduler.core.actions import Action, Prefetch
 from alignedserve.scheduler.core.events import BufferKind
-from alignedserve.scheduler.process.wire import pairs_changed
+from alignedserve.scheduler.process.messaging import pairs_changed
 from support.core_cell import CoreCell, key, only
 
 PAIRED = (("d0", ("p0", "p1", "p2")),)

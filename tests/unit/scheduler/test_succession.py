@@ -8,8 +8,8 @@ from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.process.adoption import AWAY_S, Adoption
+from alignedserve.scheduler.process.messaging import held_requests
 from alignedserve.scheduler.process.succession import PATIENCE_S, Succession
-from alignedserve.scheduler.process.wire import held_requests
 
 KEY = RequestKey("a", 1)
 

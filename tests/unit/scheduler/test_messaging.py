@@ -15,8 +15,7 @@ from alignedserve.proto import decode_worker_pb2 as dw
 from alignedserve.proto import decode_worker_pb2_grpc as dw_grpc
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.scheduler.core import events as ev
-from alignedserve.scheduler.process.links import WorkerLinks
-from alignedserve.scheduler.process.wire import shards_changed
+from alignedserve.scheduler.process.messaging import WorkerLinks, shards_changed
 
 TOKEN = "token"
 
