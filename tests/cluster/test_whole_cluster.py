@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -461,78 +460,3 @@ def assert_a_request_belongs_to_its_key(server: ServeProcess) -> None:
         assert httpx.post(cancel, headers={"x-api-key": "sk-test"}).status_code == 200
         with pytest.raises(CancelledError):
             list(chunks)
-
-
-@contextlib.contextmanager
-def begun_stream(server: ServeProcess, max_tokens: int) -> Iterator[Iterator[str]]:
-    """A stream that has delivered its first tokens; the rest of its lines."""
-    body = {"model": "tiny", "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
-        lines = (line for line in response.iter_lines() if line)
-        assert next(lines).startswith("data: {")
-        yield lines
-
-
-def wait_told(server: ServeProcess) -> None:
-    """Returns once the command has said that it serves: from then on it does nothing but wait for its end."""
-    deadline = time.monotonic() + 30.0
-    while "Ctrl-C ends it" not in server.output:
-        assert time.monotonic() < deadline, server.output
-        time.sleep(0.05)
-
-
-def probe(server: ServeProcess) -> httpx.Response:
-    """A new request, while the cluster is ending: refused as soon as every gateway knows of it."""
-    deadline = time.monotonic() + 10.0
-    while True:
-        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30.0)
-        if answer.status_code != 200 or time.monotonic() > deadline:
-            return answer
-
-
-def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
-    before = set(os.listdir("/dev/shm"))
-    with ServeProcess("--model", "tiny", "--set", "gateway.drain_s=120") as server:
-        pids = [role["pid"] for role in server.roles()]
-        wait_told(server)
-        with begun_stream(server, 2500) as lines:
-            server.process.send_signal(signal.SIGTERM)
-            refused = probe(server)
-            health = httpx.get(f"{server.url}/health", timeout=30.0)
-            with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as broken:
-                open_stub(channel).Generate(inf.GenerateRequest(prompt="a", max_tokens=1), timeout=30.0)
-            rest = list(lines)
-        ended = time.monotonic()
-        code = server.process.wait(40.0)
-        seconds = time.monotonic() - ended
-
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-    assert int(refused.headers["retry-after"]) >= 1
-    assert (health.status_code, health.json()["status"]) == (503, "draining")
-    assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert rest[-1] == "data: [DONE]"
-    assert sum(len(json.loads(line[6:])["choices"]) for line in rest[:-1]) > 500
-    assert code == 0
-    assert seconds < 20
-    assert [pid for pid in pids if is_alive(pid)] == []
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def test_a_second_signal_ends_what_is_open_with_an_error() -> None:
-    with ServeProcess("--model", "tiny") as server:
-        pids = [role["pid"] for role in server.roles()]
-        wait_told(server)
-        with begun_stream(server, 8000) as lines:
-            begun = time.monotonic()
-            server.process.send_signal(signal.SIGINT)
-            assert probe(server).status_code == 503
-            server.process.send_signal(signal.SIGTERM)
-            last = list(lines)[-1]
-        code = server.process.wait(40.0)
-        seconds = time.monotonic() - begun
-
-    assert last.startswith('data: {"error"')
-    assert code == 0
-    assert seconds < 20
-    assert [pid for pid in pids if is_alive(pid)] == []
