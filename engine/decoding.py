@@ -35,9 +35,9 @@ class DecodeStep(ABC):
 
     @abstractmethod
     def tokens(self) -> list[SampledToken | Exception]:
-        """Each item's token, or why there is none for it. Waits for the device; called once.
+        """Each item's token, or the error for which it has none. Waits for the device; called once.
 
-        Raises whatever made the whole iteration fail: then none of its items has a token.
+        Raises the error if the whole iteration failed: then none of its items has a token.
         """
 
 

@@ -297,6 +297,4 @@ class Cell:
         busy = [decode.name for decode in self.decodes.values() if not decode.holds_nothing()]
         counted = {state: count for state, count in self.core.describe().items() if count}
         if held or busy or counted or self.pool.copies:
-            raise AccountingError(
-                f"not free: blocks {held}, busy {busy}, core {counted}, {len(self.pool.copies)} copies"
-            )
+            raise AccountingError(f"leaked: blocks {held}, busy {busy}, core {counted}, {len(self.pool.copies)} copies")

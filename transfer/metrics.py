@@ -9,7 +9,7 @@ from alignedserve.transfer.channel import Channel, PageLocked
 
 
 def locking(channels: Collection[Channel]) -> str:
-    """What is still to be page-locked, for people; empty once all is."""
+    """Progress of page-locking, for status texts; empty once all is locked."""
     words = ""
     for progress in _page_locked(channels):
         done, total = progress.locked_bytes, progress.total_bytes
@@ -19,15 +19,15 @@ def locking(channels: Collection[Channel]) -> str:
 
 
 def _page_locked(channels: Collection[Channel]) -> Collection[PageLocked]:
-    """Once a store, whichever channels use it."""
+    """One entry for each store, whichever channels use it."""
     found = [progress for channel in channels if (progress := channel.page_locked()) is not None]
     return {progress.store_id: progress for progress in found}.values()
 
 
 def channel_lines(instance: str, channels: Collection[Channel]) -> list[str]:
-    """What each channel of the instance has moved: copies, failed ones, bytes, and the seconds it was copying.
+    """Totals of each channel of the instance: copies, failed ones, bytes, and seconds it was copying.
 
-    And of each store that is to be page-locked how many bytes are, and how many will be.
+    Also, for each store that is to be page-locked, its locked bytes and its lockable bytes.
     """
     lines = []
     for channel in channels:

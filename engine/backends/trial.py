@@ -57,7 +57,7 @@ class Trial:
 
     @torch.inference_mode()
     def fault(self, backend: type[AttentionBackend]) -> str | None:
-        """What is wrong with the backend on a batch of decode rows and chunks; None if it is right and copies nothing."""
+        """What is wrong with the backend on a batch of decode rows and chunks; None if it passes."""
         items = self._items(RIGHT)
         batch = self._batch(items)
         query, key, value = self._rows(batch.tokens)

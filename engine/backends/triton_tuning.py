@@ -90,9 +90,7 @@ def _fits(setting: DecodeSetting, head_dim: int, element_bytes: int, group_rows:
 
 
 def _worth(setting: DecodeSetting, head_dim: int, element_bytes: int) -> bool:
-    """Whether an SM has enough bytes in flight for its share of the bandwidth, and few enough threads for its
-    registers.
-    """
+    """Whether an SM has enough bytes in flight for its share of the bandwidth, and registers for all threads."""
     tile_bytes = 2 * setting.tile * head_dim * element_bytes
     on_the_way = setting.programs_per_sm * (setting.stages - 1) * tile_bytes
     return on_the_way >= 40 << 10 and setting.programs_per_sm * setting.warps <= 16

@@ -13,7 +13,7 @@ _WRITTEN_AT_ONCE = 4096  # elements of keys that one program holds, and as many 
 
 
 class PagedWrite:
-    """Writes to one store (see AttentionBackend for its shape): `begin` or `begin_table`, then `write` for each layer."""
+    """Writes to one store (see AttentionBackend for its shape): `begin` or `begin_table`, then `write` a layer."""
 
     def __init__(self, cache: torch.Tensor) -> None:
         self._cache = cache

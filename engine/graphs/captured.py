@@ -71,7 +71,7 @@ class CapturedPasses:
         buffers.logits[:size].copy_(logits)
 
     def _run_choose(self, size: int, drawn: bool) -> None:
-        """Choose tokens, and report -1 to the host for rows whose logits are not finite (a NaN is its row's maximum)."""
+        """Choose tokens, and report -1 to the host for rows with logits that are not finite (a NaN is the maximum)."""
         buffers = self._buffers
         logits, chosen = buffers.logits[:size], buffers.chosen[:size]
         top, best = logits.max(dim=-1)

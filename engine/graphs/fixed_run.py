@@ -1,4 +1,4 @@
-"""Decodes one batch of given lengths for a number of iterations, without a cluster, and measures the GPU's idle time."""
+"""Decodes one batch of given lengths for a number of iterations, without a cluster, and measures idle GPU time."""
 
 from __future__ import annotations
 
