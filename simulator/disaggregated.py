@@ -41,8 +41,9 @@ def simulate(
     `refuse_for_load`: whether refusals by prediction and queue limits apply, as configured; otherwise every request
     that the stores can hold is served. `seed` is only recorded: nothing here is random. `leap`: False takes every
     iteration alone, with the same results, slowly. `iteration_gap_s`: charged before each decode pass, in addition to
-    the hardware's overhead. Raises ConfigError if the system is a colocated one, or no request fits in the hardware's
-    stores.
+    the hardware's overhead.
+
+    Raises ConfigError if the system is a colocated one, or no request fits in the hardware's stores.
     """
     if system.topology is not Topology.DISAGGREGATED:
         raise ConfigError(f"{system.name} is a {system.topology.value} system without prefill and decode instances")

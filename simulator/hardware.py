@@ -11,11 +11,12 @@ class Hardware:
 
     Rates are for each direction of one instance's link. `kv_tokens`: cache of a decode (or colocated) instance; a
     prefill instance's own cache and its two candidate buffers are shares of the same memory. `message_s`: one control
-    message. `host_overhead_s`: added by an engine to every pass. Slowdowns: by what factor a pass takes longer in a
-    cluster than in the cost model, because processes share a machine's cores and caches. `..._beside`: for a pass that
-    begins while its neighbour of the other role computes. Neighbours are the prefill and the decode instance of the
-    same number. Passes of a single colocated instance have `decode_slowdown`; of several, `decode_slowdown_beside`,
-    because two then share a machine.
+    message. `host_overhead_s`: added by an engine to every pass.
+
+    Slowdowns: by what factor a pass takes longer in a cluster than in the cost model, because processes share a
+    machine's cores and caches. `..._beside`: for a pass that begins while its neighbour of the other role computes.
+    Neighbours are the prefill and the decode instance of the same number. Passes of a single colocated instance have
+    `decode_slowdown`; of several, `decode_slowdown_beside`, because two then share a machine.
     """
 
     kv_tokens: int

@@ -3,7 +3,9 @@
 Imports torch. The opening process reads and writes on its own: the owner takes no part in a copy, and may end before it
 does. Torch counts one opener for each handle, and ours may have several; the first to close would let the owner free
 memory that the others still have open. So exported memory stays allocated until its process ends; then the driver keeps
-it while any process has it open. Not yet run on a GPU: the tests that do are marked `gpu`.
+it while any process has it open.
+
+Not yet run on a GPU: the tests that do are marked `gpu`.
 """
 
 from __future__ import annotations

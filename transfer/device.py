@@ -117,10 +117,11 @@ class DeviceChannel(QueuedChannel):
     """Asynchronous copies on their own stream, between a device and the host, or between two devices.
 
     A copy begins after the work that the calling thread has submitted to its current streams of both devices by then:
-    the source has been computed, and the destination has been read. It is complete when its event is. Many blocks are
-    copied in few calls: within one device by one kernel (`transfer.block_kernel`), else by the copy engines
-    (`transfer.batched`). The host's side is page-locked in the background (`transfer.pinning`); memory that is not
-    locked yet is copied through a small locked buffer (`transfer.bounce`).
+    the source has been computed, and the destination has been read. It is complete when its event is.
+
+    Many blocks are copied in few calls: within one device by one kernel (`transfer.block_kernel`), else by the copy
+    engines (`transfer.batched`). The host's side is page-locked in the background (`transfer.pinning`); memory that is
+    not locked yet is copied through a small locked buffer (`transfer.bounce`).
     """
 
     def __init__(

@@ -5,8 +5,10 @@ time (SMs times programs an SM), so that the kernel does not wait for a long req
 requests and may span many. A row that lies completely in a share is written at once. So a program has at most two
 partial results (of its first and its last row), which a second kernel merges by their log-sum-exp. The shares are
 computed on the device from the lengths, once for each pass and window, so that a replayed CUDA graph divides the
-current contents. With `split=False` each program takes one request's KV head, as kernels at the time of the paper did
-once requests times heads filled the chip: the longest request determines how long the kernel takes.
+current contents.
+
+With `split=False` each program takes one request's KV head, as kernels at the time of the paper did once requests times
+heads filled the chip: the longest request determines how long the kernel takes.
 """
 
 from __future__ import annotations

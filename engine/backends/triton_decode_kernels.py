@@ -3,9 +3,10 @@
 
 Work is counted in tiles of `tile` tokens. A row is one request's KV head. Rows lie end to end, a request's heads one
 after another, and each has at least one tile. A plan has an entry for each program, and one after the last, of four
-int32: the first tile of its share, and the request, the KV head and the tile of that row where the share begins. Scores
-are kept in base 2 (the chip has `exp2`). `from __future__ import annotations` is left out: Triton's interpreter reads
-the annotations themselves.
+int32: the first tile of its share, and the request, the KV head and the tile of that row where the share begins.
+
+Scores are kept in base 2 (the chip has `exp2`). `from __future__ import annotations` is left out: Triton's interpreter
+reads the annotations themselves.
 """
 
 import triton

@@ -3,8 +3,9 @@
 
 A program computes one tile: up to `tile_rows` rows of one span and one key head, over the keys of one piece. A row is
 one token and one of the query heads that share the key head (`row = token * group + head`), so that grouped heads read
-a key once. Keys lie in blocks `[layer][kv_head][k|v][token][head_dim]`, found through the span's block table. `from
-__future__ import annotations` is left out: Triton's interpreter reads the annotations themselves.
+a key once. Keys lie in blocks `[layer][kv_head][k|v][token][head_dim]`, found through the span's block table.
+
+`from __future__ import annotations` is left out: Triton's interpreter reads the annotations themselves.
 """
 
 import triton

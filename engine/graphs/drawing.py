@@ -1,9 +1,10 @@
 """`Sampler`'s draw (temperature, top_k, top_p, min_p) in one kernel of fixed shapes, for a graph.
 
 Each row has a thread block, so that loops may be as long as the row's settings require. Whether top_p keeps one token
-or all of them, no draw is left for outside of the graph (`drawing_kernel`). Noise, ties and the order of the filters
-are those of `engine.sampling`. Exponentials and logarithms are the GPU's own, so a token can differ from the Sampler's
-if two scores, or a sum and the limit of top_p, are within their rounding.
+or all of them, no draw is left for outside of the graph (`drawing_kernel`).
+
+Noise, ties and the order of the filters are those of `engine.sampling`. Exponentials and logarithms are the GPU's own,
+so a token can differ from the Sampler's if two scores, or a sum and the limit of top_p, are within their rounding.
 """
 
 from __future__ import annotations

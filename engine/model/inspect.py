@@ -1,8 +1,10 @@
 """Reads the properties of a model, and refuses models that would be served wrongly, before any weight is loaded.
 
 Models are refused here if the configuration and the model's class suffice to tell
-(`alignedserve.engine.model.refusal`); `alignedserve.engine.model.probe` checks the rest on the loaded model. dtype
-`auto`: float32 on a CPU; on a GPU the checkpoint's own, except that float32 checkpoints are served in bfloat16.
+(`alignedserve.engine.model.refusal`); `alignedserve.engine.model.probe` checks the rest on the loaded model.
+
+dtype `auto`: float32 on a CPU; on a GPU the checkpoint's own, except that float32 checkpoints are served in bfloat16.
+
 Sampling defaults are the values that `generation_config.json` itself contains, without the defaults of transformers. If
 it has `do_sample: false`, its temperature, top_p, top_k and min_p are not used; repetition_penalty applies to greedy
 decoding too.

@@ -188,9 +188,11 @@ def measure(
 
     Libraries cache data for a number of rows. It is cached for a decode, which mostly follows one of equal size, but
     not for a prompt, whose number of tokens is mostly new. So a decode is run twice, and the second run counts; the
-    chunks of a prompt have a few tokens more or fewer each time. The first round goes from the smallest pass to the
-    largest, so that a slow machine leaves out the largest; the smallest of each kind are always measured. Later rounds
-    are shuffled. A few passes are run before, so that one-time work of compilers and caches is not counted.
+    chunks of a prompt have a few tokens more or fewer each time.
+
+    The first round goes from the smallest pass to the largest, so that a slow machine leaves out the largest; the
+    smallest of each kind are always measured. Later rounds are shuffled. A few passes are run before, so that one-time
+    work of compilers and caches is not counted.
     """
     end = now_s() + limit_s
     order = sorted(plan, key=lambda measurement: measurement.shape.work)

@@ -33,8 +33,10 @@ HostOverhead = Callable[[ModelRunner, int, int], float]
 def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead) -> dict[str, Any]:
     """Load the configured model on `device`, measure for about `limit_s` seconds, fit.
 
-    Raises ModelError, and ConfigError if the device is CUDA and torch has none. `host_overhead_s(runner, blocks of its
-    store, requests)`: seconds that an engine adds to a pass of that many requests.
+    Raises ModelError, and ConfigError if the device is CUDA and torch has none.
+
+    `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of that many
+    requests.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")

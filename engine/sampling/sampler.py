@@ -2,10 +2,12 @@
 
 Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, then greedy choice, or
 temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own (log_softmax of its logits,
-before all of this). A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of
-(seed, position in the answer, token id). It depends neither on the batch nor on the other candidates. If rounding
-changes a logit, two rows can differ only between tokens whose scores are within that rounding. Filters keep all tokens
-that tie with the last one kept, so that they do not depend on the order of a sort either.
+before all of this).
+
+A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position in
+the answer, token id). It depends neither on the batch nor on the other candidates. If rounding changes a logit, two
+rows can differ only between tokens whose scores are within that rounding. Filters keep all tokens that tie with the
+last one kept, so that they do not depend on the order of a sort either.
 """
 
 from __future__ import annotations

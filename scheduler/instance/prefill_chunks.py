@@ -63,8 +63,9 @@ class ChunkScheduler:
     def add(self, key: RequestKey, tokens: int, start: int = 0) -> None:
         """Queue a prompt of `tokens` tokens, of which the KV of the first `start` is fetched from elsewhere.
 
-        A prompt with `start` is in `take_fetches` once it has its blocks, and is computed after `fetched`. Raises
-        InvalidRequestError if the cache could never hold it, AccountingError if it is already here.
+        A prompt with `start` is in `take_fetches` once it has its blocks, and is computed after `fetched`.
+
+        Raises InvalidRequestError if the cache could never hold it, AccountingError if it is already here.
         """
         if key in self._prompts:
             raise AccountingError(f"{key} is already being prefilled", request_id=key.request_id)

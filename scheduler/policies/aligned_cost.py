@@ -3,9 +3,12 @@
 `aligned` takes the densest range of at least N requests. While no request is overdue, that batch is compared with
 others: wider and narrower ranges around it, its neighbours, the range nearest to the running batch, the shortest
 requests, and the range of the oldest request. Each is a contiguous range within K. The criterion is the predicted time
-of an iteration of the running batch and the new batch together. With an overdue request the pool is in arrears: all of
-it must be served, so the criterion is the work done a second (`TokenWorth`). The batch contains the overdue request and
-the addition that yields the most: its neighbours, a range near the running batch or elsewhere, or the oldest requests.
+of an iteration of the running batch and the new batch together.
+
+With an overdue request the pool is in arrears: all of it must be served, so the criterion is the work done a second
+(`TokenWorth`). The batch contains the overdue request and the addition that yields the most: its neighbours, a range
+near the running batch or elsewhere, or the oldest requests.
+
 With an objective for TPOT every request within it counts alike, so the criterion is tokens a second, in arrears too. A
 batch whose own iterations would miss the objective is taken only if all do; then the fastest.
 """
