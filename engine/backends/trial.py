@@ -18,7 +18,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 """Largest error of an element against fp32, of values with a standard deviation of a half."""
 ROUNDS = 8
 FILLED_AT_ONCE = 256  # blocks
-# What a kernel may use for results and partial results; at least, or a third of a layer's KV
+# A kernel may use this much for results and partial results, or a third of a layer's KV if that is more
 WORKSPACE_BYTES = 64 << 20
 SLEEP_CYCLES = 2_000_000  # about a millisecond, in which the host launches ahead of the device
 

@@ -53,9 +53,9 @@ def command_of(argv: Sequence[str]) -> str:
 
 
 def own_commit() -> str:
-    """The commit of the running code: of its checkout (with "-dirty" for changes to tracked files), or of what pip
+    """The commit of the running code, or "unknown" for a package that was built from an archive.
 
-    installed; "unknown" for a package that was built from an archive.
+    It is that of its checkout (with "-dirty" for changes to tracked files), or of what pip installed.
     """
     folder = Path(__file__).resolve().parent
     commit = _git(folder, "rev-parse", "HEAD")
