@@ -120,7 +120,7 @@ def settings_of(assignments: list[str], policies: tuple[str, ...]) -> dict[str, 
         owners = [policy for policy in policies if left.startswith(f"{policy}.")]
         if not separator or not owners:
             known = ", ".join(policies)
-            raise ConfigError(f"--set takes POLICY.KEY=VALUE with a policy in --policy ({known}), not {assignment!r}")
+            raise ConfigError(f"--set takes POLICY.KEY=VALUE with a policy of --policy ({known}), not {assignment!r}")
         owner = max(owners, key=len)
         found[owner][left.removeprefix(f"{owner}.")] = value
     return found
