@@ -130,7 +130,7 @@ def test_the_fastest_of_each_kind_of_pass_is_taken() -> None:
         ]
     )
     assert (taken.decode, taken.prefill) == ("a", "b")
-    assert taken.describe().startswith("attention by a to decode, b to prefill (")
+    assert taken.describe().startswith("attention backend: a for decode, b for prefill (")
     with pytest.raises(UnsupportedModelError, match="c: it copies the store"):
         pick([BackendCandidate("c", "it copies the store")])
 
