@@ -1,4 +1,4 @@
 """Runs a model: inspection, loading, paged attention, packed forward passes, sampling.
 
-Import the modules themselves (`alignedserve.engine.runner`, ...): this package pulls in torch only when they are.
+Import the modules themselves (`alignedserve.engine.runner`, ...): the package imports torch only with them.
 """

@@ -1,13 +1,13 @@
-"""The attention function that transformers calls, and what it passes to a paged backend.
+"""The attention function that transformers calls, and its arguments to a paged backend.
 
 Two implementations are registered with transformers:
 
-- `alignedserve` serves. It is not in the mask interface: `create_causal_mask` then returns None at once
-  (transformers 5.17 to 5.23; a registered one costs a scan of `position_ids`, on a GPU a synchronisation).
+- `alignedserve` is used for serving. It is not in the mask interface, so that `create_causal_mask` returns None at once
+  (transformers 5.17 to 5.23; a registered one costs a scan of `position_ids`, which synchronises a GPU).
 - `alignedserve_probe` is used once, after loading. Its mask function returns a `MaskMark`, so that the attention
-  function sees what the model's mask would have hidden, and refuses a model that hides more than it says.
+  function sees what the model's mask would have hidden, and refuses a model that hides more than its arguments say.
 
-Both refuse keyword arguments that they do not know: one that is ignored gives wrong tokens in silence.
+Both refuse unknown keyword arguments: an ignored one would silently give wrong tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from alignedserve.errors import AlignedServeError, UnsupportedModelError
 SERVING = "alignedserve"
 PROBING = "alignedserve_probe"
 
-# What transformers passes along that says nothing about which token sees which, at any value.
+# Arguments of transformers that do not affect which token sees which, at any value.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -49,10 +49,10 @@ _HARMLESS_VALUES: dict[str, Any] = {"output_attentions": False, "is_causal": Tru
 
 @dataclass(slots=True)
 class ActiveForward:
-    """The forward pass that this thread is in: its backend, and the layers that attended so far.
+    """The current forward pass of this thread: its backend, and the layers that attended so far.
 
-    `on_layer` is called with each layer once the work that writes its keys and values has been given to the device.
-    While probing `heads` and `options` say how many query heads each has, and what it was given.
+    `on_layer` is called with each layer once the device has the work that writes its keys and values. While probing,
+    `heads` and `options` record the numbers of query heads and the options of the layers.
     """
 
     backend: AttentionBackend
@@ -71,14 +71,14 @@ _current = _Current()
 
 @dataclass(frozen=True, slots=True)
 class MaskMark:
-    """Stands for a mask while probing: `local_size` is the window (or chunk) that it would apply."""
+    """Replaces a mask while probing: `local_size` is the window (or chunk) that the mask would apply."""
 
     local_size: int | None
 
 
 @contextmanager
 def active(forward: ActiveForward) -> Iterator[ActiveForward]:
-    """Make `forward` the one that attention functions of this thread serve."""
+    """Make `forward` the pass that this thread's attention functions use."""
     previous, _current.forward = _current.forward, forward
     try:
         yield forward
@@ -107,15 +107,15 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention over the paged store of the active forward pass.
 
-    `query` is `[1, heads, tokens, head_dim]`, `key` and `value` `[1, kv_heads, tokens, head_dim]` of the new tokens;
-    `s_aux` is `[heads]`, transformers' name of attention sinks. Returns `[1, tokens, heads, head_dim]`. Raises
-    UnsupportedModelError for an argument it does not know.
+    `query` is `[1, heads, tokens, head_dim]`, `key` and `value` are `[1, kv_heads, tokens, head_dim]` of the new
+    tokens. `s_aux` is `[heads]`, transformers' name for attention sinks. Returns `[1, tokens, heads, head_dim]`. Raises
+    UnsupportedModelError for an unknown argument.
     """
     forward = _current.forward
     if forward is None:
         raise AlignedServeError("paged attention was called outside ModelRunner.forward")
     if attention_mask is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} brings an attention mask of its own")
+        raise UnsupportedModelError(f"{type(module).__name__} has its own attention mask")
     for name, given in kwargs.items():
         if given is not None and name not in _HARMLESS:
             _refuse_unless_harmless(module, name, given)
@@ -146,7 +146,7 @@ def probing_attention(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`paged_attention`, after checking once what serving cannot check at every call."""
+    """`paged_attention`, after the checks that are too expensive for every call while serving."""
     name = type(module).__name__
     if not isinstance(attention_mask, MaskMark):
         raise UnsupportedModelError(f"{name} does not take its mask from transformers' mask interface")
@@ -156,7 +156,7 @@ def probing_attention(
             f"sliding_window={kwargs.get('sliding_window')}: the two must agree"
         )
     if not isinstance(getattr(module, "layer_idx", None), int):
-        raise UnsupportedModelError(f"{name} does not say which layer it is")
+        raise UnsupportedModelError(f"{name} does not give its layer number (layer_idx)")
     if getattr(module, "is_causal", True) is not True:
         raise UnsupportedModelError(f"{name} is not causal")
     if key.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1]:
@@ -176,7 +176,7 @@ def probing_attention(
 def _refuse_unless_harmless(module: torch.nn.Module, name: str, given: Any) -> None:
     if name in _HARMLESS_VALUES and not isinstance(given, torch.Tensor) and given == _HARMLESS_VALUES[name]:
         return
-    raise UnsupportedModelError(f"{type(module).__name__} needs {name!r}, which paged attention does not have")
+    raise UnsupportedModelError(f"{type(module).__name__} needs {name!r}, which paged attention does not support")
 
 
 def _mask_mark(*_args: Any, local_size: int | None = None, attention_mask: Any = None, **_kwargs: Any) -> MaskMark:

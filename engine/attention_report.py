@@ -1,4 +1,4 @@
-"""`alignedserve doctor`: which attention backends serve the configured model on this machine, and how fast."""
+"""`alignedserve doctor`: the attention backends for the configured model on this machine, and their speed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from alignedserve.engine.runner import allocate_cache
 from alignedserve.model import resolve_model
 
 MOST_BLOCK_TOKENS = 1 << 17  # of the store in which backends are timed
-FREE_SHARE = 4  # and it takes no more than this part of the device's free memory
+FREE_SHARE = 4  # the store takes at most 1/FREE_SHARE of the device's free memory
 
 
 def attention_report(config: Config, device: str) -> list[BackendCandidate]:
-    """Every backend; on a GPU those that refuse nothing are tried and timed over a store of one layer.
+    """Every backend. On a GPU, those that can serve the model are tested and timed over a store of one layer.
 
-    Raises ModelError where the model cannot be read.
+    Raises ModelError if the model cannot be read.
     """
     folder = resolve_model(config.model.path, config.model.trust_remote_code)
     trusted = config.model.trust_remote_code

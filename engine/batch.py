@@ -1,4 +1,4 @@
-"""What one forward pass holds: packed tokens of several requests, and where their keys and values live."""
+"""The inputs of one forward pass: packed tokens of several requests, and the places of their keys and values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ LogitRows = Literal["last", "all", "none"]
 class ForwardItem:
     """One request's part of a forward pass.
 
-    `token_ids` are new tokens at positions `start .. start + len(token_ids) - 1`; `start` tokens are in the cache
-    already. `block_ids` cover all of them, `block_size` tokens each. `logits` says for which new tokens the caller
-    wants logits.
+    `token_ids` are new tokens at positions `start .. start + len(token_ids) - 1`; `start` tokens are already cached.
+    `block_ids` cover all of them, `block_size` tokens each. `logits`: the new tokens whose logits the caller wants.
     """
 
     token_ids: list[int]
@@ -54,20 +53,20 @@ class Span:
 class DecodeTable:
     """Rows with one new token each, and the blocks of each.
 
-    Where a pass is captured in a CUDA graph, what the tensors hold changes from one replay to the next; their addresses
-    and shapes do not. A row of length 0 is padding: nothing is written for it, and what comes out of it, finite, is for
-    nobody.
+    If a pass is captured in a CUDA graph, the contents of the tensors change from one replay to the next; their
+    addresses and shapes do not. A row of length 0 is padding: nothing is written for it, and its output is finite and
+    unused.
     """
 
-    lengths: torch.Tensor  # int32 [rows] tokens attended to, the new one included; 0: padding
-    block_table: torch.Tensor  # int32 [rows, width] block ids; behind those that the length covers: anything
+    lengths: torch.Tensor  # int32 [rows] tokens attended to, including the new one; 0: padding
+    block_table: torch.Tensor  # int32 [rows, width] block ids; arbitrary after those that the length covers
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
     """The rows of a packed batch that have one new token each, none of them padding.
 
-    `rows` is None where every packed token is such a row, in order.
+    `rows` is None if every packed token is such a row, in order.
     """
 
     rows: torch.Tensor | None  # int64 [rows] packed positions
@@ -81,7 +80,7 @@ class PackedBatch:
     input_ids: torch.Tensor  # [1, tokens]
     position_ids: torch.Tensor  # [1, tokens]
     logit_rows: torch.Tensor  # [logit rows] packed positions whose logits are wanted
-    slot_block: torch.Tensor  # [tokens] block that each new token's KV goes to
+    slot_block: torch.Tensor  # [tokens] block of each new token's KV
     slot_offset: torch.Tensor  # [tokens] and its place inside the block
     spans: tuple[Span, ...]
     decode: DecodeRows | None
@@ -92,7 +91,7 @@ class PackedBatch:
 
 
 def build_batch(items: Sequence[ForwardItem], block_size: int, num_blocks: int, device: torch.device) -> PackedBatch:
-    """Pack `items` in order. Raises AccountingError where an item's blocks do not cover its tokens or do not exist."""
+    """Pack `items` in order. Raises AccountingError if an item's blocks do not cover its tokens or do not exist."""
     token_ids: list[int] = []
     positions: list[int] = []
     slot_block: list[int] = []
@@ -141,11 +140,11 @@ def _check_item(item: ForwardItem, block_size: int) -> None:
 
 
 def _block_tensor(block_ids: list[int], num_blocks: int) -> torch.Tensor:
-    """`block_ids` as int64 on the CPU, checked as a whole: a kernel would read or write outside the store."""
+    """`block_ids` as int64 on the CPU, all checked, since a kernel would read or write outside the store."""
     blocks = torch.tensor(block_ids, dtype=torch.int64)
     low, high = blocks.aminmax()
     if int(low) < 0 or int(high) >= num_blocks:
-        raise AccountingError(f"a block id lies outside this store of {num_blocks} blocks")
+        raise AccountingError(f"a block id is outside this store of {num_blocks} blocks")
     return blocks
 
 

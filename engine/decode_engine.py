@@ -1,4 +1,4 @@
-"""Which engine decodes: graphs on a GPU whose attention can be captured, else one kernel after another."""
+"""Chooses the decode engine: CUDA graphs on a GPU if the attention can be captured, else one kernel after another."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from alignedserve.graph_sizes import graph_sizes
 
 logger = logging.getLogger(__name__)
 
-TUNED_ROWS = 64  # what is compiled is timed for a batch of so many
+TUNED_ROWS = 64  # compiled parts are timed for a batch of this many rows
 
 
 def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, int], None]) -> DecodeEngine:
-    """For `runner`; nothing is captured before its `warm_up`, which calls `progress(done, all)`, sizes of batches."""
+    """The engine for `runner`.
+
+    Nothing is captured before its `warm_up`, which calls `progress(done, all)` for each size.
+    """
     eager, device = EagerDecode(runner), runner.loaded.device
     if device.type != "cuda" or config.decode.graphs == "off" or not runner.captures:
         return eager
-    # Not above: torch for a CPU comes without Triton.
+    # Imported here: torch for CPUs comes without Triton.
     from alignedserve.engine.graphs.decode import GraphDecode
     from alignedserve.engine.graphs.device import CudaGraphs
 
@@ -32,7 +35,7 @@ def decode_engine(runner: ModelRunner, config: Config, progress: Callable[[int, 
         from alignedserve.engine.model.fused import fuse
 
         rows = min(TUNED_ROWS, sizes[-1])
-        item = ForwardItem([0], runner.block_size - 1, [0])  # in block 0, which is for nobody
+        item = ForwardItem([0], runner.block_size - 1, [0])  # in block 0, which no request uses
         kept = fuse(runner.loaded.model, lambda: runner.forward([item] * rows), graphs.seconds_of)
         logger.info("compiled for %d rows: %s", rows, ", ".join(kept) or "nothing")
 

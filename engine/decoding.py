@@ -1,6 +1,6 @@
-"""The contract of what computes decode iterations: one is launched, and its tokens are asked for later.
+"""The contract of a decode engine: an iteration is launched, and its tokens are requested later.
 
-Between the two the caller may launch the next, in which a request's last token need not be known to the host yet.
+Before that the caller may launch the next iteration, in which a request's last token need not be known to the host yet.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from alignedserve.engine.sampling.sampler import SampledToken, SampleRow
 from alignedserve.metrics import Page
 
 
-@dataclass(slots=True)  # frozen ones take twice as long to make, and there is one a request and iteration
+@dataclass(slots=True)  # frozen ones take twice as long to create, one per request and iteration
 class DecodeItem:
     """One request's part of an iteration: its last token, at position `kv_tokens`, whose KV is computed here.
 
-    `token_id` None: the token that the step before this one chooses for its item `previous`. `position` is the place in
-    the answer of the token to be chosen: `len(row.output_token_ids)`, and one more where the last is not known yet.
-    `block_ids` are the scheduler's own book: to be read in `launch` only. A book grows at its end and nowhere else; who
-    comes back after an eviction has another.
+    `token_id` None: the token that the previous step chooses for its item `previous`. `position`: the place in the
+    answer of the token to be chosen. It is `len(row.output_token_ids)`, plus one if the last token is not known yet.
+    `block_ids` is the scheduler's own list: read it in `launch` only. A list only grows at its end; after an eviction
+    the request has another.
     """
 
     row: SampleRow
@@ -36,9 +36,9 @@ class DecodeStep(ABC):
 
     @abstractmethod
     def tokens(self) -> list[SampledToken | Exception]:
-        """Each item's token, or why there is none for it. Waits for the device; called once.
+        """Each item's token, or the error for which it has none. Waits for the device; called once.
 
-        Raises whatever made the whole iteration fail: then none of its items has a token.
+        Raises the error if the whole iteration failed: then none of its items has a token.
         """
 
 
@@ -48,31 +48,31 @@ class DecodeEngine(ABC):
     @property
     @abstractmethod
     def overlaps(self) -> bool:
-        """Whether `launch` returns before the device is done, so that it is worth launching ahead."""
+        """Whether `launch` returns before the device is done, so that launching ahead is worthwhile."""
 
     @abstractmethod
     def ahead(self, rows: Sequence[SampleRow]) -> bool:
-        """Whether the step after one of these rows can be launched before its tokens are known to the host.
+        """Whether the step after one with these rows can be launched before its tokens are known to the host.
 
-        No: where a row's choice needs them there (penalties, a bias, a minimum length not reached, log-probabilities).
+        False if a row's choice needs them there (penalties, a bias, a minimum length not reached, log-probabilities).
         """
 
     @abstractmethod
     def launch(self, items: Sequence[DecodeItem]) -> DecodeStep:
-        """Begin an iteration. Items with no token need a step before this one that was launched and did not fail.
+        """Begin an iteration. Items without a token need a previous step that was launched and did not fail.
 
-        Never raises for what an iteration may fail by: `tokens` does. Copies that this thread asks for afterwards come
-        after it on the device.
+        Never raises the errors of an iteration: `tokens` does. Copies that this thread requests afterwards follow it on
+        the device.
         """
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Compute what is slow the first time, over block 0, whose content is lost."""
+        """Run what is slow the first time, over block 0, whose content is lost."""
 
     def device_fault(self) -> Exception | None:
-        """What keeps this process from computing on its device ever again; None where the next iteration may go well.
+        """The error that permanently keeps this process from using its device; None if the next iteration may succeed.
 
-        To be asked when an iteration has failed as a whole.
+        To be called when an iteration has failed as a whole.
         """
         return None
 

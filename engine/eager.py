@@ -1,4 +1,4 @@
-"""Decode iterations computed one kernel after another, without graphs: what works on every device."""
+"""Decode iterations computed one kernel after another, without graphs; works on every device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Result = SampledToken | Exception
 class EagerDecode(DecodeEngine):
     """A model runner and a sampler. On a CPU an iteration is over when `launch` returns.
 
-    On CUDA `launch` gives the device its work and returns, but where a row's choice needs the host (`ahead`) or is
-    made among the most likely tokens (top_k, top_p). `overlaps`: choose on the device and answer later, on a CPU too.
+    On CUDA `launch` submits the work and returns, unless a row's choice needs the host (`ahead`) or is made among the
+    most likely tokens (top_k, top_p). `overlaps`: choose on the device and answer later, on a CPU too.
     """
 
     def __init__(self, runner: ModelRunner, *, overlaps: bool | None = None) -> None:
@@ -54,7 +54,7 @@ class EagerDecode(DecodeEngine):
             return self._choose(items, self._forward_after(self._last, items))
         chosen = {index: self._chosen(item) for index, item in enumerate(items) if item.token_id is None}
         failed = {index: result for index, result in chosen.items() if isinstance(result, Exception)}
-        if failed:  # what no token was found by, none that follows it is found by either
+        if failed:  # items that follow a failed item fail by the same error
             left = [item for index, item in enumerate(items) if index not in failed]
             found = iter(self._compute(left).tokens() if left else ())
             return _Known([failed[index] if index in failed else next(found) for index in range(len(items))])
@@ -65,9 +65,9 @@ class EagerDecode(DecodeEngine):
         return self._choose(items, self._runner.forward(forward))
 
     def _chosen(self, item: DecodeItem) -> Result:
-        """The item's last token, which the host knows by now, or why there is none."""
+        """The item's last token, which the host knows by now, or the error for which there is none."""
         if not isinstance(self._last, _Known):
-            raise AccountingError("an item's token is that of a step before this one, and there was none")
+            raise AccountingError("an item's token is that of the previous step, but there was none")
         return self._last.results[item.previous]
 
     def _forward_after(self, last: _OnDevice, items: Sequence[DecodeItem]) -> torch.Tensor:
@@ -87,7 +87,7 @@ class EagerDecode(DecodeEngine):
             return _OnDevice(*self._sampler.choose(logits, rows, positions))
         try:
             return _Known(list(self._sampler.sample(logits, rows, positions)))
-        except Exception:  # find out whose fault it is: one that cannot be chosen for fails alone
+        except Exception:  # choose one by one: only the items at fault fail
             return _Known([self._choose_alone(item, logits[row : row + 1]) for row, item in enumerate(items)])
 
     def _choose_alone(self, item: DecodeItem, logits: torch.Tensor) -> Result:
@@ -98,7 +98,7 @@ class EagerDecode(DecodeEngine):
 
 
 class _Known(DecodeStep):
-    """The host knows its tokens already. `fault`: what the whole of it failed by."""
+    """A step whose tokens the host already knows. `fault`: the error of the whole step."""
 
     def __init__(self, results: list[Result], fault: Exception | None = None) -> None:
         self.results = results
@@ -111,7 +111,7 @@ class _Known(DecodeStep):
 
 
 class _OnDevice(DecodeStep):
-    """Its tokens are known to the device, `chosen` `[rows]`, and on their way to the host."""
+    """A step whose tokens are on the device, `chosen` `[rows]`, and being copied to the host."""
 
     def __init__(self, chosen: torch.Tensor, finite: torch.Tensor) -> None:
         self.chosen = chosen

@@ -1,4 +1,4 @@
-"""A request while a worker generates for it: its tokens, the sampler's view of them, and when it ends."""
+"""A request while a worker generates for it: its tokens, the sampler's view of them, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from alignedserve.text import StopChecker, Tokenizer
 
 
 class LiveRequest:
-    """Wraps a `RequestSpec`, whose `output_token_ids` grow here and nowhere else.
+    """Wraps a `RequestSpec`, whose `output_token_ids` grow only here.
 
     `tokenizer` is needed for stop strings only.
     """
@@ -33,7 +33,7 @@ class LiveRequest:
         return self.spec.key
 
     def push(self, sampled: SampledToken) -> FinishReason | None:
-        """Append a token; why the request ends with it, or None."""
+        """Append a token. Returns the finish reason if the request ends with it, else None."""
         spec = self.spec
         spec.output_token_ids.append(sampled.token_id)
         stopped = self._stops is not None and self._stops.push(sampled.token_id)

@@ -24,15 +24,15 @@ def allocate_cache(
 ) -> torch.Tensor:
     """A block store `[num_blocks, layers, kv_heads, 2, block_size, head_dim]`, contiguous, on `device`.
 
-    Where `buffer` is given (writable shared memory, on CPU), the tensor lies in it and keeps it alive; nothing is
-    copied or cleared. Raises ResourceError where there is no room.
+    If `buffer` is given (writable shared memory, on CPU), the tensor uses it and keeps it alive; nothing is copied or
+    cleared. Raises ResourceError if there is no room.
     """
     shape = (num_blocks, *geometry.block_shape)
     dtype: torch.dtype = getattr(torch, geometry.dtype)
     needed = num_blocks * geometry.block_bytes
     if buffer is not None:
         if torch.device(device).type != "cpu":
-            raise ResourceError(f"a store in shared memory lies on the CPU, not on {device}")
+            raise ResourceError(f"a store in shared memory must be on the CPU, not on {device}")
         if buffer.nbytes < needed:
             raise ResourceError(f"{num_blocks} blocks need {needed} bytes; the buffer has {buffer.nbytes}")
         return torch.frombuffer(buffer, dtype=dtype, count=needed // dtype.itemsize).view(shape)
@@ -45,8 +45,8 @@ def allocate_cache(
 class ModelRunner:
     """One model, one store, one attention backend. Not thread-safe: one thread calls `forward`.
 
-    `backend` is the value of `engine.attention`; on a GPU it is tried, and for `auto` timed, in the store, whose
-    content is lost. Raises ConfigError and UnsupportedModelError where it cannot serve.
+    `backend` is the value of `engine.attention`. On a GPU it is tested, and for `auto` timed, in the store, whose
+    content is lost. Raises ConfigError and UnsupportedModelError if it cannot serve the model.
     """
 
     def __init__(self, loaded: LoadedModel, cache: torch.Tensor, backend: str = "torch") -> None:
@@ -66,7 +66,7 @@ class ModelRunner:
                 f"heads of {info.head_dim}"
             )
         if cache.dtype != getattr(torch, info.dtype):
-            raise GeometryMismatchError(f"the store holds {cache.dtype}, {info.name} is served in {info.dtype}")
+            raise GeometryMismatchError(f"the store is {cache.dtype}, but {info.name} is served in {info.dtype}")
         self.loaded = loaded
         self.cache = cache
         self.block_size = cache.shape[4]
@@ -80,9 +80,9 @@ class ModelRunner:
     def forward(self, items: Sequence[ForwardItem], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute `items` in one packed pass, writing their keys and values to the store.
 
-        Returns fp32 logits `[rows, vocab_size]` on the model's device, rows in item order (an item with logits
-        `all` gives one row for each new token, `none` gives none). Items of one call must not write the same block.
-        `on_layer` is called with the number of each layer whose keys and values the device has been told to write.
+        Returns fp32 logits `[rows, vocab_size]` on the model's device, rows in item order (an item with logits `all`
+        gives one row for each new token, `none` gives none). Items of one call must not write the same block.
+        `on_layer` is called with the number of each layer once the device has the work that writes its keys and values.
         """
         if not items:
             return torch.empty(0, self.loaded.info.vocab_size, device=self.loaded.device)
@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_batch(self, batch: PackedBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """`forward` for a batch that is built already."""
+        """`forward` for a batch that is already built."""
         loaded = self.loaded
         kwargs = {"logits_to_keep": batch.logit_rows} if loaded.keeps_logits else {}
         threads = contextlib.nullcontext() if self._threads is None else self._threads.held(batch)
@@ -110,7 +110,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_table(self, input_ids: torch.Tensor, position_ids: torch.Tensor, table: DecodeTable) -> torch.Tensor:
-        """A pass of one new token a row, whose inputs (both int64 `[1, rows]`) stay where they are, for a graph.
+        """A pass of one new token a row, whose inputs (both int64 `[1, rows]`) keep their addresses, for a graph.
 
         Returns logits in the model's dtype, `[rows, vocab_size]`.
         """
@@ -136,10 +136,10 @@ class ModelRunner:
         return logits
 
     def device_fault(self) -> Exception | None:
-        """What keeps this process from using its GPU ever again; None where the next pass may go well.
+        """The error that permanently keeps this process from using its GPU; None if the next pass may succeed.
 
-        To be asked after a pass has failed: it waits for the device. An address that does not exist, say, ends the
-        process's whole context, and every call after it fails by the same.
+        To be called after a pass has failed; it waits for the device. For example, an invalid address ends the
+        process's whole context, and every later call fails with the same error.
         """
         device = self.loaded.device
         if device.type != "cuda":
@@ -151,12 +151,12 @@ class ModelRunner:
         return None
 
     def _scope(self) -> contextlib.AbstractContextManager[object]:
-        """The model's device is this thread's current one: a thread begins with the first of all that it sees."""
+        """Make the model's device this thread's current one; a new thread starts with the first visible device."""
         device = self.loaded.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def threads(self, items: Sequence[ForwardItem]) -> int:
-        """How many threads of the CPU the pass of `items` is computed by; 0 on a GPU."""
+        """The number of CPU threads that compute the pass of `items`; 0 on a GPU."""
         if self._threads is None:
             return 0
         return self._threads.choose(build_batch(items, self.block_size, self.cache.shape[0], self.loaded.device))

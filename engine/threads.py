@@ -1,7 +1,8 @@
-"""How many threads a forward pass on a CPU gets: one where waking the others would cost more than they save.
+"""Chooses the number of threads for a forward pass on a CPU: one if waking the others would cost more than they save.
 
-Threads that wait sleep (docs/adr/0012), so each parallel region of a pass pays for waking them: measured on two cores,
-2 to 3 ms a layer. A pass with little work for each layer is faster on one thread, and leaves the other cores to others.
+Waiting threads sleep (docs/adr/0012), so each parallel region of a pass pays for waking them: measured on two cores, 2
+to 3 ms a layer. A pass with little work for each layer is faster on one thread, and leaves the other cores to other
+processes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from alignedserve.engine.batch import PackedBatch
 
 # Multiply-adds of a layer that take as long as waking the threads does (docs/adr/0012 has the measurements).
 WAKE_UP_COST = 1e8
-# Reading a weight or a cached value from memory takes as long as computing with it for so many tokens.
+# Reading a weight or a cached value from memory takes as long as computing with it for this many tokens.
 READ_COST = 8
 
 
 class PassThreads:
-    """Chooses for one model. What `torch.get_num_threads` says when it is made is the most that a pass gets."""
+    """Chooses for one model. A pass gets at most the value of `torch.get_num_threads` at creation."""
 
     def __init__(self, parameters: int, layers: int, head_width: int) -> None:
-        """`head_width`: elements of keys and of values of one token and layer, KV heads together."""
+        """`head_width`: elements of keys and of values of one token and layer, for all KV heads."""
         self.most = torch.get_num_threads()
         self._layer_parameters = parameters / max(1, layers)
         self._head_width = head_width
@@ -40,7 +41,7 @@ class PassThreads:
 
     @contextlib.contextmanager
     def held(self, batch: PackedBatch) -> Iterator[None]:
-        """The calling thread's setting, for the time of a pass."""
+        """Set the calling thread's number of threads during a pass."""
         threads = self.choose(batch)
         if threads == self.most:
             yield

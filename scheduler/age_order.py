@@ -1,4 +1,7 @@
-"""Requests in the order of the time since which they wait: O(1) for nearly all, which come in order."""
+"""Requests ordered by the time since which they wait.
+
+Insertion is O(1) for nearly all, because most arrive in order.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,16 @@ if TYPE_CHECKING:
     from alignedserve.scheduler.quad_tree import Entry
 
 Item = TypeVar("Item")
-SLACK = 64  # removed places that a dict may keep; with more than it has items it is made anew
-FEW_GONE = 4096  # removed places that nobody minds to pass over: microseconds
-ANEW = 8  # to make a dict anew takes about so many times as long as to pass over as many removed places
+SLACK = 64  # removed places that a dict may keep; it is rebuilt when it has more than this and more than its live items
+FEW_GONE = 4096  # removed places that are cheap to skip: microseconds
+ANEW = 8  # rebuilding a dict takes about this many times as long as skipping as many removed places
 
 
 class _ByAge(Generic[Item]):
-    """Items by key, oldest first. The few that come back late (older than the last one) are kept sorted aside."""
+    """Items by key, oldest first.
+
+    The few that are added late (older than the last one) are kept in a sorted side list.
+    """
 
     __slots__ = ("_early", "_in_order", "_last_s")
 
@@ -40,7 +46,7 @@ class _ByAge(Generic[Item]):
             self._last_s = since_s
 
     def _remove(self, key: RequestKey, since_s: float) -> bool:
-        """Whether it was among those in order."""
+        """Remove the key. Returns whether it was in `_in_order` (else it was in the side list)."""
         if self._in_order.pop(key, None) is not None:
             return True
         del self._early[bisect_left(self._early, (since_s, key), key=_place)]
@@ -48,7 +54,10 @@ class _ByAge(Generic[Item]):
 
 
 class AgeOrder(_ByAge[float]):
-    """Keys by `since_s`, oldest first. The first is asked for with each event: O(1), whoever has left before it."""
+    """Keys by `since_s`, oldest first.
+
+    The first is read at every event, in O(1) however many were removed before it.
+    """
 
     __slots__ = ()
 
@@ -56,7 +65,7 @@ class AgeOrder(_ByAge[float]):
         super().__init__(OrderedDict())
 
     def __iter__(self) -> Iterator[RequestKey]:
-        """Oldest first. Not to be changed while it is iterated over."""
+        """Oldest first. Must not be changed during iteration."""
         if not self._early:
             return iter(self._in_order)
         ordered = ((since_s, key) for key, since_s in self._in_order.items())
@@ -66,11 +75,11 @@ class AgeOrder(_ByAge[float]):
         self._add(key, since_s, since_s)
 
     def remove(self, key: RequestKey, since_s: float) -> None:
-        """`since_s` as it was added with; it must be there."""
+        """Remove a key. `since_s` is the value it was added with; the key must be present."""
         self._remove(key, since_s)
 
     def first(self) -> tuple[float, RequestKey] | None:
-        """(since_s, key) of the oldest; None where there is none."""
+        """(since_s, key) of the oldest key; None if empty."""
         oldest = next(iter(self._in_order), None)
         if oldest is None:
             return _place(self._early[0]) if self._early else None
@@ -81,9 +90,9 @@ class AgeOrder(_ByAge[float]):
 class EntryOrder(_ByAge["Entry"]):
     """Entries, oldest first.
 
-    In a plain dict: they lie one behind the other, which counts where a million are not in the processor's caches. But
-    it keeps the places of those that were removed, and reading it from the front passes over all of them: it is made
-    anew, best with a removal, when as many have been passed over as that takes.
+    They are in a plain dict because its items are contiguous in memory, which matters when a million of them exceed the
+    processor's caches. A dict keeps the places of removed items, and reading from the front passes over them. It is
+    rebuilt, preferably at a removal, when as many places have been passed over as a rebuild costs.
     """
 
     __slots__ = ("_gone", "_passed")
@@ -91,13 +100,13 @@ class EntryOrder(_ByAge["Entry"]):
     def __init__(self) -> None:
         super().__init__({})
         self._gone = 0  # removed from the dict since it was made
-        self._passed = 0  # of those, where they were many, by all who read it: at most
+        self._passed = 0  # removed places that iterations passed over, at most; counted only above FEW_GONE
 
     def __iter__(self) -> Iterator[Entry]:
-        """Oldest first. Not to be changed while it is iterated over."""
+        """Oldest first. Must not be changed during iteration."""
         if self._gone > FEW_GONE:
             self._passed += self._gone
-            if self._passed > 2 * ANEW * len(self._in_order):  # nothing is removed
+            if self._passed > 2 * ANEW * len(self._in_order):  # for the case without removals
                 self._make_anew()
         if not self._early:
             return iter(self._in_order.values())
@@ -108,7 +117,7 @@ class EntryOrder(_ByAge["Entry"]):
         self._add(entry.key, entry.since_s, entry)
 
     def remove(self, entry: Entry) -> None:
-        """It must be there."""
+        """Remove an entry; it must be present."""
         self._gone += self._remove(entry.key, entry.since_s)
         if self._gone > len(self._in_order) + SLACK or self._passed > ANEW * len(self._in_order):
             self._make_anew()

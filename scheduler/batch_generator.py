@@ -1,14 +1,14 @@
-"""Algorithm 1, density-first search (paper, section 3.3): the next candidate batch out of the quad-tree.
+"""Algorithm 1, density-first search (paper, section 3.3): chooses the next candidate batch from the quad-tree.
 
     case 1  the node fits and has enough requests        it is the batch
-    case 2  the node does not fit                        go on with its child that has the most requests
-    case 3  it fits, but has too few                     back to the parent: add left siblings from right to left,
+    case 2  the node does not fit                        descend to its child with the most requests
+    case 3  the node fits, but has too few requests      return to the parent: add left siblings from right to left,
                                                          then right siblings from left to right, until there are enough
 
-"Fits": at most K blocks (and as many requests as an instance can run). "Enough": N requests. What the paper leaves open
-(ADR 24): where the search does not reach N, the contiguous range that fits and has the most requests is
-taken, so that a batch has N wherever any range does; a leaf over K is cut at K, oldest first; a request larger than K
-is a batch alone.
+"Fits" means at most K blocks, and no more requests than an instance can run. "Enough" means N requests. The paper
+leaves three cases open (ADR 24). Where the search does not reach N, the contiguous range that fits and has the most
+requests is taken, so that a batch has N requests if any range does. A leaf over K is cut at K, oldest first. A request
+larger than K is a batch alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alignedserve.scheduler.quad_tree import FAN_OUT, Entry, Node, QuadTree
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """K, N, and the most requests that an instance can run."""
+    """K, N, and the maximum number of requests that an instance can run."""
 
     max_blocks: int
     min_requests: int
@@ -35,15 +35,15 @@ class BatchLimits:
 
 @dataclass(slots=True)
 class Selection:
-    """What has been chosen so far: whole leaves, and at each end perhaps a part of one."""
+    """The choice so far: whole leaves, and possibly a part of a leaf at each end."""
 
     limits: BatchLimits
     requests: int = 0
     blocks: int = 0
     leaves: list[int] = field(default_factory=list)
     parts: list[Entry] = field(default_factory=list)
-    runs: int = 0  # that the parts are of, each of them oldest first
-    cut: list[int] = field(default_factory=list)  # the leaves that parts are of
+    runs: int = 0  # number of parts in `parts`, each of them oldest first
+    cut: list[int] = field(default_factory=list)  # the leaves that were taken in part
 
     @property
     def enough(self) -> bool:
@@ -58,10 +58,10 @@ class Selection:
         self.blocks += blocks
 
     def add_part(self, entries: Iterable[Entry], leaf: int, blocks_each: int = 0) -> None:
-        """As many as fit, in their order; the first alone may be larger than K.
+        """Add as many entries as fit, in their order. If nothing is selected yet, the first may be larger than K.
 
-        `blocks_each`: what each of them has, 0 where they differ. Known, no entry need be looked at: of a million most
-        are not in the processor's caches.
+        `blocks_each`: the number of blocks of every entry, or 0 if they differ. If it is known, no entry has to be
+        read: of a million entries most are not in the processor's caches.
         """
         least = int(not self.requests)
         most = max(self.limits.max_requests - self.requests, least)
@@ -82,23 +82,23 @@ class Selection:
 
 
 class BatchGenerator:
-    """Chooses batches; it changes nothing in the tree. `cut_sibling`: a sibling that does not fit is taken in part."""
+    """Chooses batches without changing the tree. `cut_sibling`: a sibling that does not fit is taken in part."""
 
     def __init__(self, tree: QuadTree, cut_sibling: bool) -> None:
         self._tree = tree
         self._cut_sibling = cut_sibling
 
     def generate(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
-        """The next batch, oldest first; empty only where the tree is.
+        """The next batch, oldest first; empty only if the tree is empty.
 
-        `seed`: this request (an overdue one) is in it whatever else: the search starts at its leaf (section 3.5), so
-        that its batch is as aligned as any. A tree with fewer than N requests is the batch whole, if it fits: whether
-        to wait for more is the caller's to decide.
+        `seed`: an overdue request that the batch must contain. The search starts at its leaf (section 3.5), so that its
+        batch is as well aligned as any other. If the tree has fewer than N requests and they fit, all of them are the
+        batch; the caller decides whether to wait for more.
         """
         return self.entries(self.select(limits, seed))
 
     def select(self, limits: BatchLimits, seed: RequestKey | None = None) -> Selection:
-        """What `generate` gives, but not looked up yet: as cheap as a few leaves."""
+        """The choice that `generate` makes, without looking up the entries: it reads only a few leaves."""
         tree = self._tree
         if not len(tree):
             return Selection(limits)
@@ -110,15 +110,15 @@ class BatchGenerator:
         return selection
 
     def entries(self, selection: Selection) -> list[Entry]:
-        """Oldest first."""
+        """The entries of a selection, oldest first."""
         oldest = self._tree.oldest
         entries = [entry for leaf in selection.leaves for entry in oldest(leaf)] + selection.parts
-        if len(selection.leaves) + selection.runs > 1:  # each is in order
+        if len(selection.leaves) + selection.runs > 1:  # each leaf and each part is in order
             entries.sort(key=attrgetter("since_s"))
         return entries
 
     def lengths(self, selection: Selection) -> list[int]:
-        """The tokens of each; in a leaf that is taken whole all count as its middle."""
+        """The tokens of each request. All requests of a leaf taken whole count as its middle."""
         counts, width = self._tree.requests[self._tree.depth], self._tree.leaf_tokens
         lengths = [entry.tokens for entry in selection.parts]
         for leaf in selection.leaves:
@@ -135,7 +135,7 @@ class BatchGenerator:
         return self._extend(limits, level, index)
 
     def _around(self, seed: RequestKey, limits: BatchLimits) -> Selection:
-        """The smallest subtree around the seed that is enough, or, where that does not fit, what fits beside it."""
+        """The smallest subtree around the seed with enough requests, or the largest that fits."""
         tree = self._tree
         level, index = tree.depth, tree.leaf_of(tree.entry(seed).tokens)
         if not self._node_fits(limits, level, index):
@@ -147,7 +147,7 @@ class BatchGenerator:
         return self._extend(limits, level, index)
 
     def _extend(self, limits: BatchLimits, level: int, index: int) -> Selection:
-        """Cases 1 and 3: the node, which fits, and while they are too few its siblings."""
+        """Cases 1 and 3: the node, which fits, and its siblings until there are enough requests."""
         tree = self._tree
         selection = Selection(limits)
         self._add_node(selection, (level, index))
@@ -173,13 +173,13 @@ class BatchGenerator:
         selection.add(tree.leaves_below(node), tree.requests[level][index], tree.blocks[level][index])
 
     def _add_nearest(self, selection: Selection, node: Node, leftwards: bool) -> None:
-        """Part of a node: its leaves, the nearest first, until there are enough; the last one in part."""
+        """Add leaves of a node, nearest first, until there are enough requests. The last leaf may be added in part."""
         for leaf in self._tree.leaves_below(node, leftwards=leftwards):
             if selection.enough or not self._add_leaf(selection, leaf):
                 return
 
     def _add_leaf(self, selection: Selection, leaf: int) -> bool:
-        """A leaf, or the part of it that fits; whether all of it did."""
+        """Add a leaf, or the part of it that fits. Returns whether the whole leaf fitted."""
         tree = self._tree
         requests, blocks = tree.requests[tree.depth][leaf], tree.blocks[tree.depth][leaf]
         if selection.fits(requests, blocks):
@@ -197,10 +197,10 @@ class BatchGenerator:
         return selection
 
     def _shortest(self, limits: BatchLimits) -> Selection:
-        """The shortest requests, until there are enough or no more fit: no contiguous range that fits has more then.
+        """The shortest requests, until there are enough or no more fit. No contiguous range that fits has more.
 
-        (One that begins further right holds, for each of these that it leaves out, one that is at least as large.)
-        At most as many leaves are looked at as the batch has requests.
+        For each request left out here, a range that begins further right holds a request at least as large. The number
+        of leaves read is at most the number of requests in the batch.
         """
         tree, selection = self._tree, Selection(limits)
         for leaf in tree.leaves_below((0, 0)):
@@ -209,13 +209,13 @@ class BatchGenerator:
                 break
         if selection.enough or not selection.requests or tree.blocks_each[leaf]:
             return selection
-        # The oldest of the leaf that was cut may be large: of the shortest more fit.
+        # The oldest requests of the leaf that was cut may be large; more of the shortest ones may fit.
         by_length = Selection(limits, requests, blocks, selection.leaves, runs=1)  # not in order of age
         by_length.add_part(nsmallest(limits.max_requests, tree.oldest(leaf), key=attrgetter("tokens")), leaf)
         return by_length if by_length.requests > selection.requests else selection
 
     def _densest_child(self, level: int, index: int) -> int:
-        """The child with the most requests; of equals the one that has not yielded a batch for the longest time."""
+        """The child with the most requests. Of equals, the one that has not yielded a batch for the longest time."""
         requests, stamps = self._tree.requests[level + 1], self._tree.last_batch_s[level + 1]
         children = range(FAN_OUT * index, FAN_OUT * index + FAN_OUT)
         return max(children, key=lambda child: (requests[child], -stamps[child], -child))

@@ -1,4 +1,4 @@
-"""Requests by the time at which each is due, by its own objective."""
+"""Requests by the time at which each is due, by its own wait objective."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from heapq import heapify, heappop, heappush
 
 from alignedserve.request import RequestKey
 
-SPARE = 64  # entries of requests that have gone, before the heap is made anew
+SPARE = 64  # entries of removed requests before the heap is rebuilt
 
 
 class Deadlines:
-    """A heap; who has gone is skipped when it comes to the top. O(log n) an operation, amortised."""
+    """A heap; removed requests are skipped when they reach the top. O(log n) an operation, amortised."""
 
     def __init__(self) -> None:
         self._due_s: dict[RequestKey, float] = {}
@@ -28,7 +28,7 @@ class Deadlines:
         return iter(self._due_s)
 
     def set(self, key: RequestKey, due_s: float) -> None:
-        """In place of what was known; infinite: never."""
+        """Set the deadline of a request, replacing the previous one; infinite: never due."""
         self._due_s[key] = due_s
         if due_s < math.inf:
             heappush(self._heap, (due_s, key))
@@ -40,19 +40,19 @@ class Deadlines:
         self._due_s.pop(key, None)
 
     def first(self) -> tuple[float, RequestKey] | None:
-        """(when, who) of the one that is due first; None where none ever is."""
+        """(deadline, key) of the request that is due first; None if none has a finite deadline."""
         heap = self._heap
         while heap and self._due_s.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0] if heap else None
 
     def next_s(self) -> float:
-        """When the first is due; infinite where none is."""
+        """The first deadline; infinite if there is none."""
         first = self.first()
         return math.inf if first is None else first[0]
 
     def pop_due(self, now_s: float) -> list[tuple[float, RequestKey]]:
-        """(when, who) of those that are due, the one that was first first; they are known no more."""
+        """Remove and return (deadline, key) of the requests that are due, earliest first."""
         found = []
         while self.next_s() <= now_s:
             due = heappop(self._heap)

@@ -1,8 +1,8 @@
-"""The quad-tree over prefix lengths (paper, section 3.3): where waiting requests are kept, and how dense each range is.
+"""The quad-tree over prefix lengths (paper, section 3.3): stores waiting requests and the density of each range.
 
-Each node stands for a range of lengths, a quarter of its parent's. A node is `(level, index)`: level 0 is the root,
-the children of `(l, i)` are `(l + 1, 4 i) .. (l + 1, 4 i + 3)`. Counters live in one flat list a level, so that
-inserting and removing touch `depth + 1` numbers each.
+Each node covers a range of prefix lengths, a quarter of its parent's. A node is `(level, index)`: level 0 is the root,
+the children of `(l, i)` are `(l + 1, 4 i) .. (l + 1, 4 i + 3)`. Counters are in one flat list for each level, so that
+an insert or remove updates `depth + 1` numbers in each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Node = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A waiting request as the tree knows it. `since_s`: waiting since then. `blocks`: never fewer for more tokens."""
+    """A waiting request in the tree. `since_s`: waiting since then. `blocks`: never fewer for more tokens."""
 
     key: RequestKey
     tokens: int
@@ -31,7 +31,7 @@ class Entry:
 class QuadTree:
     """Waiting requests by prefix length in `[1, max_tokens]`; longer ones count as `max_tokens`.
 
-    `leaf_tokens` is the width of a leaf; the depth follows. Insert, remove and move are O(depth).
+    `leaf_tokens` is the width of a leaf and determines the depth. Insert, remove and move are O(depth).
     """
 
     def __init__(self, max_tokens: int, leaf_tokens: int) -> None:
@@ -43,8 +43,8 @@ class QuadTree:
         sizes = [FAN_OUT**level for level in range(self.depth + 1)]
         self.requests: list[list[int]] = [[0] * size for size in sizes]
         self.blocks: list[list[int]] = [[0] * size for size in sizes]
-        self.last_batch_s: list[list[float]] = [[0.0] * size for size in sizes]  # when it last yielded a batch
-        self.blocks_each = [0] * sizes[-1]  # of every entry in a leaf, 0 where they differ
+        self.last_batch_s: list[list[float]] = [[0.0] * size for size in sizes]  # when the node last yielded a batch
+        self.blocks_each = [0] * sizes[-1]  # of every entry in a leaf, 0 if they differ
         self._bottom_up = list(zip(reversed(self.requests), reversed(self.blocks), strict=True))
         self._leaves: list[EntryOrder | None] = [None] * sizes[-1]
         self._entries: dict[RequestKey, Entry] = {}
@@ -59,12 +59,12 @@ class QuadTree:
         return self._entries[key]
 
     def leaf_of(self, tokens: int) -> int:
-        """Index of the leaf for a length."""
+        """Index of the leaf for a prefix length."""
         return (min(max(tokens, 1), self.max_tokens) - 1) // self.leaf_tokens
 
     def insert(self, entry: Entry) -> None:
         if entry.key in self._entries:
-            raise AccountingError(f"{entry.key} is in the tree already", request_id=entry.key.request_id)
+            raise AccountingError(f"{entry.key} is already in the tree", request_id=entry.key.request_id)
         self._entries[entry.key] = entry
         index = self.leaf_of(entry.tokens)
         leaf = self._leaves[index]
@@ -78,7 +78,7 @@ class QuadTree:
         self._count(index, 1, entry.blocks)
 
     def remove(self, key: RequestKey) -> Entry:
-        """Raises AccountingError where the request is not in the tree."""
+        """Remove and return an entry. Raises AccountingError if the request is not in the tree."""
         entry = self._entries.pop(key, None)
         if entry is None:
             raise AccountingError(f"{key} is not in the tree", request_id=key.request_id)
@@ -90,28 +90,29 @@ class QuadTree:
         return entry
 
     def move(self, key: RequestKey, tokens: int, blocks: int) -> None:
-        """The request has grown; it has waited as long as before."""
+        """Update a request that has grown. Its waiting time is kept."""
         entry = self.remove(key)
         self.insert(Entry(key, tokens, blocks, entry.since_s))
 
     def oldest(self, index: int) -> Iterator[Entry]:
-        """The entries of a leaf, oldest first. Not to be changed while it is iterated over."""
+        """The entries of a leaf, oldest first. Must not be changed during iteration."""
         leaf = self._leaves[index]
         return iter(()) if leaf is None else iter(leaf)
 
     def leaves_between(self, first: int, last: int, *, leftwards: bool = False) -> Iterator[int]:
-        """Indices of the leaves with entries in `first .. last` (both included), from left to right, or from right to
-        left. Found as they are asked for, each in O(depth). The tree is not to be changed meanwhile.
+        """Indices of the non-empty leaves in `first .. last` (inclusive), from left to right, or from right to left.
+
+        Found lazily, each in O(depth). The tree must not be changed meanwhile.
         """
         if first > last:
             return iter(())
         level, index, end = self.depth, first, last
-        while index < end:  # up to the smallest subtree that holds both
+        while index < end:  # up to the smallest subtree that contains both
             level, index, end = level - 1, index // FAN_OUT, end // FAN_OUT
         return self._walk((level, index), first, last, leftwards)
 
     def leaves_below(self, node: Node, *, leftwards: bool = False) -> Iterator[int]:
-        """Indices of the leaves with entries below a node; otherwise as `leaves_between`."""
+        """Indices of the non-empty leaves below a node; otherwise as `leaves_between`."""
         return self._walk(node, 0, len(self._leaves), leftwards)
 
     def _walk(self, top: Node, first: int, last: int, leftwards: bool) -> Iterator[int]:
@@ -131,9 +132,9 @@ class QuadTree:
             to_visit += [(level + 1, child) for child in (children if leftwards else reversed(children))]
 
     def stamp(self, leaves: Iterable[int], now_s: float) -> None:
-        """These yielded a batch: note the time on them and on every node above.
+        """Note the time on leaves that yielded a batch and on every node above them.
 
-        Also one that nobody had room for: of equally dense ranges another is tried first the next time.
+        This includes batches that no instance had room for, so that another of equally dense ranges is tried next time.
         """
         touched = set(leaves)
         for level in range(self.depth, -1, -1):
@@ -143,7 +144,7 @@ class QuadTree:
             touched = {index // FAN_OUT for index in touched}
 
     def check_integrity(self) -> None:
-        """Recount everything. Raises AccountingError where a counter, or the order in a leaf, is wrong."""
+        """Recount everything. Raises AccountingError if a counter, or the order in a leaf, is wrong."""
         requests = [[0] * len(counts) for counts in self.requests]
         blocks = [[0] * len(counts) for counts in self.blocks]
         for entry in self._entries.values():

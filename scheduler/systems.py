@@ -1,7 +1,7 @@
-"""Systems by name: what `--policy` chooses, in the cluster and in the simulator.
+"""Systems by name: the choices of `--policy`, in the cluster and in the simulator.
 
-A disaggregated system is a batch-formation policy (`policies/`) with settings; a colocated one is an instance scheduler
-(`colocated/`) whose passes hold prompts and decodes together. Besides the names of `SYSTEMS` there are those that
+A disaggregated system is a batch-formation policy (`policies/`) with settings. A colocated system is an instance
+scheduler (`colocated/`) whose passes mix prompts and decodes. Besides the names of `SYSTEMS` there are those that
 installed packages register under the entry point group `alignedserve.policies`, and `package.module:Class`.
 """
 
@@ -26,7 +26,7 @@ from alignedserve.scheduler.policies.base import BatchPolicy
 from alignedserve.scheduler.policies.guarded import GuardedPolicy, place_of
 
 ENTRY_POINTS = "alignedserve.policies"
-FOLDER_VARIABLE = "ALIGNEDSERVE_POLICY_DIR"  # where the command was given: the cluster's processes have another cwd
+FOLDER_VARIABLE = "ALIGNEDSERVE_POLICY_DIR"  # cwd of the command: the cluster's processes have another one
 Option = float | int | bool | str
 
 
@@ -39,8 +39,8 @@ class Topology(enum.Enum):
 class System:
     """`target` is `module:attribute`: a BatchPolicy, or an instance scheduler of a colocated system.
 
-    `settings`: configuration keys that the system fixes, e.g. `{"cluster.prefetch": False}`. `options`: its own, with
-    their defaults, which `--set NAME.KEY=VALUE` changes.
+    `settings`: configuration keys that the system fixes, e.g. `{"cluster.prefetch": False}`. `options`: its own options
+    with their defaults, which `--set NAME.KEY=VALUE` changes.
     """
 
     name: str
@@ -75,16 +75,16 @@ SYSTEMS: Mapping[str, System] = {
         ),
         _disaggregated("fcfs", "fcfs:FcfsPolicy", "first come, first served, as DistServe's decode stage"),
         _disaggregated(
-            "aligned-no-prefetch", "aligned:AlignedPolicy", "aligned, joining straight from the pool", _NO_PREFETCH
+            "aligned-no-prefetch", "aligned:AlignedPolicy", "aligned, joining directly from the pool", _NO_PREFETCH
         ),
         _disaggregated(
-            "aligned-no-prefetch-fcfs", "fcfs:FcfsPolicy", "fcfs, joining straight from the pool", _NO_PREFETCH
+            "aligned-no-prefetch-fcfs", "fcfs:FcfsPolicy", "fcfs, joining directly from the pool", _NO_PREFETCH
         ),
-        _disaggregated("oracle", "oracle:OraclePolicy", "knows output lengths, fewest left first"),
+        _disaggregated("oracle", "oracle:OraclePolicy", "knows output lengths, fewest tokens left first"),
         _colocated(
             "vllm",
             "vllm:VllmScheduler",
-            "vLLM: running requests first, then chunked prompts; the latest is preempted and computed again",
+            "vLLM: running requests first, then chunked prompts; the latest is preempted and recomputed",
             max_num_seqs=128,
             max_num_batched_tokens=2048,
             async_scheduling=True,
@@ -105,14 +105,14 @@ SYSTEMS: Mapping[str, System] = {
         _colocated(
             "fastgen",
             "fastgen:FastGenScheduler",
-            "DeepSpeed-FastGen: Dynamic SplitFuse, every pass as near to the token budget as it gets",
+            "DeepSpeed-FastGen: Dynamic SplitFuse, fills every pass up to the token budget",
             max_num_seqs=256,
             token_budget=768,
         ),
         _colocated(
             "orca",
             "orca:OrcaScheduler",
-            "ORCA: iteration-level, whole prompts, room for the longest answer reserved",
+            "ORCA: iteration-level scheduling, whole prompts, reserves room for the longest answer",
             max_batch=128,
             n_workers=1,
         ),
@@ -129,7 +129,7 @@ SYSTEMS: Mapping[str, System] = {
 def resolve(name: str) -> System:
     """The system called `name`: built in, `package.module:Class`, or an entry point.
 
-    Raises ConfigError, listing the choices, where there is none, and where what it names is no policy.
+    Raises ConfigError, listing the choices, if there is none, and if the target is not a policy.
     """
     if name in SYSTEMS:
         return SYSTEMS[name]
@@ -144,38 +144,41 @@ def resolve(name: str) -> System:
 
 
 def policy_class(system: System) -> type[BatchPolicy]:
-    """The batch-formation policy of a disaggregated system. Raises ConfigError where it has none."""
+    """The batch-formation policy of a disaggregated system. Raises ConfigError if it has none."""
     if system.topology is Topology.COLOCATED:
-        raise ConfigError(f"policy {system.name!r} is a colocated system: it runs in the simulator only for now")
+        raise ConfigError(f"policy {system.name!r} is a colocated system: for now it runs in the simulator only")
     target = _imported(system.name, system.target)
     if not issubclass(target, BatchPolicy):
-        raise ConfigError(f"policy {system.name!r}: {system.target} is no BatchPolicy")
+        raise ConfigError(f"policy {system.name!r}: {system.target} is not a BatchPolicy")
     return target
 
 
 def make_policy(config: SchedulerConfig) -> BatchPolicy:
-    """The configured batch-formation policy; one that is not ours is guarded. Raises ConfigError."""
+    """The configured batch-formation policy; a user-defined one is guarded. Raises ConfigError."""
     system = resolve(config.policy)
     kind = policy_class(system)
     return kind(config) if system.name in SYSTEMS else GuardedPolicy(config, system.name, kind)
 
 
 def decides(policy: BatchPolicy) -> str:
-    """`package.module:Class` of what forms batches, guarded or not."""
+    """`package.module:Class` of the policy that forms batches, guarded or not."""
     kind = type(policy.inner if isinstance(policy, GuardedPolicy) else policy)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def served_settings(name: str) -> Mapping[str, object]:
-    """The configuration keys that a policy of the cluster fixes. Raises ConfigError where it cannot serve."""
+    """The configuration keys that a policy of the cluster fixes. Raises ConfigError if it cannot serve."""
     system = resolve(name)
     if policy_class(system).NEEDS_OUTPUT_LENGTHS:
-        raise ConfigError(f"policy {name!r} needs to know output lengths: it runs in the simulator only")
+        raise ConfigError(f"policy {name!r} needs output lengths: it runs in the simulator only")
     return system.settings
 
 
 def listed() -> list[System]:
-    """Those with a name: built in, then of installed packages, less those that cannot be imported (a warning says)."""
+    """All named systems: built in, then of installed packages.
+
+    Packages that cannot be imported are skipped with a warning.
+    """
     found = dict(SYSTEMS)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         if point.name not in found:
@@ -187,7 +190,7 @@ def listed() -> list[System]:
 
 
 def scheduler_class(system: System) -> type[InstanceScheduler]:
-    """The instance scheduler of a colocated system. Raises ConfigError where it has none."""
+    """The instance scheduler of a colocated system. Raises ConfigError if it has none."""
     target = _imported(system.name, system.target)
     if not issubclass(target, InstanceScheduler):
         raise ConfigError(f"policy {system.name!r} is a disaggregated system, not a colocated one")
@@ -196,7 +199,7 @@ def scheduler_class(system: System) -> type[InstanceScheduler]:
 
 @contextlib.contextmanager
 def faults_named(system: System) -> Iterator[None]:
-    """What a system of one's own raises within becomes a ConfigError that says where; ours raise as they are."""
+    """Turn errors of a user-defined system into a ConfigError with their location; others pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -207,9 +210,9 @@ def faults_named(system: System) -> Iterator[None]:
 
 
 def with_options(system: System, changes: Mapping[str, Option], besides: Collection[str] = ()) -> dict[str, Option]:
-    """The system's options with these changed. Raises ConfigError for an unknown name or a value of another type.
+    """The system's options with these changes. Raises ConfigError for an unknown name or a value of another type.
 
-    `besides`: what else the caller takes, to name among the choices.
+    `besides`: other names that the caller accepts, to list among the choices.
     """
     options = dict(system.options)
     for key, value in changes.items():
@@ -221,7 +224,7 @@ def with_options(system: System, changes: Mapping[str, Option], besides: Collect
 
 
 def _as_typed(name: str, value: Option, default: Option) -> Option:
-    """`value` in the type of `default`; an int may stand for a float, and text for what it reads as."""
+    """`value` in the type of `default`; an int is accepted as a float, and text is parsed."""
     kind = type(default)
     if isinstance(value, str) and kind is not str:
         words: dict[str, Option] = {"true": True, "false": False}
@@ -236,7 +239,8 @@ def _as_typed(name: str, value: Option, default: Option) -> Option:
 
 def _system_of(name: str, target: str) -> System:
     found = _imported(name, target)
-    summary = (found.__doc__ or "").strip().partition("\n")[0] or "no description"  # its own, not what it inherits
+    # Its own docstring, not an inherited one
+    summary = (found.__doc__ or "").strip().partition("\n")[0] or "no description"
     if issubclass(found, BatchPolicy):
         return System(name, Topology.DISAGGREGATED, target, summary)
     return System(name, Topology.COLOCATED, target, summary, {}, dict(found.OPTIONS))
@@ -247,15 +251,15 @@ def _imported(name: str, target: str) -> type[BatchPolicy] | type[InstanceSchedu
     if module.startswith("."):
         raise ConfigError(f"policy {name!r}: {target} is relative; name it as package.module:Class")
     folder = os.environ.get(FOLDER_VARIABLE) or os.getcwd()
-    if folder not in sys.path:  # a policy beside the command that names it
+    if folder not in sys.path:  # a policy in the folder of the command that names it
         sys.path.append(folder)
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs code that is not ours
+    except Exception as error:  # importing runs user code
         raise ConfigError(f"policy {name!r}: {target} cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, BatchPolicy | InstanceScheduler)):
         raise ConfigError(f"policy {name!r}: {target} is neither a BatchPolicy nor an InstanceScheduler")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"policy {name!r}: {target} lacks {missing}")
+        raise ConfigError(f"policy {name!r}: {target} does not implement {missing}")
     return found

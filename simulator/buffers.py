@@ -1,4 +1,4 @@
-"""The candidate buffers of one prefill instance as blocks alone, and what instances tell the core of themselves."""
+"""The candidate buffers of one prefill instance (block accounting only), and the instances' reports to the core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alignedserve.scheduler.instance.iteration import IterationStatus
 
 
 class SimulatedBuffers:
-    """Which blocks of the batch buffer and the requests buffer hold what, and for which decode instance."""
+    """Tracks which requests hold blocks of the two candidate buffers, and for which decode instance."""
 
     def __init__(self, prefill_id: str, batch_blocks: int, requests_blocks: int) -> None:
         self.batch = BlockAllocator(batch_blocks, f"{prefill_id}/batch")
@@ -21,7 +21,7 @@ class SimulatedBuffers:
         return key in self._held
 
     def take(self, kind: BufferKind, key: RequestKey, blocks: int, decode_id: str) -> bool:
-        """Room for a candidate. False, and nothing changes, where there is too little."""
+        """Allocate blocks for a candidate. Returns False, unchanged, if there are too few."""
         buffer = self.batch if kind is BufferKind.BATCH else self.requests
         if buffer.allocate(blocks, key) is None:
             return False
@@ -29,27 +29,27 @@ class SimulatedBuffers:
         return True
 
     def adopt(self, key: RequestKey, blocks: int, decode_id: str) -> None:
-        """An evicted request will lie in blocks that are leased to its decode instance."""
+        """Assign blocks that are leased to its decode instance to an evicted request."""
         self.requests.assign_leased(self.requests.leased_to(decode_id)[:blocks], decode_id, key)
         self._held[key] = self.requests, decode_id
 
     def free(self, key: RequestKey) -> str:
-        """Nothing of it lies here any more. The decode instance that it was for."""
+        """Free all blocks of the request. Returns the decode instance that it was for."""
         buffer, decode_id = self._held.pop(key)
         buffer.release_all(key)
         return decode_id
 
     def leased_blocks(self, decode_id: str) -> int:
-        """Of the requests buffer: those that the decode instance may evict to without asking."""
+        """Blocks of the candidate request buffer that the decode instance may evict to without asking."""
         return len(self.requests.leased_to(decode_id))
 
     def top_up_lease(self, decode_id: str, blocks: int) -> bool:
-        """Lease as many as are free and missing to `blocks`; whether there were any."""
+        """Lease free blocks up to a total of `blocks`. Returns whether any were added."""
         missing = blocks - self.leased_blocks(decode_id)
         return missing > 0 and bool(self.requests.lease(missing, decode_id))
 
     def drop_decode(self, decode_id: str) -> None:
-        """A decode instance is gone: what lay here for it, and its lease, are free again."""
+        """A decode instance is gone: free its candidates' blocks and its lease."""
         for key in [key for key, (_, wanted_by) in self._held.items() if wanted_by == decode_id]:
             self.free(key)
         self.requests.return_lease(self.requests.leased_to(decode_id), decode_id)
@@ -73,7 +73,7 @@ class SimulatedBuffers:
 def decode_report(
     decode_id: str, cache: BlockAllocator, status: IterationStatus, waits: int, measured: Passes | None = None
 ) -> DecodeReported:
-    """`waits`: blocks of the pool that its evictions wait for."""
+    """`waits`: pool blocks that its evictions wait for."""
     return DecodeReported(
         decode_id,
         cache.capacity,

@@ -1,7 +1,7 @@
-"""A whole cell in virtual time: the real core, instances and the pool around it, and the gateway's part.
+"""A whole cell in virtual time: the real core, simulated instances and pool around it, and the gateway's part.
 
-The core, the chunk schedulers and the iteration schedulers are the ones that serve. A message takes `message_s`, and
-those between two instances arrive in their order.
+The core, the chunk schedulers and the iteration schedulers are those of the cluster. A message takes `message_s`, and
+messages between two instances arrive in order.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from alignedserve.simulator.requests import Replayed
 from alignedserve.simulator.workload import Arrival
 
 GATEWAY = "gateway"
-STUCK_S = 3600.0  # of virtual time in which nothing but time passes, with requests open: a bug
+STUCK_S = 3600.0  # of virtual time in which only time passes while requests are open: a bug
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Capacities in blocks. Configured ones count; else the cache is divided as the hardware's shares say."""
+    """Capacities in blocks. Configured values take priority; otherwise the hardware's shares divide the memory."""
 
     pool: int
     decode_cache: int
@@ -60,7 +60,7 @@ class Sizes:
 
 
 class Cell:
-    """Replays arrivals, which are in the order of their time. `run` once, `check_nothing_is_left` after."""
+    """Replays arrivals, sorted by time. Call `run` once, then `check_nothing_is_left`."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Cell:
         leap: bool,
         iteration_gap_s: float = 0.0,
     ) -> None:
-        """`config.cluster` says how many instances there are. `costs`: of prefill and of decode instances.
+        """`config.cluster` gives the number of instances. `costs`: of prefill and of decode instances.
 
-        `iteration_gap_s`: before each decode iteration, beside the hardware's overhead.
+        `iteration_gap_s`: charged before each decode iteration, in addition to the hardware's overhead.
         """
         self.config = config
         self.hardware = hardware
@@ -87,7 +87,7 @@ class Cell:
         self._arrivals = arrivals
         self._ticking = False
         self._tick_number = 0
-        self._moved_s = 0.0  # when anything but time last moved the core
+        self._moved_s = 0.0  # when anything but time last changed the core
         self._starting = True
         self.pool = Pool(self, self.sizes.pool)
         prefill, decode = config.cluster.prefill, config.cluster.decode
@@ -116,7 +116,7 @@ class Cell:
         return {name: tuple(self.prefills[p] for d, p in pairs if d == name) for name in self.decodes}
 
     def _start(self) -> None:
-        """Everybody is there and has reported at time 0."""
+        """All instances and the pool join and report at time 0."""
         for role, names in (("kv_pool", [self.pool.name]), ("prefill", self.prefills), ("decode", self.decodes)):
             for name in names:
                 self.tell(events.InstanceJoined(role, name))
@@ -130,7 +130,7 @@ class Cell:
             prefill.report()
         self._starting = False
 
-    # what instances ask for
+    # used by the instances
 
     def pool_link(self) -> Link:
         return Link(self.hardware.pool_bandwidth, self.hardware.copy_latency_s)
@@ -146,21 +146,21 @@ class Cell:
         return self._pairs[decode_id]
 
     def neighbour(self, prefill_id: str) -> SimulatedDecode | None:
-        """The decode instance on the same machine: that of the same number, where there is one."""
+        """The decode instance on the same machine: the one with the same number, if it exists."""
         return self.decodes.get(prefill_id.replace("prefill", "decode"))
 
     def request(self, key: RequestKey) -> Replayed:
-        """In whatever epoch it is by now."""
+        """The request, in whatever epoch it is now."""
         return self.requests[key.request_id]
 
     def max_total_tokens(self, request: Replayed) -> int:
-        """What the client allows it to grow to: all that can be served, which says nothing of its output."""
+        """The client's limit: the longest request that can be served, so that it reveals nothing about its output."""
         return max(self._most_tokens, request.arrival.input_tokens + request.arrival.output_tokens)
 
     # messages
 
     def send(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call a method of another instance, a message later."""
+        """Call a method of another instance, one message time later."""
         if self._starting:
             call(*arguments)
         else:
@@ -170,13 +170,13 @@ class Cell:
         self.send(self.tell, event)
 
     def send_returned(self, key: RequestKey, kv_tokens: int) -> None:
-        """The request is in the pool again, with so many tokens of KV."""
+        """The request is in the pool again, with `kv_tokens` tokens of KV."""
         since_s = self.request(key).waiting_since_s
         waited_s = 0.0 if since_s is None else self.clock.now_s - since_s
         self.send_core(events.Returned(key, kv_tokens, self.blocks_for(kv_tokens), waited_s))
 
     def tell(self, event: events.Event) -> None:
-        """The core hears of it now."""
+        """Deliver an event to the core now."""
         self._moved_s = self.clock.now_s
         self._handle(event)
         if not self._ticking and self.core.needs_ticks:
@@ -215,7 +215,7 @@ class Cell:
     # time
 
     def _plan_tick(self) -> None:
-        """Ticks are at whole multiples, each once, however the division rounds."""
+        """Plan the next tick. Ticks are at whole multiples of `tick_s`, each once, regardless of rounding."""
         tick_s = self.config.scheduler.tick_s
         self._tick_number = max(self._tick_number, math.floor(self.clock.now_s / tick_s)) + 1
         self.clock.at(self._tick_number * tick_s, self._tick)
@@ -225,7 +225,7 @@ class Cell:
             decode.report_growth()
         self._handle(events.Tick())
         if self.clock.now_s - self._moved_s > STUCK_S:
-            raise AccountingError(f"nothing has moved since {self._moved_s:g} s: {self.core.describe()}")
+            raise AccountingError(f"no progress since {self._moved_s:g} s: {self.core.describe()}")
         self._ticking = self.core.needs_ticks
         if self._ticking:
             self._plan_tick()
@@ -233,7 +233,7 @@ class Cell:
     # the gateway's part
 
     def run(self) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         if self._arrivals:
             self.clock.at(self._arrivals[0].arrival_s, self._arrive, 0)
         self.clock.run()
@@ -265,7 +265,7 @@ class Cell:
         request.end(self.clock.now_s)
 
     def _resubmit(self, key: RequestKey) -> None:
-        """The last resort of a full pool: its KV was dropped, and is to be computed again with what it generated."""
+        """Last resort of a full pool: its KV was dropped, and is computed again with the generated tokens."""
         request = self.request(key)
         for decode in self.decodes.values():
             decode.freeze(key)
@@ -278,7 +278,7 @@ class Cell:
         self._submit(request)
 
     def check_nothing_is_left(self) -> None:
-        """Every request has all its tokens, or was refused, and nobody holds anything. Raises AccountingError."""
+        """Every request has all its tokens or was refused, and no store holds anything. Raises AccountingError."""
         self.core.check_integrity()
         for arrival in self._arrivals:
             request = self.requests[arrival.request_id]
@@ -297,4 +297,4 @@ class Cell:
         busy = [decode.name for decode in self.decodes.values() if not decode.holds_nothing()]
         counted = {state: count for state, count in self.core.describe().items() if count}
         if held or busy or counted or self.pool.copies:
-            raise AccountingError(f"left: blocks {held}, busy {busy}, core {counted}, {len(self.pool.copies)} copies")
+            raise AccountingError(f"leaked: blocks {held}, busy {busy}, core {counted}, {len(self.pool.copies)} copies")

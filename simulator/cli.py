@@ -1,4 +1,4 @@
-"""`alignedserve simulate`: traces in, figures out."""
+"""`alignedserve simulate`: reads traces, prints and writes figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ _STAGES = tuple((f"stage_{stage}_mean_s", f"{stage} mean, s") for stage in Stage
 
 
 def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """The exit status; prints the summary. `argv`: the command's arguments, for the record. Raises ConfigError."""
+    """Run the command and print the summary. Returns the exit status. `argv`: recorded arguments.
+
+    Raises ConfigError.
+    """
     cost = _cost(options)
     hardware = default_hardware(hardware_of_cost(options.cost_model))
     if options.hardware:
@@ -55,7 +58,7 @@ def simulate_command(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.print_hardware:
         print(template(hardware), end="")
         return 0
-    with contextlib.redirect_stdout(sys.stderr):  # what a policy of one's own prints is no part of the summary
+    with contextlib.redirect_stdout(sys.stderr):  # output of user-defined policies is not part of the summary
         plan, summary = _simulate(options, argv, cost, hardware)
     if options.json:
         print(json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False))
@@ -69,7 +72,7 @@ def _simulate(
 ) -> tuple[Plan, dict[str, Any]]:
     plan = _plan(options, cost, hardware)
     objectives = Objectives(_positive("--slo-ttft", options.slo_ttft), _positive("--slo-tpot", options.slo_tpot))
-    workload = plan.workload(plan.rates[0], plan.seeds[0])  # wrong options are told before anything runs
+    workload = plan.workload(plan.rates[0], plan.seeds[0])  # wrong options are reported before anything runs
     plan.rehearse()
     if options.out:
         check_matplotlib()
@@ -86,9 +89,9 @@ def _simulate(
 
 def _warnings(plan: Plan, options: argparse.Namespace) -> Iterator[str]:
     if plan.trace.timed and len(plan.seeds) > 1:
-        yield "lengths and arrivals are the trace's own: no seed changes them, and ± says nothing of their variation"
+        yield "lengths and arrivals are from the trace: seeds do not change them, so ± does not cover their variation"
     if plan.trace.describe().get("measured") and options.cost_model == DEFAULT_COST_MODEL:
-        yield f"passes take what {DEFAULT_COST_MODEL} says; for the cluster of the log give its own --cost-model"
+        yield f"pass times are those of {DEFAULT_COST_MODEL}; for the log's cluster give its own --cost-model"
 
 
 def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, provenance: Provenance) -> dict[str, Any]:
@@ -111,18 +114,18 @@ def _run(plan: Plan, objectives: Objectives, options: argparse.Namespace, proven
                 folder.add(run, rate, seed)
         summary = _summary(rows, counters, provenance)
         if folder is not None:
-            _progress("drawing the report")
+            _progress("writing the report")
             blocks = plan.hardware.pool_tokens // plan.hardware.block_size
             folder.write_summary(summary)
             folder.write_report(
                 make_report(summary, list(rows), drawn, provenance, objectives, blocks, _logged(summary, plan))
             )
-            _progress(f"{options.out} holds {REQUESTS}, {ITERATIONS}, {SUMMARY}, {REPORT}")
+            _progress(f"{options.out} contains {REQUESTS}, {ITERATIONS}, {SUMMARY}, {REPORT}")
     return summary
 
 
 def _summary(rows: Rows, counters: Mapping[str, Mapping[str, float]], provenance: Provenance) -> dict[str, Any]:
-    """A key a policy: its figures at the highest rate, and under `by_rate` those of every rate; `run`: provenance."""
+    """For each policy, its figures at the highest rate and, under `by_rate`, at every rate; `run`: provenance."""
     summary: dict[str, Any] = {}
     for policy, by_rate in rows.items():
         found = [{"rate_per_s": rate, **over_seeds(by_seed)} for rate, by_seed in by_rate.items()]
@@ -171,7 +174,7 @@ def _positive(name: str, value: float | None) -> float | None:
 
 
 def _arrival_rate(run: RunResult, asked: float | None) -> float | None:
-    """As it was asked for, else as the trace has it; None where all come at once."""
+    """The requested rate, else the mean rate of the trace; None if all requests arrive at once."""
     if asked is not None:
         return asked
     span_s = run.requests[-1].arrival.arrival_s - run.requests[0].arrival.arrival_s
@@ -183,7 +186,7 @@ def _progress(text: str) -> None:
 
 
 def _logged(summary: Mapping[str, Any], plan: Plan) -> Mapping[str, Any]:
-    """What the trace, a log, says that its cluster took; empty where it says nothing, or was not replayed as it is."""
+    """Measured figures of the trace, if it is a log that was replayed unchanged; empty otherwise."""
     as_it_is = plan.rates == (None,) and plan.load.limit is None
     logged: Mapping[str, Any] = summary["run"]["trace"].get("measured", {})
     return logged if as_it_is else {}

@@ -1,4 +1,4 @@
-"""Virtual time: calls in the order of their time, and of equal times always in the same order."""
+"""Virtual time: calls in order of time; calls at equal times always in the same order."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-Event = list[Any]  # time, rank, number, call (None once cancelled), arguments
+Event = list[Any]  # time, rank, number, call (None after cancellation), arguments
 
 
 class Clock:
-    """Of calls at the same time those of rank 0 come first, in the order in which they were asked for, then by rank.
+    """Calls at the same time are ordered by rank.
 
-    An iteration boundary has its instance's own rank above 0, so that its place among others does not depend on when it
-    was asked for: a run that leaps over boundaries and one that takes each of them order everything else alike.
+    Those of rank 0 come first, in the order in which they were scheduled. An iteration boundary has its instance's own
+    rank above 0, so that its place does not depend on when it was scheduled. So a run that leaps over boundaries and
+    one that takes each of them order everything else alike.
     """
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._rank = 0  # the highest that has been called at `now_s`
+        self._rank = 0  # the highest rank called at `now_s`
         self._heap: list[Event] = []
         self._numbers = itertools.count()
 
@@ -41,7 +42,7 @@ class Clock:
         return time_s < self.now_s or (time_s == self.now_s and rank <= self._rank)
 
     def run(self) -> None:
-        """Until nothing is left to call."""
+        """Run until no calls are left."""
         heap = self._heap
         while heap:
             time_s, rank, _, call, arguments = heapq.heappop(heap)

@@ -1,8 +1,8 @@
 """Replays a workload through colocated instances: the real instance schedulers and allocator, in virtual time.
 
-An instance plans as far ahead as its scheduler does (`depth`), and runs its passes one behind the other through the
-stages of its pipeline. Where nothing is decided for a while, the passes until something could be are run in one leap
-(`StepCost.run_s`), with exactly the results of stepping.
+An instance plans as many passes ahead as its scheduler allows (`depth`), and runs them one after the other through the
+stages of its pipeline. While nothing is decided, passes are run in one leap (`StepCost.run_s`), with exactly the
+results of single steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from alignedserve.simulator.workload import Workload
 ROUTINGS = ("least-loaded", "round-robin", "random")
 LEAST_LENGTH_STEP = 16  # tokens
 MOST_LEAP = 4096  # passes in one leap
-SHORTEST_S = 1e-6  # of a pass, to guess how many there are before the next arrival
+SHORTEST_S = 1e-6  # of a pass, to estimate how many passes precede the next arrival
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A planned pass and when it runs. Seconds of the virtual clock."""
+    """A planned pass and its times. Seconds of the virtual clock."""
 
     plan: MixedPlan
     start_s: float
@@ -51,7 +51,7 @@ class _Instance:
     passes: deque[_Pass] = field(default_factory=deque)
     stage_free_s: list[float] = field(default_factory=list)
     steps: StepRecorder = field(default_factory=StepRecorder)
-    armed: bool = False  # the end of its oldest pass is among the events
+    armed: bool = False  # the end of its oldest pass is in the event queue
 
 
 def simulate_colocated(
@@ -66,9 +66,9 @@ def simulate_colocated(
     routing: str = "least-loaded",
     leap: bool = True,
 ) -> RunResult:
-    """Every arrival ends with all of its tokens, or is refused. `options`: changes to the system's own.
+    """Every arrival ends with all of its tokens, or is refused. `options`: changes to the system's options.
 
-    Raises ConfigError for options that the system does not have, and for what cannot be simulated.
+    Raises ConfigError for options that the system does not have, and for workloads that cannot be simulated.
     """
     if routing not in ROUTINGS:
         raise ConfigError(f"unknown routing {routing!r}; choose one of: {', '.join(ROUTINGS)}")
@@ -93,7 +93,7 @@ class _Simulation:
         leap: bool,
     ) -> None:
         self._hardware, self._leap, self._routing = hardware, leap, routing
-        # Two of several share a machine, as a prefill and a decode instance do, and mostly both compute.
+        # With several instances, two share a machine, as a prefill and a decode instance do, and mostly both compute.
         self._cost = SlowedCost.of(
             cost, hardware.decode_slowdown if instances == 1 else hardware.decode_slowdown_beside
         )
@@ -101,14 +101,15 @@ class _Simulation:
         self._turn = 0
         self._system, self._options, self._seed = system, options, seed
         self._arrivals = workload.arrivals
-        self._next = 0  # the first arrival that has not been routed
+        self._next = 0  # index of the first arrival that has not been routed
         self._results = {RequestKey(arrival.request_id): RequestResult(arrival) for arrival in workload.arrivals}
         self._unused_tokens = 0
         blocks = hardware.kv_tokens // hardware.block_size
         self._cache_tokens = blocks * hardware.block_size
         totals = [arrival.input_tokens + arrival.output_tokens for arrival in workload.arrivals]
         longest = max((total for total in totals if total <= self._cache_tokens), default=0)
-        # As a longest sequence is configured: for all, and not to the token, which would tell where an answer ends.
+        # The maximum length of all requests, as it is configured. Rounded up, since the exact value would reveal an
+        # output length.
         step = max(LEAST_LENGTH_STEP, (1 << longest.bit_length()) // 16)
         self._max_total = min(self._cache_tokens, (longest // step + 1) * step)
         make = scheduler_class(system)
@@ -118,7 +119,7 @@ class _Simulation:
             instance = _Instance(number, make(options, allocator, hardware.block_size))
             instance.stage_free_s = [0.0] * instance.scheduler.stages
             self._instances.append(instance)
-        self._ends: list[tuple[float, int]] = []  # of each instance's oldest pass
+        self._ends: list[tuple[float, int]] = []  # end time and number of each instance's oldest pass
 
     def run(self) -> RunResult:
         now_s = 0.0
@@ -142,7 +143,7 @@ class _Simulation:
         return self._arrivals[self._next].arrival_s if self._next < len(self._arrivals) else float("inf")
 
     def _arrive(self, now_s: float) -> list[_Instance]:
-        """All who come at this moment. Instances that got any, in their order."""
+        """Route all requests that arrive at this moment. Returns the instances that got any, in order."""
         reached = {}
         while self._next_arrival_s() == now_s:
             arrival = self._arrivals[self._next]
@@ -170,7 +171,7 @@ class _Simulation:
     # passes
 
     def _complete(self, instance: _Instance) -> None:
-        """The oldest pass has run: its requests have their tokens."""
+        """The oldest pass has run: its requests get their tokens."""
         done = instance.passes.popleft()
         finished = []
         for key in done.plan.sampling():
@@ -186,7 +187,7 @@ class _Simulation:
         self._record(instance, done)
 
     def _go_on(self, instance: _Instance, now_s: float) -> None:
-        """Plan as far ahead as the scheduler does, and leap over what is decided by that."""
+        """Plan as far ahead as the scheduler allows, and leap over passes without decisions."""
         scheduler = instance.scheduler
         while len(instance.passes) < scheduler.depth:
             plan = scheduler.plan(now_s)
@@ -209,7 +210,7 @@ class _Simulation:
         return self._cost.step_s(chunks, lengths), self._cost.balanced_step_s(chunks, lengths)
 
     def _start(self, instance: _Instance, plan: MixedPlan, now_s: float, seconds: float, balanced_s: float) -> None:
-        """Behind the pass before it: on each stage of the pipeline as soon as that is free."""
+        """Start a pass after the previous one: on each stage of the pipeline as soon as that is free."""
         free_s = instance.stage_free_s
         gap_s = self._hardware.host_overhead_s
         start_s = max(now_s, free_s[0]) + gap_s
@@ -223,9 +224,10 @@ class _Simulation:
                 stages["queue_s"] = start_s - self._results[chunk.key].arrival.arrival_s
 
     def _leap_ahead(self, instance: _Instance) -> None:
-        """Run passes of the same decodes until somebody may end, come, or need room; the last of them is then oldest.
+        """Run passes of the same decodes until a request may end, arrive, or need room.
 
-        `ahead` passes complete here. At the end of each, stepping would have planned what `repeat` does.
+        The last one becomes the oldest. `ahead` passes complete here. `repeat` does what single steps would have
+        planned at the end of each.
         """
         passes, scheduler = instance.passes, instance.scheduler
         last = passes[-1].plan
@@ -253,7 +255,7 @@ class _Simulation:
         self._replace(instance, ahead, seconds, ends_s)
 
     def _replace(self, instance: _Instance, ahead: int, seconds: list[float], ends_s: list[float]) -> None:
-        """The first `ahead` passes of a leap have run; as many as were planned before are planned now."""
+        """The first `ahead` passes of a leap have run; plan as many passes as were planned before."""
         passes, oldest = instance.passes, instance.passes[0]
         depth, gap_s = len(passes), oldest.gap_s
         lengths = [decode.kv_tokens + depth for decode in oldest.plan.decodes]
@@ -281,7 +283,7 @@ class _Simulation:
             instance.scheduler.check_integrity()
         for key, one in self._results.items():
             if not one.refused and len(one.token_s) < one.arrival.output_tokens:
-                raise AccountingError(f"policy {self._system.name!r} runs nothing any more, and {key} has not ended")
+                raise AccountingError(f"policy {self._system.name!r} plans no more passes, but {key} has not ended")
         recorders = [instance.steps for instance in self._instances]
         steps = merge(recorders, [self._hardware.host_overhead_s] * len(recorders))
         results = list(self._results.values())
@@ -305,10 +307,10 @@ class _Simulation:
 
 
 def _later(plan: MixedPlan, passes: int) -> MixedPlan:
-    """The same decodes, so many passes later."""
+    """The same decodes, `passes` passes later."""
     return MixedPlan((), tuple(PlannedDecode(decode.key, decode.kv_tokens + passes) for decode in plan.decodes))
 
 
 def _extent(lengths: list[int]) -> tuple[int, int, int, int]:
-    """How many, the shortest, the longest, and the sum."""
+    """(number, shortest, longest, sum) of the lengths."""
     return (len(lengths), min(lengths), max(lengths), sum(lengths)) if lengths else (0, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""A decode instance: the real iteration scheduler, copies over links, and passes that take what the cost model says.
+"""A decode instance: the real iteration scheduler, copies over links, and passes timed by the cost model.
 
-Between two things that happen here (a candidate comes, a copy ends, a request ends) passes differ only in the lengths,
-and the iteration scheduler says in how many of them nothing can be decided (`quiet_iterations`): they are leapt over.
-What comes in the middle of a leap ends it with the pass under way, so a leap is never too long.
+Between two events (a candidate arrives, a copy ends, a request ends) passes differ only in the lengths. The iteration
+scheduler tells in how many of them nothing can be decided (`quiet_iterations`), and these are leapt over. An event
+during a leap ends it with the current pass, so a leap is never too long.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from alignedserve.simulator.slowed import SlowedCost
 if TYPE_CHECKING:
     from alignedserve.simulator.cell import Cell
 
-MOST_LEAP = 64  # passes; a leap that ends early has asked the cost model for nothing
-DEADLINE_MARGIN_S = 1e-6  # so long before a candidate becomes overdue passes are taken one by one
+MOST_LEAP = 64  # passes; bounds the work lost when a leap ends early
+DEADLINE_MARGIN_S = 1e-6  # passes are taken one by one from this long before a candidate becomes overdue
 
 
 class SimulatedDecode:
-    """`rank` is its own in the clock. `leap`: False takes every pass alone, with the same results.
+    """`rank`: its rank in the clock. `leap`: False takes every pass alone, with the same results.
 
-    `gap_s`: what is charged before each pass.
+    `gap_s`: time charged before each pass.
     """
 
     def __init__(self, cell: Cell, name: str, cost: StepCost, rank: int, leap: bool, gap_s: float) -> None:
@@ -56,13 +56,13 @@ class SimulatedDecode:
         self.gap_s = gap_s
         self._rank = rank
         self._leaps = leap
-        self._source: dict[RequestKey, str] = {}  # of what is held: the prefill instance with its candidate, or ""
+        self._source: dict[RequestKey, str] = {}  # of each held request: the prefill instance with its candidate, or ""
         self._length: dict[RequestKey, int] = {}  # of candidates, KV tokens
         self._tombstones: set[RequestKey] = set()  # cancelled before they were announced
         self._ends_s: array[float] = array("d")  # of every pass
-        self._begun: dict[RequestKey, int] = {}  # of what runs: its first pass
-        self._due: dict[RequestKey, int] = {}  # and how many passes there will have been when it ends
-        self._keys: list[RequestKey] = []  # what runs in the pass under way
+        self._begun: dict[RequestKey, int] = {}  # of each running request: its first pass
+        self._due: dict[RequestKey, int] = {}  # of each running request: the number of passes when it ends
+        self._keys: list[RequestKey] = []  # requests that run in the current pass
         self._leap = Leap(gap_s, leap)
         hardware = cell.hardware
         self._cost = SlowedCost.of(cost, hardware.decode_slowdown)
@@ -71,9 +71,9 @@ class SimulatedDecode:
             self._cost_beside = SlowedCost.of(cost, hardware.decode_slowdown_beside)
         self._beside = False
         self._wake: Event | None = None  # the next boundary
-        self._moves = 0  # requests that came, went or began
+        self._moves = 0  # requests that joined, left or began
         self._reported: tuple[int, ...] = ()
-        self._measured = 0  # passes that the core was told of
+        self._measured = 0  # passes that were reported to the core
 
     # candidates
 
@@ -119,7 +119,7 @@ class SimulatedDecode:
                 self._drop(key)
 
     def freeze(self, key: RequestKey) -> None:
-        """A newer epoch of the request begins: what this one would generate from here on is nobody's."""
+        """A newer epoch of the request begins: tokens of this epoch no longer count from here on."""
         self._settle()
         self._end_run(key)
 
@@ -138,20 +138,20 @@ class SimulatedDecode:
             self._cell.send(self._cell.prefills[source].consumed, key)
 
     def refresh_lease(self) -> None:
-        """What it may evict without asking. No quiet iteration looks at it."""
+        """Update the blocks it may evict to without asking. Quiet iterations do not read it."""
         paired = self._cell.paired(self.name)
         for prefill in paired:
             prefill.top_up_lease(self.name)
         self.scheduler.set_requests_buffer_lease(max((p.buffers.leased_blocks(self.name) for p in paired), default=0))
 
-    # its machine
+    # interference on its machine
 
     @property
     def computing(self) -> bool:
         return bool(self._keys)
 
     def set_beside(self, beside: bool) -> None:
-        """Whether its machine's prefill instance computes from now on."""
+        """Set whether its machine's prefill instance computes from now on."""
         changed, self._beside = beside != self._beside, beside
         if changed and self._keys and self._cost_beside is not self._cost:
             self._interrupt()
@@ -159,7 +159,7 @@ class SimulatedDecode:
     # boundaries
 
     def _interrupt(self) -> None:
-        """Something is told here: the books as of the last boundary, and a plan at the next."""
+        """An event arrived: bring the state up to the last boundary, and plan at the next one."""
         if not self._keys:
             self._wake = self._wake or self._clock.at(self._clock.now_s, self._boundary, rank=self._rank)
             return
@@ -170,7 +170,7 @@ class SimulatedDecode:
             self._wake = self._clock.at(end_s, self._boundary, rank=self._rank)
 
     def _settle(self) -> None:
-        """Count the passes that have ended by now, but for the last of a leap, at whose end there is a plan."""
+        """Count the passes that have ended, except the last of a leap, which ends with a plan."""
         leap = self._leap
         last = len(leap.ends_s) - 1
         done = bisect_left(leap.ends_s, self._clock.now_s, leap.done, max(last, leap.done))
@@ -185,7 +185,7 @@ class SimulatedDecode:
         self._leap.record(self.steps, done)
 
     def _boundary(self) -> None:
-        """The pass under way has ended, or something came while there was none."""
+        """The current pass has ended, or an event came while there was none."""
         self._wake = None
         if self._keys:
             leap = self._leap
@@ -216,7 +216,7 @@ class SimulatedDecode:
         self._cell.send_core(Finished((key,)))
 
     def _begin(self, plan: IterationPlan) -> None:
-        """The passes from here to the next boundary at which something can be decided."""
+        """Start the passes up to the next boundary at which something can be decided."""
         keys = [item.key for item in plan.run]
         same = keys == self._keys
         if not same:
@@ -235,7 +235,7 @@ class SimulatedDecode:
         self._wake = self._clock.at(end_s, self._boundary, rank=self._rank)
 
     def _follow(self, keys: Sequence[RequestKey]) -> None:
-        """Others run from here on than before."""
+        """Other requests run from here on than before."""
         self._moves += 1
         running = set(keys)
         for key in [key for key in self._begun if key not in running]:
@@ -250,7 +250,7 @@ class SimulatedDecode:
         self._keys = list(keys)
 
     def _end_run(self, key: RequestKey) -> None:
-        """It does not run from here on: the tokens of the passes in which it did are its own."""
+        """The request stops running: credit it with the tokens of the passes in which it ran."""
         begun = self._begun.pop(key, None)
         if begun is not None:
             del self._due[key]
@@ -259,7 +259,7 @@ class SimulatedDecode:
     # reports
 
     def report(self) -> None:
-        """Tell the core where something moved here."""
+        """Report to the core if something changed here."""
         self._settle()
         waits = self._cell.pool.waiting_blocks(self)
         status = self.scheduler.status()
@@ -277,7 +277,7 @@ class SimulatedDecode:
             self._tell(waits, None)
 
     def report_growth(self) -> None:
-        """Tell the core how far lengths have come and what passes took, where there were any since the last time."""
+        """Report to the core the current lengths and the time of the passes since the last report, if any."""
         self._settle()
         if self._measured < len(self.steps):
             self._tell(self._cell.pool.waiting_blocks(self), self._take_measured())
@@ -356,7 +356,7 @@ class SimulatedDecode:
         if not self.scheduler.copied_out(key):
             self._drop(key)
             return
-        if not evict.to_pool:  # the requests buffer had no room after all: it is the core's again
+        if not evict.to_pool:  # the candidate request buffer had no room after all: the core decides again
             self.scheduler.withdraw(key)
         self._forget(key)
         if new_blocks is not None:

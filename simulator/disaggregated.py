@@ -1,4 +1,4 @@
-"""One run of a disaggregated system: prefill and decode apart, the pool between them."""
+"""One run of a disaggregated system: separate prefill and decode, with the pool between them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def simulate(
 ) -> RunResult:
     """Replay the workload to its end. Pure: the same arguments give the same result, to the last bit.
 
-    `refuse_for_load`: refusals by prediction and the limits of queues, as configured; else every request is served
-    that the stores can hold. `seed` is only noted: nothing here is drawn. `leap`: False takes every iteration alone,
-    which gives the same, slowly. `iteration_gap_s`: charged before each decode pass, beside the hardware's.
+    `refuse_for_load`: whether refusals by prediction and queue limits apply, as configured; otherwise every request
+    that the stores can hold is served. `seed` is only recorded: nothing here is random. `leap`: False takes every
+    iteration alone, with the same results, slowly. `iteration_gap_s`: charged before each decode pass, in addition to
+    the hardware's overhead.
 
-    Raises ConfigError where the system is a colocated one, or no request fits in the hardware's stores.
+    Raises ConfigError if the system is a colocated one, or no request fits in the hardware's stores.
     """
     if system.topology is not Topology.DISAGGREGATED:
-        raise ConfigError(f"{system.name} is a {system.topology.value} system, and has no prefill and decode instances")
+        raise ConfigError(f"{system.name} is a {system.topology.value} system without prefill and decode instances")
     config = as_run(config, system, prefill_instances, decode_instances, refuse_for_load)
     cell = Cell(workload.arrivals, config, hardware, (prefill_cost, decode_cost), leap, iteration_gap_s)
     policy = cell.core.policy
@@ -79,7 +80,7 @@ def simulate(
 
 
 def configured(config: Config, settings: Mapping[str, Any]) -> Config:
-    """`config` with these keys (`section.key`) set. Raises ConfigError for an unknown one."""
+    """`config` with these keys (`section.key`) set. Raises ConfigError for an unknown key."""
     for name, value in settings.items():
         section, _, key = name.partition(".")
         if section not in SECTIONS or not hasattr(getattr(config, section), key):
@@ -89,7 +90,7 @@ def configured(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def as_run(config: Config, system: System, prefill: int, decode: int, refuse_for_load: bool) -> Config:
-    """`config` with what a run decides itself: the policy and what it fixes, the instances, who is refused."""
+    """`config` with the values that a run decides: policy and its settings, number of instances, refusals."""
     settings: dict[str, Any] = {
         "cluster.prefill": prefill,
         "cluster.decode": decode,

@@ -1,4 +1,4 @@
-"""The simulated machine: what holds KV, and what moves it."""
+"""The simulated machine: its KV stores and links."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Of one cell. Tokens, bytes, bytes a second, seconds. Rates are of each direction of one instance's link.
+    """Hardware of one cell. Tokens, bytes, bytes a second, seconds.
 
-    `kv_tokens`: cache of a decode (or colocated) instance; a prefill instance's own cache and its two candidate
-    buffers are shares of the same memory. `message_s`: one control message. `host_overhead_s`: what an engine
-    adds to every pass.
+    Rates are for each direction of one instance's link. `kv_tokens`: cache of a decode (or colocated) instance; a
+    prefill instance's own cache and its two candidate buffers are shares of the same memory. `message_s`: one control
+    message. `host_overhead_s`: added by an engine to every pass.
 
-    Slowdowns: how many times as long a pass takes in a cluster as the cost model says, because processes share a
-    machine's cores and caches; `..._beside`: one that begins while its neighbour of the other role computes. Neighbours
-    are the prefill and the decode instance of the same number. Passes of a colocated instance have `decode_slowdown`
-    where there is one, and `decode_slowdown_beside` where there are several: two share a machine then.
+    Slowdowns: by what factor a pass takes longer in a cluster than in the cost model, because processes share a
+    machine's cores and caches. `..._beside`: for a pass that begins while its neighbour of the other role computes.
+    Neighbours are the prefill and the decode instance of the same number. Passes of a single colocated instance have
+    `decode_slowdown`; of several, `decode_slowdown_beside`, because two then share a machine.
     """
 
     kv_tokens: int

@@ -1,4 +1,4 @@
-"""`--hardware FILE`: the simulated machine as TOML or JSON, every value with a default."""
+"""`--hardware FILE`: the simulated machine as TOML or JSON; every value has a default."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import get_type_hints
 from alignedserve.errors import ConfigError
 from alignedserve.simulator.hardware import Hardware
 
-# For a cost model that says nothing of its machine: an 8B model with grouped keys in bfloat16 on 96 GB.
+# For a cost model without hardware: an 8B model with grouped keys in bfloat16 on 96 GB.
 FALLBACK = Hardware(kv_tokens=480_000, kv_bytes_per_token=131_072, pool_tokens=1_600_000)
 _DOCS = {
-    "kv_tokens": "tokens of KV that one decode (or colocated, or prefill) instance holds",
+    "kv_tokens": "KV capacity of a decode (or colocated, or prefill) instance, in tokens",
     "kv_bytes_per_token": "bytes of KV of a token, all layers",
-    "pool_tokens": "tokens that the pool in host memory holds",
+    "pool_tokens": "capacity of the host-memory KV pool, in tokens",
     "block_size": "tokens in a block",
-    "batch_buffer_share": "of a prefill instance's memory: the candidate batch buffer",
-    "requests_buffer_share": "of a prefill instance's memory: the candidate requests buffer",
+    "batch_buffer_share": "share of a prefill instance's memory for the candidate batch buffer",
+    "requests_buffer_share": "share of a prefill instance's memory for the candidate request buffer",
     "pool_bandwidth": "bytes/s between the pool and an instance, each direction",
     "peer_bandwidth": "bytes/s between a prefill and a decode instance",
-    "copy_latency_s": "seconds before a copy's first byte",
-    "message_s": "seconds of a control message",
+    "copy_latency_s": "latency of a copy before its first byte, in seconds",
+    "message_s": "duration of a control message, in seconds",
     "host_overhead_s": "seconds that an engine adds to every pass",
-    "prefill_slowdown": "how many times as long a prefill pass takes in a cluster as the cost model says",
-    "prefill_slowdown_beside": "the same where it begins while its machine's decode instance computes",
-    "decode_slowdown": "how many times as long a decode (or colocated) pass takes in a cluster",
-    "decode_slowdown_beside": "the same where it begins while its machine's prefill instance computes",
+    "prefill_slowdown": "factor by which a prefill pass takes longer in a cluster than in the cost model",
+    "prefill_slowdown_beside": "the same for a pass that begins while its machine's decode instance computes",
+    "decode_slowdown": "factor by which a decode (or colocated) pass takes longer in a cluster",
+    "decode_slowdown_beside": "the same for a pass that begins while its machine's prefill instance computes",
 }
-# By key. Far beyond any machine, and still what the tables of a store and the digits of a float hold.
+# Limits by key: far beyond any machine, but within what the stores' tables and a float can represent.
 _MOST = {
     "block_size": 1 << 20,
     "batch_buffer_share": 1,
@@ -46,7 +46,7 @@ _MOST = {
     "decode_slowdown_beside": 1e6,
 }
 _MOST_OF_ANY = 10**18
-_MOST_BLOCKS = 1 << 24  # of one store: each is an entry of a table
+_MOST_BLOCKS = 1 << 24  # of one store: each is a table entry
 _POSITIVE = (
     "kv_tokens",
     "kv_bytes_per_token",
@@ -62,7 +62,10 @@ _POSITIVE = (
 
 
 def default_hardware(of_cost_model: Mapping[str, float | int]) -> Hardware:
-    """What comes with a cost model; the rest as in `FALLBACK`: as many bytes, where its tokens have another size."""
+    """The hardware of a cost model; other values from `FALLBACK`.
+
+    Their numbers of tokens are scaled to the same bytes if the KV of a token has another size.
+    """
     names = {entry.name for entry in fields(Hardware)}
     known = {name: of_cost_model[name] for name in of_cost_model if name in names}
     if size := known.get("kv_bytes_per_token"):
@@ -72,7 +75,7 @@ def default_hardware(of_cost_model: Mapping[str, float | int]) -> Hardware:
 
 
 def read_hardware(file: str, base: Hardware) -> Hardware:
-    """`base` with the values of a file. Raises ConfigError, naming the file and the key."""
+    """`base` with the values of a file. Raises ConfigError that names the file and the key."""
     path = Path(file).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -80,18 +83,18 @@ def read_hardware(file: str, base: Hardware) -> Hardware:
         raise ConfigError(f"cannot read the hardware file {file}: {getattr(error, 'strerror', error)}") from error
     try:
         raw = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
-    except ValueError as error:  # of both readers; they say line and column
+    except ValueError as error:  # of either parser; the message has line and column
         raise ConfigError(f"{file} is neither TOML nor JSON: {error}") from error
     except RecursionError:
-        raise ConfigError(f"{file} is no hardware file: nested too deeply") from None
+        raise ConfigError(f"{file} is not a hardware file: it is nested too deeply") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file} must hold keys and values")
+        raise ConfigError(f"{file} must be a mapping of keys to values")
     return _with(file, base, raw)
 
 
 def template(hardware: Hardware) -> str:
     """A TOML file with these values, each with a line of documentation."""
-    lines = ["# Of one cell. Leave out what should keep its default."]
+    lines = ["# Hardware of one cell. Omitted keys keep their defaults."]
     for entry in fields(Hardware):
         value = getattr(hardware, entry.name)
         shown = f"{value:_}" if isinstance(value, int) else repr(value)
@@ -108,7 +111,7 @@ def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
     changes: dict[str, int | float] = {}
     for name, value in raw.items():
         if name not in kinds:
-            raise ConfigError(f"{origin}: unknown key {name!r}; a machine has: {', '.join(kinds)}")
+            raise ConfigError(f"{origin}: unknown key {name!r}; the keys are: {', '.join(kinds)}")
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -122,14 +125,14 @@ def _with(origin: str, base: Hardware, raw: Mapping[str, object]) -> Hardware:
         if kinds[name] is int and not float(value).is_integer():
             raise ConfigError(f"{origin}: {name} must be a whole number, not {value!r}")
         changes[name] = kinds[name](value)
-    hardware = replace(base, **changes)  # type: ignore[arg-type]  # by name, as their fields say
+    hardware = replace(base, **changes)  # type: ignore[arg-type]  # by name, with their fields' types
     for role in ("prefill", "decode"):
         if getattr(hardware, f"{role}_slowdown_beside") < getattr(hardware, f"{role}_slowdown"):
             raise ConfigError(
-                f"{origin}: {role}_slowdown_beside is below {role}_slowdown; give both: a neighbour speeds nothing up"
+                f"{origin}: {role}_slowdown_beside is below {role}_slowdown; set both: a neighbour speeds nothing up"
             )
     if hardware.batch_buffer_share + hardware.requests_buffer_share >= 1:
-        raise ConfigError(f"{origin}: the two buffers' shares leave a prefill instance no memory of its own")
+        raise ConfigError(f"{origin}: the shares of the two candidate buffers leave no memory for the prefill cache")
     for name in ("kv_tokens", "pool_tokens"):
         if getattr(hardware, name) // hardware.block_size > _MOST_BLOCKS:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Passes of one decode instance that follow each other with the same requests: when each ends, and what it takes."""
+"""Consecutive passes of one decode instance with the same requests: when each ends, and its time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from alignedserve.simulator.report.steps import StepRecorder
 
 
 class Leap:
-    """The passes of which the first is under way. `done` of them have ended and are recorded."""
+    """The passes of a leap. `done` of them have ended and are recorded; the next one is running."""
 
     def __init__(self, gap_s: float, several: bool) -> None:
         self.ends_s: list[float] = []
         self.done = 0
-        self._cost: StepCost | None = None  # that the times are of
+        self._cost: StepCost | None = None  # the cost model of the times
         self._gap_s = gap_s
         self._several = several
         self._seconds: list[float] = []
         self._balanced_s: list[float] = []
-        self._lengths = (0, 0, 0, 0)  # requests; the shortest, the longest and the sum of their lengths at first
+        self._lengths = (0, 0, 0, 0)  # requests; the shortest, longest and sum of their lengths in the first pass
         self._switching = False
 
     def begin(
@@ -34,9 +34,9 @@ class Leap:
         switching: bool,
         same: bool,
     ) -> float:
-        """At most `passes` from now on, up to the first that ends at `until_s` or later. When the last of them ends.
+        """Start at most `passes` passes, up to the first that ends at `until_s` or later. Returns when the last ends.
 
-        `same`: the requests are those of the passes before, so what was asked of the cost model for those holds.
+        `same`: the requests are those of the passes before, so times already computed by the cost model remain valid.
         """
         spare = self._seconds[self.done :] if same and cost is self._cost else []
         self._cost = cost
@@ -61,12 +61,12 @@ class Leap:
         return ends_s[-1]
 
     def cut(self) -> float:
-        """Nothing follows the pass under way, for now. When it ends."""
+        """End the leap with the current pass. Returns when that ends."""
         del self.ends_s[self.done + 1 :]
         return self.ends_s[-1]
 
     def record(self, steps: StepRecorder, done: int) -> None:
-        """The passes before number `done` have ended."""
+        """Record the passes before number `done` as ended."""
         first, self.done = self.done, done
         seconds = self._seconds[first:done]
         starts_s = [end_s - passed for end_s, passed in zip(self.ends_s[first:done], seconds, strict=True)]

@@ -1,4 +1,4 @@
-"""What KV moves over: one direction of one instance's link to the pool, or to its peers."""
+"""Links for KV: one direction of one instance's link to the pool, or to its peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Link:
-    """Copies go one after the other, at `bandwidth` bytes a second, each `latency_s` longer than its bytes take."""
+    """Copies run one after the other, at `bandwidth` bytes a second, each with `latency_s` in addition."""
 
     bandwidth: float
     latency_s: float
@@ -16,7 +16,10 @@ class Link:
 
 
 def transfer(now_s: float, size: int, *links: Link) -> float:
-    """Queue a copy of `size` bytes that takes all of these at once (a sender's and a receiver's). When it is done."""
+    """Queue a copy of `size` bytes over all these links at once (a sender's and a receiver's).
+
+    Returns when it is done.
+    """
     begin_s = max(now_s, *(link.free_s for link in links))
     end_s = begin_s + size / min(link.bandwidth for link in links)
     for link in links:

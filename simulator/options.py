@@ -1,4 +1,4 @@
-"""The options of `alignedserve simulate`, and what their texts mean. Imports nothing heavy: `--help` is quick."""
+"""The options of `alignedserve simulate` and their parsing. Imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DEFAULT_COST_MODEL = "rtxpro6000-llama-3.1-8b"
 _MAX_RATES = 1000
 _LEAST_RATE, _MOST_RATE = Decimal("1e-6"), Decimal("1e12")
 _MAX_SEEDS = 1000
-_SEED_END = 1 << 63  # the files of results hold them in 64 bits
+_SEED_END = 1 << 63  # result files store seeds in 64 bits
 SUMMARY = "Replay a trace through the real scheduler in virtual time, and compare policies."
-EPILOG = f"""traces, recognised by their content:
+EPILOG = f"""trace formats, detected by content:
 {trace_formats.EVERY}
 
 example:
@@ -25,45 +25,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--trace", metavar="FILE|mix:…", help="what is replayed (see below)")
-    add("--policy", metavar="A,B,…", default="aligned", help="one or more, e.g. aligned,fcfs,vllm,package.module:Class")
+    add("--trace", metavar="FILE|mix:…", help="trace to replay (see below)")
+    add("--policy", metavar="A,B,…", default="aligned", help="policies, e.g. aligned,fcfs,vllm,package.module:Class")
     add(
         "--cost-model",
         metavar="NAME|FILE|DIR",
         default=DEFAULT_COST_MODEL,
-        help="what a pass takes (%(default)s)",
+        help="cost model of a pass (default %(default)s)",
     )
-    add("--kernel-mode", metavar="split_kv|no_split", default="split_kv", help="how decode attention is laid out")
-    add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: what one thread block reads, in GB/s")
-    add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; a default each")
-    add("--print-hardware", action="store_true", help="print such a file with the values that hold, and end")
+    add("--kernel-mode", metavar="split_kv|no_split", default="split_kv", help="thread blocks of decode attention")
+    add("--block-bandwidth", type=float, metavar="GB/S", help="no_split: read bandwidth of one thread block, in GB/s")
+    add("--hardware", metavar="FILE", help="TOML or JSON: KV capacity, pool size, link rates; all optional")
+    add("--print-hardware", action="store_true", help="print such a file with the effective values, and exit")
     add("--config", metavar="FILE", help="YAML configuration of the cluster's scheduler (see `alignedserve config`)")
-    add("--instances", type=int, metavar="N", default=1, help="of colocated policies (default 1)")
+    add("--instances", type=int, metavar="N", default=1, help="instances of colocated policies (default 1)")
     add("--prefill", type=int, metavar="N", default=1, help="prefill instances of disaggregated policies (default 1)")
     add("--decode", type=int, metavar="N", default=1, help="decode instances of disaggregated policies (default 1)")
     add("--set", metavar="POLICY.KEY=VALUE", action="append", default=[], help=(
         "an option of a policy (vllm.max_num_seqs=64) or a configuration key for it "
         "(aligned.scheduler.min_batch_requests=64); repeatable"
     ))  # fmt: skip
-    add("--rate", metavar="R|A:B:STEP", help="requests a second; a range runs each of them")
-    add("--cv", type=float, metavar="C", help="variation of made arrivals: 1 Poisson (default), else Gamma")
-    add("--slo-ttft", type=float, metavar="S", help="objective for goodput: seconds to the first token")
+    add("--rate", metavar="R|A:B:STEP", help="requests a second; a range runs every rate in it")
+    add("--cv", type=float, metavar="C", help="variation of generated arrivals: 1 Poisson (default), else Gamma")
+    add("--slo-ttft", type=float, metavar="S", help="TTFT objective for goodput, in seconds")
     add(
         "--slo-tpot",
         type=float,
         metavar="S",
-        help="objective for goodput, and for aligned-cost: seconds a further token, on average",
+        help="TPOT objective for goodput and for aligned-cost, in seconds",
     )
-    add("--seed", type=int, metavar="N", default=0, help="of lengths and arrivals that are drawn (default 0)")
-    add("--seeds", metavar="N|A,B,…", help="several seeds: N of them from --seed on, or these; gives intervals")
-    add("--warmup-s", type=float, metavar="S", default=0.0, help="leave out of the figures what came before")
-    add("--limit", type=int, metavar="N", help="only the first N requests")
-    add("--out", metavar="DIR", help="folder for requests.csv, iterations.parquet, summary.json, report.html")
-    add("--json", action="store_true", help="print the summary and nothing else on stdout")
+    add("--seed", type=int, metavar="N", default=0, help="seed of random lengths and arrivals (default 0)")
+    add("--seeds", metavar="N|A,B,…", help="several seeds: N from --seed on, or a list; adds confidence intervals")
+    add("--warmup-s", type=float, metavar="S", default=0.0, help="exclude everything before S seconds from the figures")
+    add("--limit", type=int, metavar="N", help="replay only the first N requests")
+    add("--out", metavar="DIR", help="output folder for requests.csv, iterations.parquet, summary.json, report.html")
+    add("--json", action="store_true", help="print only the summary on stdout, as JSON")
 
 
 def rates_of(text: str | None) -> tuple[float | None, ...]:
-    """`R`, or `A:B:STEP` with both ends where the steps meet them. Raises ConfigError."""
+    """Parse `R`, or `A:B:STEP` including both ends if the steps reach them. Raises ConfigError."""
     if text is None:
         return (None,)
     try:
@@ -73,47 +73,47 @@ def rates_of(text: str | None) -> tuple[float | None, ...]:
     if len(parts) not in (1, 3) or not all(part.is_finite() and part > 0 for part in parts):
         raise ConfigError(f"--rate takes R or A:B:STEP, each more than 0, not {text!r}")
     if not all(_LEAST_RATE <= part <= _MOST_RATE for part in parts):
-        raise ConfigError(f"--rate {text}: wants {_LEAST_RATE:g} to {_MOST_RATE:g} requests a second")
+        raise ConfigError(f"--rate {text}: must be {_LEAST_RATE:g} to {_MOST_RATE:g} requests a second")
     if len(parts) == 1:
         return (float(parts[0]),)
     first, last, step = parts
     if last < first or (last - first) / step > _MAX_RATES:
-        raise ConfigError(f"--rate {text}: wants A at most B, and {_MAX_RATES} steps at most")
+        raise ConfigError(f"--rate {text}: A must be at most B, with at most {_MAX_RATES} steps")
     return tuple(float(first + step * number) for number in range(int((last - first) / step) + 1))
 
 
 def seeds_of(seed: int, text: str | None) -> tuple[int, ...]:
-    """Raises ConfigError."""
+    """Parse `--seed` and `--seeds`. Raises ConfigError."""
     if text is None:
         return _checked((seed,), "--seed")
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--seeds takes a count, or seeds with commas between them, not {text!r}") from None
+        raise ConfigError(f"--seeds takes a count, or seeds separated by commas, not {text!r}") from None
     if "," not in text and numbers[0] > _MAX_SEEDS:
-        raise ConfigError(f"--seeds takes a count of {_MAX_SEEDS} at most, or seeds with commas between them")
+        raise ConfigError(f"--seeds takes a count of at most {_MAX_SEEDS}, or seeds separated by commas")
     seeds = tuple(numbers) if "," in text else tuple(range(seed, seed + numbers[0]))
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: wants at least one seed, and none twice")
+        raise ConfigError(f"--seeds {text}: give at least one seed, and none twice")
     return _checked(seeds, "--seeds")
 
 
 def _checked(seeds: tuple[int, ...], option: str) -> tuple[int, ...]:
     if not all(-_SEED_END <= seed < _SEED_END for seed in seeds):
-        raise ConfigError(f"{option}: a seed is a whole number of 64 bits, between -2^63 and 2^63 - 1")
+        raise ConfigError(f"{option}: a seed must be a 64-bit integer, between -2^63 and 2^63 - 1")
     return seeds
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """Raises ConfigError for none, or one twice."""
+    """Parse `--policy`. Raises ConfigError for no policy, or one given twice."""
     names = tuple(filter(None, (name.strip() for name in text.split(","))))
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--policy {text!r}: wants at least one policy, and none twice")
+        raise ConfigError(f"--policy {text!r}: give at least one policy, and none twice")
     return names
 
 
 def settings_of(assignments: list[str], policies: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    """`--set POLICY.KEY=VALUE`, by policy. Raises ConfigError."""
+    """Parse `--set POLICY.KEY=VALUE`, by policy. Raises ConfigError."""
     found: dict[str, dict[str, str]] = {policy: {} for policy in policies}
     for assignment in assignments:
         left, separator, value = assignment.partition("=")

@@ -1,4 +1,4 @@
-"""The KV pool: blocks by request, and writers that wait in line where it has no room."""
+"""The KV pool: blocks by request, and a queue of writers while it has no room."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 class Writer(Protocol):
     def report(self) -> None:
-        """What it waits for has changed."""
+        """The number of blocks that it waits for has changed."""
 
 
 @dataclass(slots=True)
 class Write:
-    """KV on its way to the pool over `link`. `then(new_blocks)` once it is there; None: it is not wanted any more."""
+    """KV on its way to the pool over `link`. `then(new_blocks)` once it is there; None: it is no longer wanted."""
 
     writer: Writer
     key: RequestKey
@@ -41,7 +41,7 @@ class Pool:
 
     def __init__(self, cell: Cell, capacity: int) -> None:
         self.blocks = BlockAllocator(capacity, self.name)
-        self.copies: dict[RequestKey, int] = {}  # KV tokens that are committed
+        self.copies: dict[RequestKey, int] = {}  # committed KV tokens
         self.occupancy: list[tuple[float, int]] = [(0.0, 0)]
         self._cell = cell
         self._waiting: deque[Write] = deque()
@@ -49,7 +49,7 @@ class Pool:
         self._reporting = False
 
     def write(self, write: Write) -> None:
-        """Copied as soon as there is room, first come, first served; nothing is where all of it is here already."""
+        """Copy once there is room, first come, first served. If all of it is already here, nothing is copied."""
         stale = self._cell.request(write.key).key != write.key
         if stale or self.copies.get(write.key) == write.kv_tokens:
             self._cell.clock.after(0.0, write.then, None if stale else 0)
@@ -76,7 +76,7 @@ class Pool:
         self._changed()
         self._serve()
         for write in self._waiting:
-            if write.key in dropped:  # it waits for more than it did
+            if write.key in dropped:  # it now waits for more blocks
                 write.writer.report()
 
     def _release(self, key: RequestKey) -> None:
@@ -90,12 +90,12 @@ class Pool:
         self._drop_copy(key)
 
     def _drop_copy(self, key: RequestKey) -> None:
-        """A write that waits stays, and will write everything: its request may have been evicted meanwhile."""
+        """Drop a copy. A waiting write stays and will write everything: its request may have been evicted meanwhile."""
         self.blocks.release_all(key)
         self.copies.pop(key, None)
 
     def _kept(self, key: RequestKey) -> int:
-        """Full blocks of the copy that is here: the last, partly filled one is written anew beside the old."""
+        """Full blocks of the existing copy. The last, partly filled block is written again beside the old one."""
         return self.copies.get(key, 0) // self._cell.block_size
 
     def _missing(self, write: Write) -> int:
@@ -112,13 +112,13 @@ class Pool:
             write.fresh = fresh
             self._under_way[write.key] = write
             end_s = transfer(self._cell.clock.now_s, len(fresh) * self._cell.block_bytes, write.link)
-            commit_s = 2 * self._cell.hardware.message_s  # the word to the pool's process, and its answer
+            commit_s = 2 * self._cell.hardware.message_s  # message to the shard's process, and its reply
             self._cell.clock.at(end_s + commit_s, self._written, write)
             served.append(write)
         if served:
             self._changed()
         for write in served:
-            if write.waited:  # said at once: a writer that leaps over boundaries would say it later than one that steps
+            if write.waited:  # at once: otherwise leaping and stepping writers would report at different times
                 write.writer.report()
 
     def _written(self, write: Write) -> None:

@@ -22,7 +22,7 @@ from alignedserve.simulator.slowed import SlowedCost
 if TYPE_CHECKING:
     from alignedserve.simulator.cell import Cell
 
-REPORT_EVERY_S = 0.1  # what passes took is said no more often
+REPORT_EVERY_S = 0.1  # minimum interval between reports of pass times
 
 
 class SimulatedPrefill:
@@ -35,7 +35,7 @@ class SimulatedPrefill:
         self.buffers = SimulatedBuffers(name, sizes.batch_buffer, sizes.requests_buffer)
         self.from_pool, self.to_pool = cell.pool_link(), cell.pool_link()
         self.to_peers, self.from_peers = cell.peer_link(), cell.peer_link()
-        self.lease_blocks = 0  # of the requests buffer, for each decode instance; 0: none is paired
+        self.lease_blocks = 0  # of the candidate request buffer, for each decode instance; 0: none is paired
         self.gap_s = cell.hardware.host_overhead_s  # before each pass
         self._cell = cell
         self._cost = SlowedCost.of(cost, cell.hardware.prefill_slowdown)
@@ -47,7 +47,7 @@ class SimulatedPrefill:
         self._unmeasured = [0, 0, 0, 0.0]  # passes, tokens, cached tokens, seconds
 
     def report(self) -> None:
-        """Tell the core what it does not know yet."""
+        """Report changes to the core."""
         waits = self._cell.pool.waiting_blocks(self) if self._giving_back else 0
         state = self.buffers.batch.available_blocks, self.buffers.requests.available_blocks, waits
         measured = self._take_measured()
@@ -112,7 +112,7 @@ class SimulatedPrefill:
             neighbour.set_beside(False)
 
     def _offload(self, key: RequestKey) -> None:
-        """The prompt's first token is there; its KV goes to the pool."""
+        """The prompt's first token is generated; its KV is copied to the pool."""
         request, now_s = self._cell.request(key), self._cell.clock.now_s
         kv_tokens = request.prefix_tokens
         if request.generate([now_s]):
@@ -137,7 +137,7 @@ class SimulatedPrefill:
         for key in action.keys:
             kv_tokens = cell.pool.copies.get(key)
             if kv_tokens is None:
-                continue  # it has ended; the word is on its way here
+                continue  # it has ended; the message is on its way here
             blocks = cell.blocks_for(kv_tokens)
             if not self.buffers.take(action.buffer, key, blocks, action.decode_id):
                 cell.counters["bounced"] += 1

@@ -1,4 +1,4 @@
-"""Every policy at every rate with every seed: one run after the other, none kept."""
+"""Runs every policy at every rate with every seed, one after the other, and keeps no run."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from alignedserve.simulator.workload import Workload
 ROUTING = "routing"
 TPOT_OBJECTIVE = "scheduler.tpot_objective_s"
 REFUSE_FOR_LOAD = "scheduler.refuse_for_load"
-# Keys of the configuration that options of the command decide.
+# Configuration keys that options of the command decide.
 DECIDED = {"scheduler.policy": "--policy", "cluster.prefill": "--prefill", "cluster.decode": "--decode"}
-# What else of the configuration a run reads: whole sections, or single keys.
+# Other configuration keys that a run reads: whole sections, or single keys.
 _READ = ("scheduler.", "prefill.", "decode.", "cluster.prefetch", "kv_pool.growth_reserve")
-# How an engine computes, which a run leaves to the cost model.
+# Keys about how an engine computes, which a run leaves to the cost model.
 _OF_ENGINES = frozenset({"prefill.layerwise_tokens", "decode.graphs", "decode.graph_sizes", "decode.overlap"})
 _OF_HARDWARE = {"kv_pool.size_gib": "pool_tokens", "kv_pool.block_size": "block_size"}
 ITERATION_GAP = "iteration_gap_s"
 
 
 def has_effect(key: str) -> bool:
-    """Whether a run goes by this `section.key` of the configuration, and no option of the command decides it."""
+    """Whether this `section.key` of the configuration affects a run, and no option of the command decides it."""
     return key.startswith(_READ) and key not in DECIDED and key not in _OF_ENGINES
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedPolicy:
-    """A policy as it is to run. `config`: of a disaggregated one; `options`: of a colocated one, all of them.
+    """A policy to run. `config`: for a disaggregated policy. `options`: all options of a colocated one.
 
-    `iteration_gap_s`: charged to a disaggregated one before each decode iteration, on top of the hardware's overhead.
+    `iteration_gap_s`: charged to a disaggregated policy before each decode iteration, on top of the hardware's
+    overhead.
     """
 
     name: str
@@ -64,9 +65,9 @@ class ComparedPolicy:
     ) -> ComparedPolicy:
         """`settings`: texts by option (colocated), or by section.key of the configuration (or `iteration_gap_s`).
 
-        `tpot_objective_s`: what a disaggregated policy keeps to where neither `settings` nor the file say otherwise.
-        Nobody is refused for load unless `settings` ask for it: a file says what holds in a cluster.
-        Raises ConfigError.
+        `tpot_objective_s`: the objective of a disaggregated policy if neither `settings` nor the file set one. No
+        request is refused for load unless `settings` ask for it: the file's value is meant for a cluster. Raises
+        ConfigError.
         """
         system = resolve(name)
         own = dict(settings)
@@ -76,19 +77,19 @@ class ComparedPolicy:
         gap_s = _gap_s(name, own.pop(ITERATION_GAP, "0"))
         if wrong := [key for key in own if "." not in key]:
             raise ConfigError(
-                f"--set {name}.{wrong[0]}: a disaggregated policy takes {ITERATION_GAP}, or SECTION.KEY of the "
+                f"--set {name}.{wrong[0]}: a disaggregated policy takes {ITERATION_GAP} or SECTION.KEY of the "
                 "configuration"
             )
         for key, option in DECIDED.items():
             if key in own:
-                raise ConfigError(f"--set {name}.{key}: {option} of `alignedserve simulate` decides this; use it")
+                raise ConfigError(f"--set {name}.{key}: {option} of `alignedserve simulate` sets this; use that option")
         typed = {key: value_of(key, text, "--set") for key, text in own.items()}
         if idle := [key for key in own if not has_effect(key)]:
             instead = f": see {_OF_HARDWARE[idle[0]]} of --hardware" if idle[0] in _OF_HARDWARE else ""
             raise ConfigError(f"--set {name}.{idle[0]}: this key has no effect in a simulation{instead}")
         for key, fixed in system.settings.items():
             if key in typed and typed[key] != fixed:
-                raise ConfigError(f"--set {name}.{key}: this policy has it fixed at {fixed}")
+                raise ConfigError(f"--set {name}.{key}: this policy fixes it to {fixed}")
         flags = {REFUSE_FOR_LOAD: False, **typed, **system.settings}
         config = load(config_file, environ={}, flags=flags)
         if tpot_objective_s is not None and TPOT_OBJECTIVE not in typed and not config.scheduler.tpot_objective_s:
@@ -96,7 +97,7 @@ class ComparedPolicy:
         return cls(name, system, config, {}, "", gap_s)
 
     def describe(self, prefill: int, decode: int) -> dict[str, object]:
-        """What runs on so many instances; a colocated one says nothing of them."""
+        """Description of a run with these numbers of instances; a colocated policy ignores them."""
         shared = {"topology": self.system.topology.value, "target": self.system.target}
         if self.colocated:
             return {**shared, "options": dict(self.options), ROUTING: self.routing}
@@ -106,7 +107,7 @@ class ComparedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run, and on what."""
+    """What is to be run, and on what hardware."""
 
     trace: Trace
     candidates: tuple[ComparedPolicy, ...]
@@ -134,12 +135,12 @@ class Plan:
         return self.trace.workload(replace(self.load, rate_per_s=rate_per_s), seed)
 
     def rehearse(self) -> None:
-        """Replay nothing with every policy. Raises ConfigError for what could not be run, before anything is."""
+        """Run an empty workload with every policy, to raise ConfigError for invalid plans before the first run."""
         for candidate in self.candidates:
             self._run(candidate, Workload(()), self.seeds[0])
 
     def runs(self, progress: Callable[[str], None]) -> Iterator[tuple[RunResult, float | None, int]]:
-        """Each run with its rate and seed; `progress` hears of each before it begins."""
+        """Yield each run with its rate and seed; `progress` is called before each."""
         total = len(self.rates) * len(self.seeds) * len(self.candidates)
         done = 0
         for rate in self.rates:
@@ -185,5 +186,5 @@ def _gap_s(policy: str, text: str) -> float:
     except ValueError:
         gap_s = -1.0
     if not 0 <= gap_s < float("inf"):
-        raise ConfigError(f"--set {policy}.{ITERATION_GAP}: wants seconds, at least 0, not {text!r}")
+        raise ConfigError(f"--set {policy}.{ITERATION_GAP}: must be at least 0 seconds, not {text!r}")
     return gap_s

@@ -1,4 +1,4 @@
-"""One request under way: what it has generated, where its time goes. Only the simulator knows when it ends."""
+"""A replayed request: what it has generated, and its time in each stage. Only the simulator knows when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from alignedserve.simulator.workload import Arrival
 
 @dataclass(slots=True)
 class Replayed:
-    """`tokens` without those of a decode that goes on: its instance adds them when the request leaves it."""
+    """`tokens` excludes those of a running decode: its instance adds them when the request leaves it."""
 
     arrival: Arrival
     result: RequestResult
@@ -29,7 +29,7 @@ class Replayed:
 
     @property
     def prefix_tokens(self) -> int:
-        """The prompt, and what was generated."""
+        """The prompt and the generated tokens."""
         return self.arrival.input_tokens + len(self.result.token_s)
 
     @property
@@ -54,7 +54,7 @@ class Replayed:
             self.waiting_since_s = None
 
     def generate(self, times_s: array[float] | list[float]) -> bool:
-        """Tokens that came at these times. Whether that was all."""
+        """Add tokens that came at these times. Returns whether the request is complete."""
         self.result.token_s.extend(times_s)
         return len(self.result.token_s) >= self.arrival.output_tokens
 

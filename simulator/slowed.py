@@ -1,4 +1,4 @@
-"""A cost model on a machine where every pass takes so many times as long."""
+"""A cost model with every pass slowed by a factor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 
 
 class SlowedCost(StepCost):
-    """`cost`, every time of it `slowdown` times as long."""
+    """`cost` with every time multiplied by `slowdown`."""
 
     def __init__(self, cost: StepCost, slowdown: float) -> None:
         self._cost = cost
@@ -17,7 +17,7 @@ class SlowedCost(StepCost):
 
     @classmethod
     def of(cls, cost: StepCost, slowdown: float) -> StepCost:
-        """The cost model itself where nothing is slower."""
+        """The cost model itself if `slowdown` is 1."""
         return cost if slowdown == 1.0 else cls(cost, slowdown)
 
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""What is replayed: requests with arrival and lengths. Only the simulator knows output lengths, no policy does."""
+"""The requests to replay, with arrivals and lengths. Only the simulator knows output lengths, no policy does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`arrival_s` on the virtual clock, from 0. `output_tokens`: what the request will generate, at least 1.
+    """`arrival_s`: on the virtual clock, from 0. `output_tokens`: the number of tokens it will generate, at least 1.
+
     `wait_objective_s`: as in `RequestSpec`; 0: it has none.
     """
 
@@ -21,9 +22,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals in order of time. `description`: source, its SHA-256, and everything that was done to it. JSON."""
+    """Arrivals in order of time. `description`: source, its SHA-256, and all processing applied. JSON."""
 
     arrivals: tuple[Arrival, ...]
     description: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What a reader of the results must know, e.g. that prefix hits of the trace were not used."""
+    """Notes for readers of the results, e.g. that prefix hits of the trace were not simulated."""

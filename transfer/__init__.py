@@ -1,1 +1,1 @@
-"""Block stores, and the channels that copy blocks between them. Nothing here imports torch but `transfer.device`."""
+"""Block stores, and the channels that copy blocks between them. Modules for host memory do not import torch."""

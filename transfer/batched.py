@@ -1,9 +1,9 @@
 """Many copies in one call of the CUDA runtime, through `cuda-bindings`.
 
-Why not torch: its `copy_` between host and device makes a temporary, and waits for it, unless both sides are one
-stretch (`copy_requires_temporaries` in aten/native/cuda/Copy.cu), and one call a stretch costs more than 128 KiB take
-on the bus. `cudaMemcpyBatchAsync` takes any number of stretches and copies them by the copy engines, so that no SM is
-taken from what computes. It exists from CUDA 12.8 on; with an older driver copies go by torch, one call a stretch.
+torch's `copy_` between host and device creates a temporary and waits for it, unless both sides are contiguous
+(`copy_requires_temporaries` in aten/native/cuda/Copy.cu), and one call for each contiguous piece costs more than 128
+KiB take on the bus. `cudaMemcpyBatchAsync` takes any number of pieces and uses the copy engines, so that no SM is taken
+from the computation. It exists from CUDA 12.8 on; with an older driver copies use torch, one call for each piece.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from alignedserve.transfer.pieces import Pieces
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 2048
-"""Stretches of one call: between two calls a copy looks whether it was cancelled."""
+"""Pieces of one call. Between two calls a copy checks whether it was cancelled."""
 
 # CallRequiresNewerDriver, InsufficientDriver, SymbolNotFound, NotSupported: nothing was copied, and never will be.
 _UNSUPPORTED = frozenset({36, 35, 500, 801})
 
 
 class BatchedCopies:
-    """`runtime`: `cuda.bindings.runtime`, or what stands for it."""
+    """`runtime`: `cuda.bindings.runtime`, or a substitute."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
@@ -35,14 +35,14 @@ class BatchedCopies:
         self.supported = True
 
     def issue(self, pieces: Pieces, source: int, destination: int, device: int, stream: int) -> bool:
-        """Have `pieces` copied, in stream order, between the stores at these addresses; False where it cannot be.
+        """Submit copies of `pieces`, in stream order, between the stores at these addresses. False if not supported.
 
-        At most `MAX_BATCH` pieces; host memory must be page-locked, a piece within one registration. `stream`: the
+        At most `MAX_BATCH` pieces; host memory must be page-locked, each piece within one registration. `stream`: the
         handle of a stream of `device` that is not the default one. Raises TransferError with CUDA's error.
         """
         if not self.supported or not pieces.sizes.size:
             return self.supported
-        # The bindings have a runtime of their own: it must be told the device that torch uses in this thread.
+        # The bindings have their own runtime: it must be set to the device that torch uses in this thread.
         if not self._went_well(self._runtime.cudaSetDevice(device)):
             return False
         answer = self._runtime.cudaMemcpyBatchAsync(
@@ -58,9 +58,9 @@ class BatchedCopies:
         return self._went_well(answer)
 
     def _went_well(self, answer: Any) -> bool:
-        """`answer`: the error code first; CUDA 12 has the index of what failed behind it."""
+        """`answer`: the error code first; in CUDA 12 followed by the index of the failed copy."""
         if int(answer[0]) in _UNSUPPORTED:
-            logger.warning("many copies in one call need a newer driver: %s; they go one by one", answer[0])
+            logger.warning("many copies in one call need a newer driver (%s); blocks are copied one by one", answer[0])
             self.supported = False
             return False
         if int(answer[0]):
@@ -70,7 +70,7 @@ class BatchedCopies:
 
 @functools.cache
 def batched_copies() -> BatchedCopies | None:
-    """Of this process; None where `cuda-bindings` are not installed or too old, which is logged once."""
+    """This process's batched copies; None if `cuda-bindings` are not installed or too old, which is logged once."""
     try:
         from cuda.bindings import runtime
 

@@ -1,8 +1,8 @@
-"""Moves scattered blocks within one GPU's memory in one launch. Needs Triton: imported where a GPU is in use.
+"""Moves scattered blocks within one GPU's memory in one launch. Needs Triton: imported only if a GPU is used.
 
-Why a kernel: within a device a copy of one block takes a few microseconds, about what launching it takes, so that even
-a batch of copies spends most of its time between them. Why few programs: what runs beside it keeps the other SMs; each
-program has many loads under way instead. How many are best is not measured yet.
+It is a kernel because a copy of one block within a device takes a few microseconds, about as long as its launch, so
+that even a batch of copies spends most of its time between them. It uses few programs to leave the other SMs to the
+computation; each program has many loads in flight instead. The best number of programs has not been measured yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from alignedserve.transfer.runs import Cut, IdArray
 
 UNIT_BYTES = 16
-"""What one thread moves at a time; begin, stride and width of a cut must be multiples of it."""
+"""Bytes that one thread moves at a time; begin, stride and width of a cut must be multiples of it."""
 
 PROGRAMS = 64
 WARPS = 32
@@ -40,10 +40,10 @@ def copy_rows(  # type: ignore[no-untyped-def]
     width,
     CHUNK: tl.constexpr,  # noqa: N803
 ):
-    """Row `r` of block `ids[0, i]` goes to row `r` of block `ids[1, i]`; all sizes and offsets in units of 16 bytes.
+    """Copy row `r` of block `ids[0, i]` to row `r` of block `ids[1, i]`; all sizes and offsets in units of 16 bytes.
 
-    `source`, `destination`: int64, block 0 first. `ids`: int64 `[2, count]`. Of `rows` rows, `width` units each, row
-    `r` of block `b` begins at `b * block + begin + r * stride`. Work is cut into chunks of `CHUNK` units.
+    `source`, `destination`: int64, from block 0 on. `ids`: int64 `[2, count]`. There are `rows` rows of `width` units
+    each; row `r` of block `b` begins at `b * block + begin + r * stride`. Work is divided into chunks of `CHUNK` units.
     """
     chunks = tl.cdiv(width, CHUNK)
     lanes = tl.arange(0, 2 * CHUNK)
@@ -60,7 +60,7 @@ def copy_rows(  # type: ignore[no-untyped-def]
 
 
 def serves(cuts: tuple[Cut, Cut], block_bytes: tuple[int, int]) -> bool:
-    """Whether everything lies in whole units."""
+    """Whether all sizes and offsets are multiples of the unit."""
     numbers = [*block_bytes]
     for cut in cuts:
         numbers += [cut.begin_bytes, cut.width_bytes, cut.stride_bytes]
@@ -75,9 +75,9 @@ def copy_blocks(
     *,
     programs: int = PROGRAMS,
 ) -> None:
-    """Launch the copy of `cuts` of blocks `ids` on the current stream; `serves` must have said yes.
+    """Launch the copy of `cuts` of blocks `ids` on the current stream; `serves` must have returned True.
 
-    `source`, `destination`: uint8 `[capacity_blocks, block_bytes]`, contiguous, on one device. The ids travel in one
+    `source`, `destination`: uint8 `[capacity_blocks, block_bytes]`, contiguous, on one device. The ids are sent in one
     copy, page-locked on a GPU, which torch keeps until the stream has passed it.
     """
     host = torch.from_numpy(np.stack(ids))

@@ -1,4 +1,4 @@
-"""Block stores: arrays of equal KV blocks in one memory. Here the host's; `transfer.device` has those on a device."""
+"""Block stores: arrays of equal KV blocks in one memory. Host stores are here, device stores in `transfer.device`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ ByteArray = npt.NDArray[np.uint8]
 class BlockStore(ABC):
     """`capacity_blocks` blocks of one geometry, or of a slice of it, numbered from 0, each contiguous.
 
-    A store knows nothing of who holds which block: that is the allocator's business. Layout of a block:
-    `[layer][kv_head][k|v][token][head_dim]`, of the layers and heads of `slice` alone.
+    A store does not know which request holds a block; the allocator does. Layout of a block:
+    `[layer][kv_head][k|v][token][head_dim]`, with the layers and heads of `slice` only.
     """
 
     @property
     @abstractmethod
     def store_id(self) -> str:
-        """Names the store in its cluster: "kv_pool-0", "prefill-0/batch"."""
+        """Name of the store in its cluster: "kv_pool-0", "prefill-0/batch"."""
 
     @property
     @abstractmethod
     def geometry(self) -> KvGeometry:
-        """Of the whole model: what two stores must agree on."""
+        """The geometry of the whole model, which must be the same for two stores of a channel."""
 
     @property
     @abstractmethod
@@ -51,32 +51,32 @@ class BlockStore(ABC):
     @property
     @abstractmethod
     def device(self) -> str:
-        """Where the memory is: "cpu", or a device such as "cuda:0"."""
+        """The place of the memory: "cpu", or a device such as "cuda:0"."""
 
     @abstractmethod
     def handle(self) -> StoreHandle:
-        """What another process needs to attach this store."""
+        """The data that another process needs to attach this store."""
 
     @abstractmethod
     def read_block(self, block: int) -> memoryview:
-        """One block's `block_bytes` bytes: a view where the memory is the host's, else a copy."""
+        """One block's `block_bytes` bytes: a view for host memory, else a copy."""
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """xxh3, 64 bits, of each block's bytes. Raises TransferError where they cannot be had."""
+        """xxh3, 64 bits, of each block's bytes. Raises TransferError if they cannot be computed."""
         return [xxhash.xxh3_64_intdigest(self.read_block(block)) for block in block_ids]
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory up here; idempotent. Views that are alive, and copies under way, keep it mapped."""
+        """Release the memory here; idempotent. Live views and copies in flight keep it mapped."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this store: of its slice."""
+        """Bytes of one block of this store, that is, of its slice."""
         return slice_block_bytes(self.geometry, self.slice)
 
 
 class HandleBlockStore(BlockStore):
-    """A store that is what its handle says."""
+    """A store that is described by its handle."""
 
     def __init__(self, handle: StoreHandle) -> None:
         self._handle = handle
@@ -111,7 +111,7 @@ class HostBlockStore(HandleBlockStore):
     def __init__(self, handle: StoreHandle, memory: memoryview, segment: Segment | None = None) -> None:
         """`memory`: the bytes from block 0 on. Use `over`, `private`, `create` or `attach_store` instead.
 
-        Raises TransferError where it is too small for the handle's blocks.
+        Raises TransferError if it is too small for the handle's blocks.
         """
         needed = handle.capacity_blocks * handle.block_bytes
         if handle.capacity_blocks <= 0 or memory.nbytes < needed:
@@ -135,23 +135,26 @@ class HostBlockStore(HandleBlockStore):
         part: StoreSlice | None = None,
         node_id: str = "",
     ) -> HostBlockStore:
-        """In anonymous memory of this process, zeroed; no other can attach it. Raises TransferError where it fails."""
+        """A store in anonymous, zeroed memory of this process, which no other can attach.
+
+        Raises TransferError on failure.
+        """
         whole = part or StoreSlice.whole(geometry)
         handle = StoreHandle(store_id, HOST, geometry, whole, capacity_blocks, node_id)
         try:
             area = mmap.mmap(-1, capacity_blocks * handle.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
-            raise TransferError(f"store {store_id} of {capacity_blocks} blocks: no memory: {error}") from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages serves small ones
+            raise TransferError(f"store {store_id}: no memory for {capacity_blocks} blocks: {error}") from error
+        with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
             area.madvise(mmap.MADV_HUGEPAGE)
         return cls(handle, memoryview(area))
 
     @classmethod
     def over(cls, segment: Segment, handle: StoreHandle) -> HostBlockStore:
-        """Over a mapped segment, which the store takes over and closes. Raises TransferError where it is too small."""
+        """A store over a mapped segment, which it owns and closes. Raises TransferError if the segment is too small."""
         try:
             if handle.offset_bytes % ALIGNMENT_BYTES:
-                raise TransferError(f"store {handle.store_id}: offset {handle.offset_bytes} is not in whole pages")
+                raise TransferError(f"store {handle.store_id}: offset {handle.offset_bytes} is not page-aligned")
             return cls(handle, segment.memory()[handle.offset_bytes :], segment)
         except TransferError:
             segment.close()
@@ -169,9 +172,9 @@ class HostBlockStore(HandleBlockStore):
         node_id: str = "",
         front_bytes: int = 0,
     ) -> HostBlockStore:
-        """In a new segment called `store_id` (or the one of a predecessor), `front_bytes` left in front of block 0.
+        """A store in a new segment called `store_id` (or the one of a predecessor), with `front_bytes` before block 0.
 
-        Raises what `SegmentClient.create` raises: ResourceError where the memory is not there, TransferError where the
+        Raises the errors of `SegmentClient.create`: ResourceError if there is not enough memory, TransferError if the
         segment exists with another size.
         """
         handle = StoreHandle(
@@ -190,16 +193,16 @@ class HostBlockStore(HandleBlockStore):
 
     @property
     def segment(self) -> Segment | None:
-        """The segment that the blocks lie in; None for private memory."""
+        """The segment of the blocks; None for private memory."""
         return self._segment
 
     @property
     def blocks(self) -> ByteArray:
-        """Every block as bytes, uint8 `[capacity_blocks, block_bytes]`, writable, not a copy."""
+        """All blocks as bytes, uint8 `[capacity_blocks, block_bytes]`, writable, not a copy."""
         return self._blocks
 
     def front(self) -> memoryview:
-        """The bytes in front of block 0 (the pool's allocation table), writable; empty for private memory."""
+        """The bytes before block 0 (the pool's allocation table), writable; empty for private memory."""
         return self._segment.memory()[: self._handle.offset_bytes] if self._segment else memoryview(b"")
 
     def as_memory(self) -> memoryview:
@@ -218,10 +221,10 @@ class HostBlockStore(HandleBlockStore):
 
 
 def attach_store(handle: StoreHandle, client: SegmentClient, *, geometry: KvGeometry) -> HostBlockStore:
-    """Map another process's host store. `geometry`: what this process holds itself.
+    """Map another process's host store. `geometry`: that of this process.
 
-    Raises GeometryMismatchError, naming both, TransferError where the store is not attachable from here, and what
-    `SegmentClient.attach` raises.
+    Raises GeometryMismatchError, naming both, TransferError if the store cannot be attached from here, and the errors
+    of `SegmentClient.attach`.
     """
     geometry.require_same(handle.geometry)
     if handle.kind != HOST or not handle.segment:
@@ -232,7 +235,7 @@ def attach_store(handle: StoreHandle, client: SegmentClient, *, geometry: KvGeom
     segment = client.attach(handle.segment)
     if handle.memory and segment.identity != handle.memory:
         segment.close()
-        raise TransferError(f"store {handle.store_id}: its segment was made anew meanwhile", store_id=handle.store_id)
+        raise TransferError(f"store {handle.store_id}: its segment was recreated meanwhile", store_id=handle.store_id)
     return HostBlockStore.over(segment, handle)
 
 
@@ -242,5 +245,5 @@ def aligned(count: int) -> int:
 
 
 def segment_bytes(handle: StoreHandle) -> int:
-    """Size of the segment that holds the store: what lies in front, and the blocks."""
+    """Size of the segment of the store: the bytes before block 0, and the blocks."""
     return handle.offset_bytes + handle.capacity_blocks * handle.block_bytes

@@ -1,7 +1,7 @@
-"""The way of copies whose host memory is not page-locked, yet or at all: through a small buffer that is.
+"""Copies of host memory that is not page-locked (yet, or at all), through a small page-locked buffer.
 
-The driver has such a way of its own for pageable memory. This one never gives CUDA an address that another thread may
-be registering at that moment, and lets the interpreter go while it copies.
+The driver has its own such way for pageable memory. This one never passes CUDA an address that another thread may be
+registering at that moment, and releases the interpreter while it copies.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from alignedserve.transfer.pieces import Pieces
 
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 
-SLOTS = 2  # one is filled while the other is on its way
+SLOTS = 2  # one is filled while the other is copied
 BOUNCE_BYTES = 32 << 20
-"""Page-locked host memory of a process with a GPU, for as long as something is not locked; shared by its channels."""
+"""Page-locked host memory of a process with a GPU, while some store is not locked; shared by its channels."""
 
 
 class Bounce:
-    """One for a process. A copy has it for itself."""
+    """One for each process. Copies use it one at a time."""
 
     def __init__(self, pin_memory: bool = True) -> None:
         self._slots = list(torch.empty(SLOTS, BOUNCE_BYTES // SLOTS, dtype=torch.uint8, pin_memory=pin_memory))
@@ -37,13 +37,13 @@ class Bounce:
         stream: Any,
         require_wanted: Callable[[], None],
     ) -> None:
-        """Copy `pieces` between flat uint8 tensors, one on the host. It is over when `stream` is, or on return.
+        """Copy `pieces` between flat uint8 tensors, one on the host. It is complete when `stream` is, or on return.
 
-        `require_wanted` is called between parts, and raises where the copy is to end early. `stream` None: all is on
-        the host, as in tests.
+        `require_wanted` is called between parts, and raises if the copy is to end early. `stream` None: both tensors
+        are on the host, as in tests.
         """
         if stream is not None:
-            stream.synchronize()  # what is to be copied must be there; the wait is not under the lock
+            stream.synchronize()  # the data to copy must be there; the wait is not under the lock
         with self._lock:
             events: list[Any] = [None] * SLOTS
             for turn, (begin, target, count) in enumerate(self._parts(pieces)):
@@ -61,7 +61,7 @@ class Bounce:
                     stream.synchronize()
                     _host_copy(room, slot)
             if stream is not None:
-                stream.synchronize()  # the slots are the next copy's
+                stream.synchronize()  # the next copy reuses the slots
 
     @staticmethod
     def _parts(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
@@ -80,4 +80,4 @@ def _recorded(stream: Any) -> Any:
 
 
 def _host_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.numel())  # lets other threads run
+    ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.numel())  # releases the interpreter lock

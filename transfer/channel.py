@@ -1,4 +1,4 @@
-"""Channels: each copies blocks from one store to another, in order, in a thread of its own."""
+"""Channels: each copies blocks from one store to another, in order, in its own thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_PENDING_COPIES = 4096
 
 @dataclass(frozen=True, slots=True)
 class PageLocked:
-    """How much of a store's memory is page-locked in this process. `ended`: it stays at that."""
+    """How much of a store's memory is page-locked in this process. `ended`: locking has stopped."""
 
     store_id: str
     locked_bytes: int
@@ -35,7 +35,7 @@ class PageLocked:
 
 @dataclass(frozen=True, slots=True)
 class ChannelCounters:
-    """What a channel has done since it was made. `busy_s`: seconds in which it was copying."""
+    """Totals of a channel since its creation. `busy_s`: seconds in which it was copying."""
 
     copies: int = 0
     failed: int = 0
@@ -45,10 +45,10 @@ class ChannelCounters:
 
 
 class Channel(ABC):
-    """Copies blocks from `source` to `destination`: what both hold of them, where their slices differ.
+    """Copies blocks from `source` to `destination`; if their slices differ, the part that both hold.
 
-    Copies of one channel run one after the other, in the order in which they were asked for. Who asks owns the blocks
-    on both sides until the completion is `done`.
+    Copies of one channel run one after the other, in the order of the calls. The caller owns the blocks on both sides
+    until the completion is `done`.
     """
 
     @property
@@ -76,9 +76,9 @@ class Channel(ABC):
         """Begin to copy block `source_ids[i]` to block `destination_ids[i]`; never blocks.
 
         `layers` (begin, end, numbered in the whole model): only these, so that a prefill can stream layer by layer.
-        `settled`: nothing that this process has asked of a device so far touches the blocks: it is not waited for.
-        Raises TransferError where ids are wrong, the layers are not in both stores, the queue is full or the channel
-        is closed; later failures are in the completion.
+        `settled`: no device work submitted by this process so far touches the blocks, so the copy does not wait for it.
+        Raises TransferError if ids are wrong, the layers are not in both stores, the queue is full or the channel is
+        closed; later failures are in the completion.
         """
 
     @abstractmethod
@@ -87,28 +87,28 @@ class Channel(ABC):
     @property
     @abstractmethod
     def pending(self) -> int:
-        """Copies that were asked for and have not ended."""
+        """Copies that were requested and have not ended."""
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether the copy under way waits for another process that takes part in it, which has limits of its own."""
+        """Whether the current copy waits for another process that takes part in it, which has its own time limits."""
         return False
 
     def page_locked(self) -> PageLocked | None:
-        """How much of its host side is page-locked; None where copies need no such memory."""
+        """How much of its host side is page-locked; None if copies need no such memory."""
         return None
 
     def trouble(self) -> TransferError | None:
-        """Why its process must be replaced, if it must: the channel cannot be as fast as it was configured."""
+        """The error for which its process must be replaced, if any: the channel cannot be as fast as configured."""
         return None
 
     @abstractmethod
     def close(self, timeout_s: float = 10.0) -> None:
-        """Fail the copies that have not begun, wait for the one that has. Idempotent. The stores stay open."""
+        """Fail the copies that have not begun and wait for the one that has. Idempotent. The stores stay open."""
 
 
 def wait_page_locked(channel: Channel, timeout_s: float) -> None:
-    """Until the channel's host side is page-locked, or cannot be: before that its copies are slower.
+    """Wait until the channel's host side is page-locked, or cannot be; before that its copies are slower.
 
     Raises TransferError after `timeout_s`.
     """
@@ -121,7 +121,7 @@ def wait_page_locked(channel: Channel, timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy in the queue. `ready`: what the source's blocks wait for, in the words of the channel that made it."""
+    """One copy in the queue. `ready`: channel-specific object that the source's blocks wait for."""
 
     source_ids: IdArray
     destination_ids: IdArray
@@ -131,12 +131,12 @@ class Copy:
 
 
 class QueuedChannel(Channel):
-    """A channel with a bounded queue and a thread: subclasses say how a copy is begun, and how its end is awaited."""
+    """A channel with a bounded queue and a thread. Subclasses define how a copy begins and how its end is awaited."""
 
     def __init__(
         self, source: BlockStore, destination: BlockStore, *, in_flight: int = 1, max_pending: int = MAX_PENDING_COPIES
     ) -> None:
-        """`in_flight`: copies begun before the end of the first is awaited. Raises like `common_part`."""
+        """`in_flight`: number of copies begun before the end of the first is awaited. Raises like `common_part`."""
         self._source, self._destination = source, destination
         self._part = common_part(source, destination)
         self._in_flight, self._max_pending = in_flight, max_pending
@@ -152,14 +152,17 @@ class QueuedChannel(Channel):
 
     @abstractmethod
     def _begin(self, copy: Copy) -> Any:
-        """Start the copy, in the channel's thread; what `_end` needs. Raises TransferError, RuntimeError, OSError."""
+        """Start the copy, in the channel's thread. Returns the argument for `_end`.
+
+        Raises TransferError, RuntimeError, OSError.
+        """
 
     @abstractmethod
     def _end(self, copy: Copy, begun: Any) -> None:
-        """Return when everything has moved. Raises like `_begin`."""
+        """Return when everything has been copied. Raises like `_begin`."""
 
     def _ready(self) -> Any:
-        """Called in the thread that asks for a copy: what the source's blocks wait for, if anything."""
+        """Called in the thread that requests a copy. Returns what the source's blocks wait for, if anything."""
         return None
 
     @property
@@ -198,7 +201,7 @@ class QueuedChannel(Channel):
             if self._closed:
                 raise TransferError(f"the channel {completion.label} is closed")
             if self._pending >= self._max_pending:
-                raise TransferError(f"the channel {completion.label} has {self._pending} copies waiting: too many")
+                raise TransferError(f"the channel {completion.label} has too many copies waiting ({self._pending})")
             self._queue.append(Copy(sources, destinations, part, completion, None if settled else self._ready()))
             self._pending += 1
             self._changed.notify()
@@ -234,7 +237,7 @@ class QueuedChannel(Channel):
                 self._finish(*begun.popleft())
 
     def _next(self, *, wait: bool) -> Copy | None:
-        """The next copy; None where there is none (`wait`: and the channel has closed)."""
+        """The next copy; None if there is none (with `wait`: and the channel is closed)."""
         with self._changed:
             while wait and not self._queue and not self._closed:
                 self._changed.wait()
@@ -247,7 +250,7 @@ class QueuedChannel(Channel):
             return
         try:
             begun.append((copy, self._begin(copy), now))
-        except Exception as error:  # whatever went wrong, the completion must end, and the channel go on
+        except Exception as error:  # on any error the completion must end, and the channel continue
             self._record(copy, now, _as_transfer_error(copy, error))
 
     def _finish(self, copy: Copy, handle: Any, started: float) -> None:

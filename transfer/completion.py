@@ -1,4 +1,4 @@
-"""The end of a copy, seen from whoever asked for it."""
+"""The end of a copy, as seen by the caller."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Completion:
-    """Of one copy: polled (`done`), waited for (`wait`), awaited, or told by a callback. Any thread may use it.
+    """The end of one copy: polled (`done`), waited for (`wait`), awaited, or reported by a callback. Thread-safe.
 
-    A destination must not be read before `succeeded()`, and neither side's blocks may be put to another use before
-    `done()`: a copy that was cancelled may still be writing until then.
+    A destination must not be read before `succeeded()`, and neither side's blocks may be reused before `done()`: a
+    cancelled copy may still be writing until then.
     """
 
     def __init__(self, label: str = "") -> None:
@@ -29,7 +29,7 @@ class Completion:
         self._callbacks: list[Callable[[Completion], None]] = []
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def succeeded(self) -> bool:
@@ -37,20 +37,20 @@ class Completion:
 
     @property
     def error(self) -> TransferError | None:
-        """Why it failed; None while it runs and when it went well."""
+        """Why it failed; None while it runs and after success."""
         return self._error
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody asked for it to be cancelled; it may have succeeded all the same."""
+        """Whether its cancellation was requested; it may have succeeded all the same."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Ask for an early end: it is `done`, with a TransferError unless it was through, as soon as nothing moves."""
+        """Request an early end. It is `done` once nothing is copied, with a TransferError unless it was complete."""
         self._cancelled = True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """True once it succeeded, False when `timeout_s` passed first. Raises its TransferError where it failed."""
+        """True once it succeeded, False if `timeout_s` passed first. Raises its TransferError if it failed."""
         if not self._ended.wait(timeout_s):
             return False
         if self._error is not None:
@@ -58,9 +58,9 @@ class Completion:
         return True
 
     def add_callback(self, callback: Callable[[Completion], None]) -> None:
-        """Call `callback(self)` once it is done: in the thread that copies, or here and now if it is done already.
+        """Call `callback(self)` once it is done: in the thread that copies, or immediately if it is already done.
 
-        It must be quick and must not raise (what it raises is logged).
+        It must be quick and must not raise (errors are logged).
         """
         with self._lock:
             if not self._ended.is_set():
@@ -69,7 +69,10 @@ class Completion:
         self._call(callback)
 
     def __await__(self) -> Generator[None, None, None]:
-        """`await completion`, in any event loop; raises its TransferError. Cancelling the task lets the copy go on."""
+        """`await completion`, in any event loop; raises its TransferError.
+
+        Cancelling the task does not stop the copy.
+        """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
@@ -78,7 +81,7 @@ class Completion:
                 arrived.set_result(None)
 
         def ended(_: Completion) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task is waiting
                 loop.call_soon_threadsafe(arrive)
 
         if not self.done():
@@ -88,7 +91,7 @@ class Completion:
             raise self._error
 
     def finish(self, error: TransferError | None = None) -> None:
-        """For the channel: it has ended. Only the first call counts."""
+        """Called by the channel at the end. Only the first call counts."""
         with self._lock:
             if self._ended.is_set():
                 return

@@ -1,4 +1,4 @@
-"""How workers copy blocks: over the first route that works, checked where that was asked for, and watched."""
+"""Copies of workers: over the first route that works, verified if configured, and watched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One way to blocks that are wanted: `source_ids` over `channel`. `checksums`: of each of them, as written."""
+    """One way to the wanted blocks: `source_ids` over `channel`. `checksums`: of each of them, as written."""
 
     channel: Channel
     source_ids: Sequence[int]
@@ -38,33 +38,33 @@ class _Job:
 
 @dataclass(slots=True)
 class _Lane:
-    """Copies of one channel under way, oldest first; `since_s`: from when on the first had the channel for itself."""
+    """The copies of one channel in flight, oldest first; `since_s`: when the first became the current one."""
 
     under_way: dict[Completion, None] = field(default_factory=dict)
     since_s: float = 0.0
 
 
 class Copier:
-    """Every copy of a worker goes through here. Any thread may call it; `stuck` says when the worker must be replaced.
+    """Runs every copy of a worker. Thread-safe; `stuck` reports when the worker must be replaced.
 
-    With `verify`, a copy counts as done only once each block's checksum at the destination is that of the route. The
-    bytes are hashed in a thread of the copier's own, whole blocks at a time, the unused end of the last among them.
+    With `verify`, a copy is done only once each block's checksum at the destination equals that of the route. The bytes
+    are hashed in the copier's own thread, whole blocks at a time, including the unused end of the last one.
     """
 
     def __init__(self, *, verify: bool, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.verify = verify
-        self.mismatches = 0  # blocks that were not what had been written
+        self.mismatches = 0  # blocks that differ from what was written
         self.checked_blocks = 0
-        self.failures = 0  # copies that failed, mismatches among them; most were made again, over the next route
+        self.failures = 0  # failed copies, including mismatches; most were repeated over the next route
         self._timeout_s = timeout_s
         self._clock = clock
         self._asked_s = clock()
         self._lanes: dict[Channel, _Lane] = {}
         self._lock = threading.Lock()
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checksums")  # starts its thread when it is needed
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checksums")  # starts its thread on first use
 
     async def checksums(self, store: BlockStore, block_ids: Sequence[int]) -> list[int]:
-        """Of blocks that nobody writes to meanwhile, to travel with what they hold; [] without `verify`."""
+        """Checksums of blocks without concurrent writers, to be sent with their contents; [] without `verify`."""
         if not self.verify:
             return []
         return await asyncio.get_running_loop().run_in_executor(self._hasher, store.checksums, list(block_ids))
@@ -72,8 +72,8 @@ class Copier:
     def copy(self, routes: Sequence[Route], destination_ids: Sequence[int], label: str) -> Completion:
         """Copy to `destination_ids`, over the first of `routes` that succeeds; all lead to one store. Never blocks.
 
-        `label` names the request. The completion ends with the last route's TransferError (a ChecksumError where a
-        block was not what had been written) where none succeeded; until it has ended, both sides' blocks are in use.
+        `label` names the request. If none succeeds, the completion ends with the last route's TransferError (a
+        ChecksumError if a block differs from what was written). Until it has ended, both sides' blocks are in use.
         """
         job = _Job(routes, list(destination_ids), Completion(label))
         self._begin(job, 0)
@@ -89,7 +89,7 @@ class Copier:
     ) -> Completion:
         """Begin one of several copies that fill the same blocks, for `join`. Never blocks, never raises TransferError.
 
-        It is watched as any other, but neither checked nor made again: that is of the whole.
+        It is watched like any other, but neither verified nor repeated: that is done for the whole.
         """
         completion = Completion(label)
         try:
@@ -109,7 +109,7 @@ class Copier:
     def join(
         self, parts: Sequence[Completion], routes: Sequence[Route], destination_ids: Sequence[int], label: str
     ) -> Completion:
-        """`copy`, whose first attempt is `parts`: begun already, over the first of `routes`."""
+        """`copy`, whose first attempt is `parts`: already begun, over the first of `routes`."""
         job = _Job(routes, list(destination_ids), Completion(label))
         left = len(parts)
 
@@ -126,11 +126,11 @@ class Copier:
         return job.completion
 
     def stuck(self) -> TransferError | None:
-        """Why this worker cannot go on: a copy has been under way for longer than `timeout_s`, and others wait for it.
+        """Why this worker cannot go on: a copy has been in flight for longer than `timeout_s`, and others wait for it.
 
-        Nothing can be done about such a copy but to end the process, which also makes its blocks safe to use again. To
-        be asked several times in `timeout_s`: a longer silence means that the process slept, and its copies with it.
-        A copy that waits for another process is that one's trouble, or the network's: it fails by itself.
+        The only remedy is to end the process, which also makes the copy's blocks safe to reuse. Must be called several
+        times in `timeout_s`: a longer gap means that the process was suspended, and its copies with it. A copy that
+        waits for another process is not counted: it fails by itself, and the other process or the network is the cause.
         """
         now_s = self._clock()
         slept = now_s - self._asked_s > self._timeout_s / 2
@@ -154,7 +154,7 @@ class Copier:
         page.counter("kv_checksum_mismatches_total", meaning, self.mismatches)
 
     def close(self) -> None:
-        """Idempotent; the channels are closed by whoever opened them."""
+        """Idempotent. The channels are closed by their owners."""
         self._hasher.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, job: _Job, attempt: int) -> None:
@@ -168,7 +168,7 @@ class Copier:
         copy.add_callback(lambda ended: self._ended(job, attempt, ended))
 
     def _ended(self, job: _Job, attempt: int, copy: Completion) -> None:
-        """In the channel's thread, mostly."""
+        """Mostly called in the channel's thread."""
         self._leave_lane(job.routes[attempt].channel, copy)
         self._judge(job, attempt, copy.error)
 
@@ -181,7 +181,7 @@ class Copier:
             try:
                 self._hasher.submit(self._check, job, attempt)
             except RuntimeError:  # shut down: the worker is ending
-                self._failed(job, len(job.routes) - 1, TransferError(f"{job.completion.label}: not checked any more"))
+                self._failed(job, len(job.routes) - 1, TransferError(f"{job.completion.label}: no longer verified"))
 
     def _enter_lane(self, channel: Channel, copy: Completion) -> None:
         with self._lock:
@@ -204,7 +204,7 @@ class Copier:
             self._require_equal(job, job.routes[attempt])
         except TransferError as error:
             self._failed(job, attempt, error)
-        except Exception as error:  # whatever went wrong, the completion must end
+        except Exception as error:  # on any error the completion must end
             logger.exception("blocks of %s could not be checked", job.completion.label)
             self._failed(job, attempt, TransferError(f"{job.completion.label}: blocks could not be checked: {error!r}"))
         else:
@@ -214,7 +214,7 @@ class Copier:
         source, store, label = route.channel.source, route.channel.destination, job.completion.label
         if source.slice != store.slice:
             raise ChecksumError(
-                f"blocks of {source.store_id} and {store.store_id} hold different layers or heads: kv_pool.verify "
+                f"blocks of {source.store_id} and {store.store_id} hold different layers or heads, so kv_pool.verify "
                 "cannot compare them"
             )
         if len(route.checksums) != len(job.destination_ids):
@@ -229,7 +229,7 @@ class Copier:
         if wrong:
             first = wrong[0]
             raise ChecksumError(
-                f"{label}: {len(wrong)} of {len(found)} blocks are not what was written: block "
+                f"{label}: {len(wrong)} of {len(found)} blocks differ from what was written: block "
                 f"{job.destination_ids[first]} of {store.store_id}, copied from block {route.source_ids[first]} of "
                 f"{source.store_id}, has checksum {found[first]:016x}, not {route.checksums[first]:016x}",
                 store_id=store.store_id,

@@ -1,9 +1,9 @@
-"""Device memory of one process, opened in another of its node: what torch shares CUDA tensors by. Imports torch.
+"""Device memory of one process, opened in another of its node, with torch's mechanism for sharing CUDA tensors.
 
-Who opens it reads and writes on its own: the owner takes no part in a copy, and need not live any more for one to end.
-Torch counts one opener a handle, and ours may have several, of which the first to close would let the owner free what
-the others still have open. So memory that was exported once stays allocated until its process ends; then the driver
-keeps it for as long as anybody has it open.
+Imports torch. The opening process reads and writes on its own: the owner takes no part in a copy, and may end before it
+does. Torch counts one opener for each handle, and ours may have several; the first to close would let the owner free
+memory that the others still have open. So exported memory stays allocated until its process ends; then the driver keeps
+it while any process has it open.
 
 Not yet run on a GPU: the tests that do are marked `gpu`.
 """
@@ -18,7 +18,7 @@ import torch
 
 from alignedserve.errors import TransferError
 
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 
 
 _exported: list[torch.Tensor] = []
@@ -27,7 +27,7 @@ _exported: list[torch.Tensor] = []
 def export_memory(tensor: torch.Tensor) -> bytes:
     """A CUDA IPC handle of a device tensor, which is never freed again in this process.
 
-    Raises TransferError where its memory cannot be shared: only what the driver allocated as one piece can.
+    Raises TransferError if its memory cannot be shared: only memory that the driver allocated as one piece can be.
     """
     _require_plain(tensor, torch.cuda.memory_snapshot())
     storage: Any = tensor.untyped_storage()
@@ -42,21 +42,21 @@ def export_memory(tensor: torch.Tensor) -> bytes:
 
 
 def _require_plain(tensor: torch.Tensor, segments: Sequence[Mapping[str, Any]]) -> None:
-    """Raises TransferError where `tensor` lies in an expandable one of the allocator's `segments`."""
+    """Raises TransferError if `tensor` is in an expandable one of the allocator's `segments`."""
     address = tensor.data_ptr()
     for segment in segments:
         begin = segment["address"]
         if begin <= address < begin + segment["total_size"] and segment.get("is_expandable"):
             raise TransferError(
-                f"memory on {tensor.device} lies in an expandable segment of torch's allocator, which cannot be opened "
-                "by CUDA IPC: take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+                f"memory on {tensor.device} is in an expandable segment of torch's allocator, which cannot be opened "
+                "by CUDA IPC: remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
             )
 
 
 def open_memory(handle: bytes) -> torch.Tensor:
     """The bytes behind `export_memory`, uint8.
 
-    Raises TransferError where this process cannot see the device, or the owner has ended and taken the handle with it.
+    Raises TransferError if this process cannot see the device, or the owner has ended and invalidated the handle.
     """
     uuid, offset, size, ipc, storage_bytes, storage_offset, counter, counter_offset, event, sync = json.loads(handle)
     for index in range(torch.cuda.device_count()):

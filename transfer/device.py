@@ -1,6 +1,6 @@
 """Block stores on a device, and the channel that copies to, from and between them. Imports torch: workers only.
 
-With tensors on "cpu" everything here works too, without streams: that is how it is tested where there is no GPU.
+With tensors on "cpu" everything works too, without streams, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from alignedserve.transfer.runs import Cut, common_part, paired_cuts
 from alignedserve.transfer.topology import CUDA_IPC
 
 logger = logging.getLogger(__name__)
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
 class DeviceBlockStore(BlockStore):
-    """A store in a tensor: an instance's cache, or a candidate buffer in spare HBM."""
+    """A store in a tensor: an instance's cache, or a candidate buffer in device memory."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class DeviceBlockStore(BlockStore):
         """`tensor`: contiguous, blocks along its first dimension, of any shape and dtype beyond that.
 
         `shared`: on a GPU, the handle lets other processes of the node open the memory, by `attach_device_store`.
-        Raises TransferError where its bytes are not whole blocks of `part` (by default all) of the geometry.
+        Raises TransferError if its bytes are not whole blocks of `part` (by default all) of the geometry.
         """
         if not tensor.is_contiguous() or tensor.dim() < 2:
-            raise TransferError(f"store {store_id}: a store needs a contiguous tensor with blocks first")
+            raise TransferError(f"store {store_id}: the tensor must be contiguous, with blocks first")
         self._store_id, self._geometry, self._node_id = store_id, geometry, node_id
         self._slice = part or StoreSlice.whole(geometry)
         block_bytes = tensor[0].numel() * tensor.element_size()
@@ -89,7 +89,7 @@ class DeviceBlockStore(BlockStore):
 
     @property
     def blocks(self) -> torch.Tensor:
-        """Every block as bytes, uint8 `[capacity_blocks, block_bytes]`, on the device, not a copy."""
+        """All blocks as bytes, uint8 `[capacity_blocks, block_bytes]`, on the device, not a copy."""
         if self._blocks is None:
             raise TransferError(f"store {self._store_id} is closed")
         return self._blocks
@@ -109,19 +109,19 @@ class DeviceBlockStore(BlockStore):
     def read_block(self, block: int) -> memoryview:
         return self.blocks[block].cpu().numpy().data
 
-    def close(self) -> None:  # the memory goes with the last tensor over it; a copy under way keeps its own
+    def close(self) -> None:  # the last tensor over it frees the memory; a copy in flight has its own
         self._blocks = None
 
 
 class DeviceChannel(QueuedChannel):
-    """Asynchronous copies on a stream of their own, between a device and the host, or between two devices.
+    """Asynchronous copies on their own stream, between a device and the host, or between two devices.
 
-    A copy begins after the work that the asking thread has given its current streams of both devices by then: what is
-    to be copied has been computed, and what is overwritten has been read. It is over when its event is.
+    A copy begins after the work that the calling thread has submitted to its current streams of both devices by then:
+    the source has been computed, and the destination has been read. It is complete when its event is.
 
-    Many blocks go in few calls: within one device one kernel moves them (`transfer.block_kernel`), else the copy
-    engines do (`transfer.batched`). The host's side is locked in memory in the background (`transfer.pinning`); what
-    is not locked yet goes through a small buffer that is (`transfer.bounce`).
+    Many blocks are copied in few calls: within one device by one kernel (`transfer.block_kernel`), else by the copy
+    engines (`transfer.batched`). The host's side is page-locked in the background (`transfer.pinning`); memory that is
+    not locked yet is copied through a small locked buffer (`transfer.bounce`).
     """
 
     def __init__(
@@ -134,10 +134,11 @@ class DeviceChannel(QueuedChannel):
         computed: bool = True,
         max_pending: int = MAX_PENDING_COPIES,
     ) -> None:
-        """`allow_pageable`: host memory that cannot be locked is no `trouble`; copies stay slow, and a warning says so.
+        """`allow_pageable`: host memory that cannot be locked is not `trouble`.
 
-        `computed` False: what this process computes reads and writes neither store, so that no copy waits for it.
-        Returns at once: copies may be asked for while the host's side is still being locked.
+        Copies stay slow, and a warning is logged. `computed` False: no computation of this process reads or writes
+        either store, so that no copy waits for it. Returns at once: copies may be requested while the host's side is
+        still being locked.
         """
         self._name, self._allow_pageable, self._computed = name, allow_pageable, computed
         self._stores = source, destination
@@ -146,12 +147,12 @@ class DeviceChannel(QueuedChannel):
         self._devices = [tensor.device for tensor in self._tensors if tensor.is_cuda]
         self._stream: Any = _cuda.Stream(self._devices[0]) if self._devices else None
         self._cuts: dict[StoreSlice, tuple[Cut, Cut]] = {}
-        common_part(source, destination)  # refuses before anything is pinned
+        common_part(source, destination)  # raises before anything is pinned
         self._pinned: list[PinnedStore | None] = [
             _pinning(self._devices[0]).pin(store) if self._devices and isinstance(store, HostBlockStore) else None
             for store in (source, destination)
         ]
-        if self._stream is not None and not computed:  # but for what has been asked for by now: it made the stores
+        if self._stream is not None and not computed:  # still wait for work submitted by now, which created the stores
             for device in self._devices:
                 self._stream.wait_stream(torch.cuda.current_stream(device))
         self._within_one = len(self._devices) == 2 and self._devices[0] == self._devices[1]
@@ -173,14 +174,14 @@ class DeviceChannel(QueuedChannel):
 
     def close(self, timeout_s: float = 10.0) -> None:
         super().close(timeout_s)
-        if not self.pending:  # else the copy that hangs may still use it
+        if not self.pending:  # else a copy that hangs may still use it
             pinned, self._pinned = self._pinned, [None, None]
             for store in pinned:
                 if store is not None:
                     _pinning(self._devices[0]).unpin(store)
 
     def _warm_up(self) -> None:
-        """Have the kernel compiled for these stores' blocks before anybody waits for a copy."""
+        """Compile the kernel for these stores' blocks before the first copy."""
         cuts = self._cuts_of(common_part(*self._stores))
         if (kernel := self._kernel(cuts)) is None:
             return
@@ -190,7 +191,7 @@ class DeviceChannel(QueuedChannel):
         self._stream.synchronize()
 
     def _kernel(self, cuts: tuple[Cut, Cut]) -> Any:
-        """What moves blocks within one device; None where there is none, or it cannot."""
+        """The kernel that moves blocks within one device; None if there is none, or it cannot."""
         kernel = _block_kernel() if self._within_one else None
         sizes = self._tensors[0].shape[1], self._tensors[1].shape[1]
         return kernel if kernel is not None and kernel.serves(cuts, sizes) else None
@@ -214,7 +215,7 @@ class DeviceChannel(QueuedChannel):
                     self._stream.wait_event(event)
                 self._issue(copy)
             except BaseException:
-                self._stream.synchronize()  # what was issued must be over before the completion says so
+                self._stream.synchronize()  # issued work must be complete before the completion ends
                 raise
             over: torch.cuda.Event = _cuda.Event(blocking=True)
             over.record(self._stream)
@@ -247,7 +248,7 @@ class DeviceChannel(QueuedChannel):
         return begins + pieces.sizes > pinned.locked_bytes
 
     def _copy_pieces(self, copy: Copy, pieces: Pieces) -> None:
-        # Between two devices torch knows whether they reach each other, and has the driver see to it.
+        # Between two devices torch knows whether they have peer access, and lets the driver handle it.
         one_device = len(set(self._devices)) == 1
         if self._stream is not None and one_device and (batched := batched_copies()) is not None:
             addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -267,21 +268,21 @@ class DeviceChannel(QueuedChannel):
 
 @contextlib.contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """Make `stream` and its device current. Back on the first GPU afterwards, torch makes no context there."""
+    """Make `stream` and its device current. Switching back to the first GPU afterwards creates no context there."""
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 
 def compile_copies(store: BlockStore) -> None:
-    """Compile what copies blocks between `store` and others on its GPU: seconds, the first time. Nothing on a CPU."""
+    """Compile the copies between `store` and others on its GPU: takes seconds the first time. No effect on a CPU."""
     if isinstance(store, DeviceBlockStore) and store.device != "cpu":
         DeviceChannel(store, store, CUDA_IPC).close()
 
 
 def attach_device_store(handle: StoreHandle, *, geometry: KvGeometry) -> DeviceBlockStore:
-    """Open another process's device store by CUDA IPC. Needs a GPU, the same one or one that reaches it.
+    """Open another process's device store by CUDA IPC. Needs the same GPU, or one with access to it.
 
-    Raises GeometryMismatchError, naming both; TransferError where it cannot be opened.
+    Raises GeometryMismatchError, naming both; TransferError if it cannot be opened.
     """
     geometry.require_same(handle.geometry)
     if handle.kind != CUDA or not handle.device_handle:
@@ -291,12 +292,12 @@ def attach_device_store(handle: StoreHandle, *, geometry: KvGeometry) -> DeviceB
 
 
 def peer_access(source: str, destination: str) -> bool:
-    """Whether the first device can reach the second's memory without the host (NVLink, or PCIe peer to peer)."""
+    """Whether the first device can access the second's memory without the host (NVLink, or PCIe peer to peer)."""
     return bool(torch.cuda.can_device_access_peer(torch.device(source), torch.device(destination)))
 
 
 def reached_devices(device: str) -> list[str]:
-    """The devices of this node whose memory `device` reads directly, itself among them; none of a CPU."""
+    """The devices of this node whose memory `device` reads directly, including itself; none for a CPU."""
     if device == "cpu":
         return []
     devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -304,12 +305,12 @@ def reached_devices(device: str) -> list[str]:
 
 
 def _tensor(store: BlockStore) -> torch.Tensor:
-    """The store's blocks, uint8 `[capacity_blocks, block_bytes]`, where they are."""
+    """The store's blocks, uint8 `[capacity_blocks, block_bytes]`, in place."""
     if isinstance(store, DeviceBlockStore):
         return store.blocks
     if isinstance(store, HostBlockStore):
         return torch.frombuffer(store.as_memory(), dtype=torch.uint8).view(store.capacity_blocks, store.block_bytes)
-    raise TransferError(f"store {store.store_id} is of a kind that no device channel knows")
+    raise TransferError(f"store {store.store_id} is of a kind that device channels do not support")
 
 
 def _require_wanted(copy: Copy) -> None:
@@ -319,11 +320,11 @@ def _require_wanted(copy: Copy) -> None:
 
 @functools.cache
 def _pinning(device: torch.device) -> Pinning:
-    """Of this process, whose GPU is `device`; made when that is first used."""
+    """This process's pinning for the GPU `device`; created on first use."""
     runtime: Any = _cuda.cudart()
 
     def register(address: int, count: int) -> int:
-        with torch.cuda.device(device):  # the thread's own default would make a context on another GPU
+        with torch.cuda.device(device):  # the thread's default device would create a context on another GPU
             return int(runtime.cudaHostRegister(address, count, _PORTABLE))
 
     def unregister(address: int) -> int:
@@ -335,16 +336,16 @@ def _pinning(device: torch.device) -> Pinning:
 
 @functools.cache
 def _bounce() -> Bounce:
-    """Of this process; made when something is to be copied that is not locked."""
+    """This process's bounce buffer; created when unlocked memory is first copied."""
     return Bounce()
 
 
 @functools.cache
 def _block_kernel() -> Any:
-    """The module of the kernel; None where there is no Triton: blocks are then copied one by one."""
+    """The kernel's module; None without Triton: blocks are then copied one by one."""
     try:
         from alignedserve.transfer import block_kernel
     except ImportError as error:
-        logger.warning("blocks are copied within the GPU one by one: Triton is not there: %s", error)
+        logger.warning("Triton is not available (%s): blocks are copied within the GPU one by one", error)
         return None
     return block_kernel

@@ -1,6 +1,6 @@
 """The first touch of shared host memory: by several threads, and near the GPUs that will copy it.
 
-Only processes with a GPU do this: what a pool holds for CPU workers takes up memory as it fills.
+Only processes with a GPU do this. A pool of CPU workers uses memory only as it fills.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: faults pages in, writab
 _MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no function for it
 _NVIDIA = "0x10de"
-_DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers: a GPU's other functions are no GPUs
+_DISPLAY_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers: a GPU's other functions are not GPUs
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter lock
 
 
 def gpu_memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
-    """The NUMA nodes that this machine's NVIDIA GPUs are attached to; [] where it has one node, or does not say.
+    """The NUMA nodes of this machine's NVIDIA GPUs; [] if there is a single node, or none is given.
 
-    All GPUs of the machine, whichever this process may use: so every worker comes to the same answer.
+    Counts all GPUs of the machine, not only those visible to this process, so that every worker finds the same nodes.
     """
     nodes_here = [folder for folder in (sysfs / "devices/system/node").glob("node[0-9]*") if folder.is_dir()]
     if len(nodes_here) < 2:
@@ -50,17 +50,17 @@ def gpu_memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
 
 
 class FirstTouch:
-    """Puts pages where they belong and faults them in. Several processes may do so for the same memory."""
+    """Places pages on NUMA nodes and faults them in. Several processes may do so for the same memory."""
 
     def __init__(self, nodes: Sequence[int] | None = None, threads: int = 0) -> None:
-        """`nodes`: as `gpu_memory_nodes`, which is asked unless given. `threads`: 0 for half of the cores, up to 8."""
+        """`nodes`: by default `gpu_memory_nodes`. `threads`: 0 for half of the cores, up to 8."""
         self._nodes = gpu_memory_nodes() if nodes is None else list(nodes)
         self._threads = threads or max(1, min(MAX_THREADS, usable_cores() // 2))
 
     def __call__(self, address: int, count: int) -> None:
-        """Touch `count` bytes from `address` on, which is that of a page. What they hold stays as it is."""
+        """Touch `count` bytes from `address` on, which must be page-aligned. Their contents do not change."""
         if self._nodes and not place(address, count, self._nodes):
-            self._nodes = []  # not allowed here: asking for every piece would only say so again
+            self._nodes = []  # not allowed here: every further piece would fail in the same way
         share = -(-count // self._threads // mmap.PAGESIZE) * mmap.PAGESIZE
         parts = [(address + begin, min(share, count - begin)) for begin in range(0, count, share)]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="touch") as pool:
@@ -68,7 +68,7 @@ class FirstTouch:
 
 
 def place(address: int, count: int, nodes: Sequence[int]) -> bool:
-    """Have pages that are not there yet come from `nodes`, in turn. False where the kernel does not let us."""
+    """Allocate pages that do not exist yet on `nodes`, in turn. Returns False if the kernel does not allow it."""
     number = _MBIND.get(platform.machine())
     mask = 0
     for node in nodes:
@@ -91,12 +91,12 @@ def place(address: int, count: int, nodes: Sequence[int]) -> bool:
 
 
 def populate(address: int, count: int) -> None:
-    """Fault pages in without changing them, while others may be using them."""
+    """Fault pages in without changing them, while other processes may be using them."""
     if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(count), _POPULATE_WRITE):
         return
-    if ctypes.get_errno() == errno.EINVAL:  # an older kernel: reading makes the pages of shared memory
+    if ctypes.get_errno() == errno.EINVAL:  # an older kernel: reading allocates the pages of shared memory
         for page in range(address, address + count, mmap.PAGESIZE):
             ctypes.c_uint8.from_address(page).value  # noqa: B018
         return
-    # Out of memory, or a page that went bad: registration finds the same, and says so with its own code.
-    logger.warning("host memory could not be touched ahead: %s", os.strerror(ctypes.get_errno()))
+    # Out of memory, or a bad page: registration fails with its own error code.
+    logger.warning("host memory could not be touched in advance: %s", os.strerror(ctypes.get_errno()))

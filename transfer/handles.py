@@ -1,4 +1,4 @@
-"""What another process needs to attach a block store, and its form on the wire (`proto/common.proto`)."""
+"""The data that another process needs to attach a block store, and its protobuf form (`proto/common.proto`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CUDA = "cuda"
 
 @dataclass(frozen=True, slots=True)
 class StoreHandle:
-    """A block store by name, place and shape. `common.proto` says what each field is for.
+    """A block store by name, place and shape. `common.proto` documents the fields.
 
     `kind` "host": in `segment` of the node agent at `agent_socket`, blocks beginning at `offset_bytes`; an empty
     `segment` is memory of one process, which no other can attach. `kind` "cuda": on `device`, by `device_handle`.
@@ -34,7 +34,7 @@ class StoreHandle:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this store: of its slice, not of the whole model."""
+        """Bytes of one block of this store, that is, of its slice, not of the whole model."""
         return slice_block_bytes(self.geometry, self.slice)
 
     def to_proto(self) -> common_pb2.StoreHandle:

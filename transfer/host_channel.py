@@ -1,8 +1,8 @@
-"""The channel between two stores in the memory of one host: plain copies, with the interpreter free meanwhile.
+"""The channel between two stores in the memory of one host: plain copies that release the interpreter lock.
 
-Each copy that lets other threads run must get the interpreter back when it is through, which takes up to 5 ms while
-another thread computes in Python. So long runs are copied one by one, and the short ones many at a time: gathered in a
-buffer that stays in the processor's cache, and scattered from there.
+Each such copy must get the lock back afterwards, which takes up to 5 ms while another thread computes in Python. So
+long runs are copied one by one, and short ones many at a time: gathered in a buffer that stays in the processor's
+cache, and scattered from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from alignedserve.transfer.runs import Cut, IdArray, Run, paired_cuts, split_run
 
 LONG_RUN_BYTES = 256 << 10
 GATHER_BYTES = 1 << 20
-PIECE_BYTES = 64 << 20  # how often a long copy looks whether it was cancelled
+PIECE_BYTES = 64 << 20  # a long copy checks for cancellation after each piece
 
 
 class HostChannel(QueuedChannel):
@@ -26,7 +26,7 @@ class HostChannel(QueuedChannel):
         self, source: HostBlockStore, destination: HostBlockStore, *, max_pending: int = MAX_PENDING_COPIES
     ) -> None:
         self._views: dict[StoreSlice, tuple[ByteArray, ByteArray]] = {}
-        # Views of their own keep the memory mapped until the last copy has ended, whoever closes the stores.
+        # Own views keep the memory mapped until the last copy has ended, even if the stores are closed.
         self._source_blocks, self._destination_blocks = source.blocks, destination.blocks
         self._gathered = np.empty(0, np.uint8)
         super().__init__(source, destination, max_pending=max_pending)
@@ -44,10 +44,10 @@ class HostChannel(QueuedChannel):
         self._copy_scattered(copy, source, destination, wanted, target)
 
     def _end(self, copy: Copy, begun: None) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: `_begin` has completed the copy."""
 
     def _cut_views(self, part: StoreSlice) -> tuple[ByteArray, ByteArray]:
-        """`part` of every block of both stores, uint8, equal in shape but for the first dimension."""
+        """`part` of every block of both stores, uint8, equal in shape except for the first dimension."""
         if part not in self._views:
             cuts = paired_cuts(self.source, self.destination, part)
             self._views[part] = cut_view(self._source_blocks, cuts[0]), cut_view(self._destination_blocks, cuts[1])
@@ -81,7 +81,7 @@ class HostChannel(QueuedChannel):
 
 
 def cut_view(blocks: ByteArray, cut: Cut) -> ByteArray:
-    """`[capacity, width]`, or `[capacity, rows, width]` where the rows of the cut lie apart."""
+    """`[capacity, width]`, or `[capacity, rows, width]` if the rows of the cut are not contiguous."""
     if cut.rows == 1:
         return blocks[:, cut.begin_bytes : cut.begin_bytes + cut.width_bytes]
     first = blocks[:, cut.begin_bytes :]

@@ -1,4 +1,4 @@
-"""Which channel serves a pair of stores: decided when they attach, from where they are; never changed silently."""
+"""Chooses the channel for a pair of stores, by their places, when they are attached; it never changes silently."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def choose_channel(
 ) -> ChannelChoice:
     """The channel for a pair of stores.
 
-    `allow_slow` lets two devices without peer access exchange blocks through host memory; `peer_access` asks the CUDA
-    driver unless given. Raises GeometryMismatchError for stores of different models, TransferError for a pair that no
-    channel serves.
+    `allow_slow` lets two devices without peer access copy blocks through host memory. `peer_access` defaults to asking
+    the CUDA driver. Raises GeometryMismatchError for stores of different models, TransferError for a pair without a
+    channel.
     """
     source.geometry.require_same(destination.geometry)
     pair = f"stores {source.store_id} and {destination.store_id}"
     if not {source.kind, destination.kind} <= {HOST, CUDA}:
-        raise TransferError(f"{pair} are of kinds {source.kind!r} and {destination.kind!r}: no channel serves these")
+        raise TransferError(f"{pair} are of kinds {source.kind!r} and {destination.kind!r}: no channel supports these")
     places = place_of(source), place_of(destination)
     kind = channel_between(*places, peer_access or ask_driver)
     if kind is None:
         raise TransferError(
-            f"{pair} are on different nodes ({source.node_id}, {destination.node_id}): no process reaches both, and "
+            f"{pair} are on different nodes ({source.node_id}, {destination.node_id}): no process reaches both, so "
             "both processes must take part in a copy (transfer/paired)",
             source=source.store_id,
             destination=destination.store_id,
@@ -56,24 +56,24 @@ def choose_channel(
     both = " and ".join(devices)
     if kind == CUDA_STAGED and not allow_slow:
         raise TransferError(
-            f"{pair}: {both} do not reach each other's memory (no NVLink or peer-to-peer access); "
+            f"{pair}: {both} cannot access each other's memory (no NVLink or peer-to-peer access); "
             "set cluster.allow_slow_channel to copy through host memory"
         )
     if kind == CUDA_IPC:
         same = source.device == destination.device
-        return ChannelChoice(kind, f"both on {source.device}" if same else f"{both} reach each other's memory")
+        return ChannelChoice(kind, f"both on {source.device}" if same else f"{both} can access each other's memory")
     if kind == CUDA_STAGED:
-        return ChannelChoice(kind, f"{both} copy through host memory, as was allowed", slow=True)
+        return ChannelChoice(kind, f"{both} copy through host memory, as allowed", slow=True)
     if kind == SHARED_MEMORY:
         return ChannelChoice(kind, "both in host memory of this node")
     return ChannelChoice(kind, f"between host memory and {both} of this node")
 
 
 def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = False, computed: bool = True) -> Channel:
-    """A channel between two stores that are open in this process. Raises what `choose_channel` raises.
+    """A channel between two stores that are open in this process. Raises the errors of `choose_channel`.
 
-    `computed`: whether what this process computes on a GPU touches either store, so that copies must wait for it.
-    Tests have every channel of a process wrapped through `WRAPPER_VARIABLE` in its environment.
+    `computed`: whether computation of this process on a GPU touches either store, so that copies must wait for it.
+    Tests wrap every channel of a process through `WRAPPER_VARIABLE` in its environment.
     """
     choice = choose_channel(source.handle(), destination.handle(), allow_slow=allow_slow)
     log = logger.warning if choice.slow else logger.info
@@ -86,13 +86,13 @@ def connect(source: BlockStore, destination: BlockStore, *, allow_slow: bool = F
 
 
 def wrapped(channel: Channel) -> Channel:
-    """A new channel, or what `WRAPPER_VARIABLE` makes of it."""
+    """The channel, or its wrapper from `WRAPPER_VARIABLE`."""
     return _wrapper()(channel)
 
 
 @functools.cache
 def _wrapper() -> Callable[[Channel], Channel]:
-    """What each channel of this process goes through. Raises ConfigError where it cannot be imported."""
+    """The wrapper of each channel of this process. Raises ConfigError if it cannot be imported."""
     target = os.environ.get(WRAPPER_VARIABLE)
     if not target:
         return lambda channel: channel
@@ -101,17 +101,17 @@ def _wrapper() -> Callable[[Channel], Channel]:
         wrapper: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{WRAPPER_VARIABLE} is {target!r}, which cannot be imported: {error}") from error
-    logger.warning("every channel goes through %s, as %s says: for tests only", target, WRAPPER_VARIABLE)
+    logger.warning("every channel is wrapped by %s, as set in %s: for tests only", target, WRAPPER_VARIABLE)
     return lambda channel: cast(Channel, wrapper(channel))
 
 
 def place_of(store: StoreHandle) -> Place:
-    """Where its memory is."""
+    """The place of its memory."""
     return Place(store.node_id, store.device) if store.kind == CUDA else Place(store.node_id)
 
 
 def ask_driver(source: str, destination: str) -> bool:
-    """Whether the first device reaches the second's memory, as the CUDA driver says."""
+    """Whether the first device can access the second's memory, according to the CUDA driver."""
     from alignedserve.transfer.device import peer_access  # imports torch
 
     return peer_access(source, destination)

@@ -10,7 +10,7 @@ from alignedserve.transfer.channel import Channel, PageLocked
 
 
 def locking(channels: Collection[Channel]) -> str:
-    """What is still to be page-locked, for people; empty once all is."""
+    """Progress of page-locking, for status texts; empty once all is locked."""
     words = ""
     for progress in _page_locked(channels):
         done, total = progress.locked_bytes, progress.total_bytes
@@ -20,7 +20,7 @@ def locking(channels: Collection[Channel]) -> str:
 
 
 def _page_locked(channels: Collection[Channel]) -> Collection[PageLocked]:
-    """Once a store, whichever channels use it."""
+    """One entry for each store, whichever channels use it."""
     found = [progress for channel in channels if (progress := channel.page_locked()) is not None]
     return {progress.store_id: progress for progress in found}.values()
 

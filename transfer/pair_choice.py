@@ -1,4 +1,4 @@
-"""Which channel serves a prefill-decode pair: what `cluster.channel` names, or by where the two are."""
+"""Chooses the channel for a prefill-decode pair: the one in `cluster.channel`, or by the places of the two."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from alignedserve.transfer.topology import (
 
 AUTO = "auto"
 PAIRED = (NCCL, GLOO)
-"""Those that both processes take part in."""
+"""Channels that both processes take part in."""
 MULTI_RANK_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 INSTALL_NCCL = "pip install 'alignedserve[gpu-cu13]', or 'alignedserve[gpu-cu12]' for CUDA 12"
 _DIRECT = {
     SHARED_MEMORY: "both in host memory of this node",
     PCIE: "between host memory and a GPU of this node",
-    CUDA_IPC: "GPU memory that both reach",
+    CUDA_IPC: "GPU memory that both can access",
 }
 
 
@@ -42,8 +42,8 @@ def choose_pair_channel(
 ) -> ChannelChoice:
     """The channel between two instances, each `(id, place)`.
 
-    `no_nccl`: why one of them cannot use NCCL, as far as that is known. Raises ResourceError, with what is missing and
-    what to do, where what is wanted cannot be had and `allow_slow` does not allow the next best.
+    `no_nccl`: why one of them cannot use NCCL, as far as is known. Raises ResourceError, with the cause and the remedy,
+    if the wanted channel is not possible and `allow_slow` does not permit the next best.
     """
     pair = f"{ours[0]} ({_describe(ours[1])}) and {theirs[0]} ({_describe(theirs[1])})"
     places = ours[1], theirs[1]
@@ -55,23 +55,23 @@ def choose_pair_channel(
     why = f"cluster.channel is {wanted!r}, which {pair} cannot use: {problem}"
     if not allow_slow:
         raise ResourceError(
-            f"{why}. Mend that, name another channel, or set cluster.allow_slow_channel: true to take the next best"
+            f"{why}. Fix that, choose another channel, or set cluster.allow_slow_channel: true to use the next best"
         )
     best = _best(pair, *places, peer_access, no_nccl, allow_slow=True)
-    return ChannelChoice(best.name, f"{why}; allowed", slow=True)
+    return ChannelChoice(best.name, f"{why}; the next best is allowed", slow=True)
 
 
 def require_packages(wanted: str, no_nccl: str, *, allow_slow: bool) -> None:
-    """Raises ResourceError where the channel that is named needs what this process lacks."""
+    """Raises ResourceError if the configured channel needs packages that this process lacks."""
     if wanted == NCCL and no_nccl and not allow_slow:
         raise ResourceError(
-            f"cluster.channel is 'nccl', but {no_nccl}. Mend that, name another channel, or set "
-            "cluster.allow_slow_channel: true to take the next best"
+            f"cluster.channel is 'nccl', but {no_nccl}. Fix that, choose another channel, or set "
+            "cluster.allow_slow_channel: true to use the next best"
         )
 
 
 def cupy_missing() -> str:
-    """Why there can be no NCCL here, without importing anything; "": there may be."""
+    """Why NCCL is impossible here, without importing anything; "": it may be possible."""
     return "" if importlib.util.find_spec("cupy") else f"cupy is not installed: {INSTALL_NCCL}"
 
 
@@ -87,14 +87,14 @@ def _best(
         return ChannelChoice(kind, _DIRECT[kind])
     if not allow_slow:
         raise ResourceError(
-            f"{pair} do not reach each other's memory (no NVLink or peer-to-peer access): set cluster.channel: nccl, "
+            f"{pair} cannot access each other's memory (no NVLink or peer-to-peer access): set cluster.channel: nccl, "
             "or cluster.allow_slow_channel: true to copy through host memory"
         )
-    return ChannelChoice(kind, "through host memory, as was allowed", slow=True)
+    return ChannelChoice(kind, "through host memory, as allowed", slow=True)
 
 
 def _problem(wanted: str, first: Place, second: Place, peer_access: PeerAccess, no_nccl: str) -> str:
-    """Why two places cannot have the channel; "" where they can."""
+    """Why two places cannot have the channel; "" if they can."""
     if wanted == GLOO:
         return ""
     same_node = first.node_id == second.node_id
@@ -106,9 +106,9 @@ def _problem(wanted: str, first: Place, second: Place, peer_access: PeerAccess, 
         return "KV is in host memory"
     if wanted == CUDA_IPC:
         reached = channel_between(first, second, peer_access) == CUDA_IPC
-        return "" if reached else "the GPUs do not reach each other's memory (no NVLink or peer-to-peer access)"
+        return "" if reached else "the GPUs cannot access each other's memory (no NVLink or peer-to-peer access)"
     if same_node and first.device == second.device and os.environ.get(MULTI_RANK_VARIABLE) != "1":
-        return f"both are on {first.device}, which NCCL refuses unless {MULTI_RANK_VARIABLE}=1 is set for all processes"
+        return f"both are on {first.device}, which NCCL rejects unless {MULTI_RANK_VARIABLE}=1 is set for all processes"
     return no_nccl
 
 

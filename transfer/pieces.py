@@ -1,4 +1,4 @@
-"""A copy as pieces: what lies in one stretch on both sides, as byte offsets from block 0 of either store."""
+"""A copy as pieces: ranges that are contiguous on both sides, as byte offsets from block 0 of either store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pieces:
         return zip(self.sources.tolist(), self.destinations.tolist(), self.sizes.tolist(), strict=True)
 
     def where(self, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Pieces:
-        """Those of which the mask says so."""
+        """The pieces for which the mask is True."""
         return Pieces(self.sources[chosen], self.destinations[chosen], self.sizes[chosen])
 
     def part(self, begin: int, end: int) -> Pieces:
@@ -36,9 +36,9 @@ def pieces_of(
     block_bytes: tuple[int, int],
     piece_blocks: tuple[int | None, int | None] = (None, None),
 ) -> Pieces:
-    """The fewest pieces that move `cuts` of the blocks `ids`, source and destination each.
+    """The fewest pieces that move `cuts` of the blocks `ids`, both as (source, destination).
 
-    `piece_blocks`: no piece crosses a multiple of so many blocks on that side.
+    `piece_blocks`: no piece crosses a multiple of this number of blocks on that side.
     """
     if all(cut.rows == 1 and cut.width_bytes == size for cut, size in zip(cuts, block_bytes, strict=True)):
         runs = [piece for run in merge_runs(*ids) for piece in within_pieces(run, *piece_blocks)]
@@ -54,7 +54,7 @@ def pieces_of(
 
 
 def within_pieces(run: Run, source_piece: int | None, destination_piece: int | None) -> Iterator[Run]:
-    """`run`, cut where either side goes from one registered piece of host memory to the next."""
+    """`run`, split where either side crosses from one registered piece of host memory to the next."""
     done = 0
     while done < run.count:
         count = run.count - done

@@ -1,8 +1,9 @@
-"""Page-locked host memory: without it the driver copies through a buffer of its own, and the caller waits meanwhile.
+"""Page-locked host memory: without it the driver copies through its own buffer, and the caller waits meanwhile.
 
-Registering touches every page and takes about 0.1 s a GB, so it is done in the background, piece by piece from block 0
-on, while copies run already: what is not locked yet goes another way (`transfer.bounce`). One registration of 512 GiB
-fails where pieces of 64 GiB work (reported: vllm #51080); a single copy must not cross from one piece to the next.
+Registering touches every page and takes about 0.1 s a GB. So it is done in the background, piece by piece from block 0
+on, while copies already run: memory that is not locked yet is copied another way (`transfer.bounce`). One registration
+of 512 GiB fails where pieces of 64 GiB work (reported: vllm #51080); a single copy must not cross from one piece to the
+next.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 << 30
 PIECE_BYTES = 1 << 30
-"""Of one registration: the driver may keep other calls of the process waiting for as long as it lasts."""
+"""Bytes of one registration: the driver may block other calls of the process while it lasts."""
 
 Register = Callable[[int, int], int]
 """Address and bytes to a CUDA error code, 0 for success."""
 Touch = Callable[[int, int], None]
-"""Address and bytes of memory that is about to be registered; must not change what it holds."""
+"""Address and bytes of memory that is about to be registered; must not change its contents."""
 
 
 class PinnedStore:
-    """One store's memory, locked from block 0 on by a thread of its own. Made by `Pinning.pin`."""
+    """One store's memory, locked from block 0 on by its own thread. Created by `Pinning.pin`."""
 
     def __init__(self, store: HostBlockStore, piece_blocks: int, register: Register, unregister: Callable[[int], int]):
         self.store_id = store.store_id
         self.piece_blocks = piece_blocks  # a copy must not cross a multiple of it
         self.users = 1
         self._register, self._unregister = register, unregister
-        # The view keeps the memory mapped until the last piece is given up, whoever closes the store.
+        # The view keeps the memory mapped until the last piece is released, even if the store is closed.
         self._memory: ByteArray = np.frombuffer(store.as_memory(), np.uint8)
         self.address = int(self._memory.ctypes.data)
         self._piece_bytes = piece_blocks * store.block_bytes
@@ -54,7 +55,7 @@ class PinnedStore:
 
     @property
     def locked_bytes(self) -> int:
-        """Of the blocks, from the first on; never less than it was, until the last user lets go."""
+        """Locked bytes of the blocks, from the first on; it never decreases until the last user releases the store."""
         return self._locked_bytes
 
     @property
@@ -75,7 +76,7 @@ class PinnedStore:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Give up what is locked; a piece whose registration is under way is waited for. No copy may be under way."""
+        """Release the locked memory, after waiting for a registration in progress. No copy may be in flight."""
         self._stopping = True
         self._thread.join()
         self._locked_bytes = 0
@@ -89,7 +90,7 @@ class PinnedStore:
                 if self._stopping:
                     return
                 self._lock(begin, min(self._piece_bytes, self._total_bytes - begin))
-        except Exception as error:  # whatever it is: who uses the store must hear of it
+        except Exception as error:  # on any error the users of the store must be told
             known = isinstance(error, TransferError)
             self._error = error if isinstance(error, TransferError) else TransferError(f"{self.store_id}: {error!r}")
             logger.error("page-locking stopped: %s", self._error, exc_info=not known)
@@ -105,7 +106,7 @@ class PinnedStore:
             raise TransferError(
                 f"store {self.store_id}: CUDA could not lock {describe_bytes(count)} of host memory at byte {begin} of "
                 f"{describe_bytes(self._total_bytes)} (error {code}); make it smaller (kv_pool.size_gib), or set "
-                "cluster.allow_slow_channel to copy without",
+                "cluster.allow_slow_channel to copy without page-locking",
                 store_id=self.store_id,
             )
         self._pieces.append(self.address + begin)
@@ -119,7 +120,10 @@ class PinnedStore:
 
 
 class Pinning:
-    """What of this process's host memory is registered with CUDA. Stores are counted: several channels may use one."""
+    """This process's host memory that is registered with CUDA.
+
+    Users of a store are counted: several channels may use it.
+    """
 
     def __init__(
         self,
@@ -129,19 +133,22 @@ class Pinning:
         touch: Touch | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`touch` is called with each piece before it is registered: faulting pages in is faster by several threads."""
+        """`touch` is called with each piece before it is registered: several threads fault pages in faster."""
         self._register, self._unregister, self._touch = register, unregister, touch
         self._piece_bytes = min(piece_bytes, MAX_PIECE_BYTES)
         self._pinned: dict[int, PinnedStore] = {}
         self._lock = threading.Lock()
 
     def piece_blocks(self, store: HostBlockStore) -> int:
-        """Blocks of one registration. Pieces begin on a page of their own."""
+        """Blocks of one registration. Pieces begin at a page boundary."""
         step = ALIGNMENT_BYTES // math.gcd(store.block_bytes, ALIGNMENT_BYTES)
         return max(step, self._piece_bytes // store.block_bytes // step * step)
 
     def pin(self, store: HostBlockStore) -> PinnedStore:
-        """Begin to register the store's blocks, unless another user has; returns at once. To be given to `unpin`."""
+        """Begin to register the store's blocks, unless another user has; returns at once.
+
+        Pass the result to `unpin`.
+        """
         address = int(np.frombuffer(store.as_memory(), np.uint8).ctypes.data)
         with self._lock:
             pinned = self._pinned.get(address)
@@ -154,7 +161,7 @@ class Pinning:
         return pinned
 
     def unpin(self, pinned: PinnedStore) -> None:
-        """The last user's call gives the registration up, and waits for the piece that is under way."""
+        """The last user's call releases the registration, and waits for a piece in progress."""
         with self._lock:
             pinned.users -= 1
             last = pinned.users == 0

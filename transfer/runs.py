@@ -1,4 +1,4 @@
-"""What a copy moves: runs of adjacent blocks, and the cut that both stores hold."""
+"""The contents of a copy: runs of adjacent blocks, and the cut that both stores hold."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def split_runs(
 
 
 def check_ids(ids: Sequence[int], store: BlockStore, *, distinct: bool) -> IdArray:
-    """`ids` as an array. Raises TransferError where one is not a block of `store`, or (`distinct`) comes twice."""
+    """`ids` as an array. Raises TransferError if an id is not a block of `store`, or (`distinct`) is repeated."""
     array = np.asarray(ids, dtype=np.int64)
     if array.ndim != 1:
         raise TransferError(f"store {store.store_id}: block ids must be a flat sequence", store_id=store.store_id)
@@ -70,9 +70,9 @@ def check_ids(ids: Sequence[int], store: BlockStore, *, distinct: bool) -> IdArr
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a part of every block of one store lies.
+    """The place of a part in every block of one store.
 
-    As bytes of a block: rows of `width_bytes` every `stride_bytes`, the first at `begin_bytes`, `rows` of them.
+    In bytes of a block: `rows` rows of `width_bytes`, every `stride_bytes`, the first at `begin_bytes`.
     """
 
     begin_bytes: int
@@ -85,17 +85,17 @@ class Cut:
         return self.rows * self.width_bytes
 
     def flat(self) -> Cut:
-        """The same, as one row, where the rows touch each other."""
+        """The same cut as one row, if the rows are adjacent. Raises ValueError if not."""
         if self.rows > 1 and self.width_bytes != self.stride_bytes:
-            raise ValueError("the rows of this cut do not touch each other")
+            raise ValueError("the rows of this cut are not adjacent")
         return Cut(self.begin_bytes, 1, self.total_bytes, self.total_bytes)
 
 
 def common_part(source: BlockStore, destination: BlockStore) -> StoreSlice:
     """The layers and heads that both stores hold.
 
-    Raises GeometryMismatchError, naming both, where they hold different models' blocks; TransferError where nothing is
-    in both.
+    Raises GeometryMismatchError, naming both, if they hold different models' blocks; TransferError if they have nothing
+    in common.
     """
     source.geometry.require_same(destination.geometry)
     part = source.slice.intersect(destination.slice)
@@ -110,7 +110,7 @@ def common_part(source: BlockStore, destination: BlockStore) -> StoreSlice:
 
 
 def paired_cuts(source: BlockStore, destination: BlockStore, part: StoreSlice) -> tuple[Cut, Cut]:
-    """`part` of a block as it lies in either store; both cuts have the same rows, one if it is contiguous in both."""
+    """The place of `part` in a block of either store; both cuts have the same rows, one if it is contiguous in both."""
     geometry = source.geometry
     cuts = [_cut(geometry, store.slice, part) for store in (source, destination)]
     if all(cut.rows == 1 or cut.width_bytes == cut.stride_bytes for cut in cuts):
@@ -119,7 +119,7 @@ def paired_cuts(source: BlockStore, destination: BlockStore, part: StoreSlice) -
 
 
 def part_cut(store: BlockStore, part: StoreSlice) -> Cut:
-    """`part` of a block as it lies in `store`; one row if it is contiguous there."""
+    """The place of `part` in a block of `store`; one row if it is contiguous there."""
     cut = _cut(store.geometry, store.slice, part)
     return cut.flat() if cut.rows == 1 or cut.width_bytes == cut.stride_bytes else cut
 

@@ -14,7 +14,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_descriptor(name: str, size_bytes: int) -> int:
-    """A new memfd of that size, zeroed when touched, sealed: no process can resize it under another. Raises OSError."""
+    """A new memfd of this size, zeroed when touched, sealed: no process can resize it. Raises OSError."""
     descriptor = os.memfd_create(f"alignedserve:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -26,7 +26,7 @@ def create_descriptor(name: str, size_bytes: int) -> int:
 
 
 def require_sealed(descriptor: int, name: str) -> None:
-    """Raises TransferError unless `descriptor` is anonymous memory whose size nobody can change."""
+    """Raises TransferError unless `descriptor` is anonymous memory with a sealed size."""
     sealed = 0
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         with contextlib.suppress(OSError):  # EINVAL: a plain file
@@ -38,11 +38,11 @@ def require_sealed(descriptor: int, name: str) -> None:
 class Segment:
     """A mapped segment, shared with every process that attached it.
 
-    It holds the descriptor too, so that a restarted node agent can be given the segment back (`SegmentClient.adopt`).
+    It holds the descriptor too, so that the segment can be returned to a restarted node agent (`SegmentClient.adopt`).
     """
 
     def __init__(self, name: str, descriptor: int) -> None:
-        """Takes `descriptor` over: it is closed by `close`, or here where mapping fails (OSError)."""
+        """Takes ownership of `descriptor`: it is closed by `close`, or here if mapping fails (OSError)."""
         self.name = name
         self.descriptor = descriptor
         try:
@@ -51,18 +51,18 @@ class Segment:
         except BaseException:
             os.close(descriptor)
             raise
-        with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory serves small ones
+        with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory uses small ones
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @property
     def identity(self) -> str:
-        """Which memory it is: the same in every process of the node, another for a segment made anew under the name."""
+        """Identity of the memory: equal in all processes of the node, new for a recreated segment of the same name."""
         status = os.fstat(self.descriptor)
         return f"{status.st_dev}:{status.st_ino}"
 
     @property
     def resident_bytes(self) -> int:
-        """How much of it has been touched, by whomever, and takes up memory."""
+        """Bytes of it that any process has touched, and that take up memory."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     @property
@@ -70,15 +70,15 @@ class Segment:
         return self.descriptor < 0
 
     def memory(self) -> memoryview:
-        """The whole segment, writable. The mapping stays for as long as a view of it is alive."""
+        """The whole segment, writable. It stays mapped while a view of it is alive."""
         if self.closed:
             raise TransferError(f"segment {self.name} is closed", segment=self.name)
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Give up the descriptor and the mapping; idempotent.
+        """Release the descriptor and the mapping; idempotent.
 
-        While views are alive (arrays, tensors, a copy under way) the memory stays mapped, and goes with the last one.
+        While views are alive (arrays, tensors, a copy in flight) the memory stays mapped, until the last one is gone.
         """
         if self.closed:
             return

@@ -1,7 +1,7 @@
 """Memory segments: anonymous memory that a node agent owns and hands out as descriptors over a Unix socket.
 
-A segment is a `memfd`: it has no name in any file system, is not bound by `/dev/shm`, and is gone with the last process
-that holds it, however that process ended. Only processes of the same user that know the token get in.
+A segment is a `memfd`: it has no name in any file system, is not limited by `/dev/shm`, and is freed with the last
+process that holds it, however that process ended. Only processes of the same user that know the token have access.
 
     client                            server (in the node agent; one request a connection)
       create name bytes token   ->    memfd_create, or the existing one of that name and size
@@ -46,8 +46,8 @@ class SegmentInfo:
 class SegmentServer:
     """Owns the segments of one node and hands out their descriptors.
 
-    It serves from daemon threads, so it never blocks the event loop of the actor it lives in. All methods may be called
-    from any thread. `info` is whatever the owner wants peers to read (small, JSON); assign a new dict to change it.
+    It serves from daemon threads, so it never blocks the event loop of its actor. All methods are thread-safe. `info`
+    is data for peers to read (small, JSON), set by the owner; assign a new dict to change it.
     """
 
     def __init__(
@@ -67,19 +67,22 @@ class SegmentServer:
     def start(self) -> None:
         """Listen. Takes over a socket file that a killed server left behind.
 
-        Raises ConfigError where the path is too long, its folder is not private to this user, or a live server has it.
+        Raises ConfigError if the path is too long, its folder is not private to this user, or a running server uses it.
         """
         listener = listen_privately(self.socket_path)
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="segment-server", daemon=True).start()
 
     def close(self) -> None:
-        """Stop serving and give up every segment; idempotent. Memory that others have attached stays theirs."""
+        """Stop serving and release every segment; idempotent.
+
+        Memory that other processes have attached stays valid for them.
+        """
         listener, self._listener = self._listener, None
         if listener is not None:
             self.socket_path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         with self._lock:
             for descriptor in self._descriptors.values():
@@ -87,19 +90,19 @@ class SegmentServer:
             self._descriptors.clear()
 
     def expect(self, seconds: float) -> None:
-        """For so long from now a predecessor's segments may be handed over: `create` waits before it makes one anew,
-        and `attach` before it says that there is none.
+        """Expect that a predecessor's segments are adopted within `seconds`. 0.
 
-        0: nothing is expected (as at the start).
+        Nothing is expected (the initial state). Until then `create` waits before it creates a new one, and `attach`
+        before it fails for a missing one.
         """
         with self._changed:
             self._expecting_until = time.monotonic() + seconds
             self._changed.notify_all()
 
     def create(self, name: str, size_bytes: int) -> SegmentInfo:
-        """Make a segment; one of the same name and size is kept as it is. May wait (`expect`).
+        """Create a segment, or keep the existing one of the same name and size. May wait (`expect`).
 
-        Raises TransferError where the name is taken by another size, ResourceError where the memory is not there.
+        Raises TransferError if the name exists with another size, ResourceError if there is not enough memory.
         """
         if not name or len(name) > 200 or size_bytes <= 0:
             raise TransferError(f"a segment needs a name and a size; got {name!r}, {size_bytes} bytes")
@@ -122,7 +125,7 @@ class SegmentServer:
     def adopt(self, name: str, descriptor: int) -> SegmentInfo:
         """Take a segment back from a process that holds it (after a restart). The caller keeps `descriptor`.
 
-        Idempotent for one and the same memory. Raises TransferError where the name has other memory already.
+        Idempotent for the same memory. Raises TransferError if the name already has other memory.
         """
         require_sealed(descriptor, name)
         offered = os.fstat(descriptor)
@@ -133,11 +136,11 @@ class SegmentServer:
                 self._changed.notify_all()
             held = os.fstat(existing)
             if (held.st_dev, held.st_ino) != (offered.st_dev, offered.st_ino):
-                raise TransferError(f"segment {name} exists here with other memory than the one offered", segment=name)
+                raise TransferError(f"segment {name} exists here with different memory", segment=name)
             return _info(name, existing)
 
     def drop(self, name: str) -> bool:
-        """Give up a segment; whether there was one. Its memory goes with the last process that has it attached."""
+        """Release a segment. Returns whether there was one. The last process that has it attached frees its memory."""
         with self._lock:
             descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
@@ -149,7 +152,7 @@ class SegmentServer:
             return [_info(name, descriptor) for name, descriptor in self._descriptors.items()]
 
     def attach(self, name: str) -> Segment:
-        """Map a segment in this process. Raises TransferError where there is none of that name."""
+        """Map a segment in this process. Raises TransferError if there is none of that name."""
         return Segment(name, self._duplicate(name))
 
     def _duplicate(self, name: str) -> int:
@@ -161,12 +164,12 @@ class SegmentServer:
             return os.dup(self._descriptors[name])
 
     def _wait_for(self, name: str) -> None:
-        """As long as it may still be handed over. With the lock held."""
+        """Wait while the segment may still be adopted. Call with the lock held."""
         while name not in self._descriptors and (left := self._expecting_until - time.monotonic()) > 0.0:
             self._changed.wait(left)
 
     def _require_memory(self, name: str, size_bytes: int) -> None:
-        # What other segments may still touch is promised to them, though the kernel counts it as available.
+        # Untouched memory of other segments is promised to them, though the kernel counts it as available.
         promised = 0
         for descriptor in self._descriptors.values():
             status = os.fstat(descriptor)
@@ -176,8 +179,8 @@ class SegmentServer:
             figures = [size_bytes, available, total_memory_bytes(), promised]
             asked, free, total, others = (describe_bytes(figure) for figure in figures)
             raise ResourceError(
-                f"segment {name} needs {asked} of memory, and only {free} of {total} is available "
-                f"({others} more is promised to other segments): ask for less",
+                f"segment {name} needs {asked} of memory, but only {free} of {total} is available "
+                f"(another {others} is promised to other segments): request less",
                 segment=name,
                 asked_bytes=size_bytes,
                 available_bytes=available,
@@ -193,7 +196,7 @@ class SegmentServer:
                 if self._listener is not listener:
                     return
                 logger.warning("segment server could not accept a connection: %s", error)
-                time.sleep(0.1)  # out of descriptors, perhaps: do not spin
+                time.sleep(0.1)  # possibly out of descriptors: do not spin
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="segment-peer", daemon=True).start()
 
@@ -204,7 +207,7 @@ class SegmentServer:
                 connection.settimeout(PEER_TIMEOUT_S)
                 self._answer(connection)
         except (OSError, EOFError) as error:
-            logger.debug("a peer of the segment server went away: %s", error)
+            logger.debug("a peer of the segment server disconnected: %s", error)
         except AlignedServeError as error:
             logger.warning("segment server: %s", error)
         finally:
@@ -251,10 +254,10 @@ class SegmentServer:
 
 
 class SegmentClient:
-    """The other end of a SegmentServer. Blocking calls, one connection each, so a restarted server is simply reached.
+    """The client of a SegmentServer. Blocking calls, one connection each, so that it also reaches a restarted server.
 
-    Every call raises UnavailableError where the server does not answer within `timeout_s`, TransferError where it
-    refuses, ResourceError where the memory is not there. May be used from several threads.
+    Every call raises UnavailableError if the server does not answer within `timeout_s`, TransferError if it refuses,
+    ResourceError if there is not enough memory. Thread-safe.
     """
 
     def __init__(self, socket_path: str | Path, token: str, *, timeout_s: float = 5.0) -> None:
@@ -273,15 +276,16 @@ class SegmentClient:
         return self._map(name, descriptor)
 
     def adopt(self, segment: Segment) -> None:
-        """Hand a segment that this process holds to a server that was restarted."""
+        """Return a segment that this process holds to a restarted server."""
         if segment.closed:
             raise TransferError(f"segment {segment.name} is closed", segment=segment.name)
         self._call({"op": "adopt", "name": segment.name}, segment.descriptor)
 
     def adopt_all(self) -> list[str]:
-        """Hand a server that was restarted every segment that was mapped through this client and is still open.
+        """Return to a restarted server every segment that was mapped through this client and is still open.
 
-        Returns the names under which it has other memory by now: those are to be attached anew, and not to be used.
+        Returns the names under which the server has other memory by now: those segments must be attached again, and not
+        be used.
         """
         refused = []
         for segment in [segment for segment in self._mapped if not segment.closed]:
@@ -297,7 +301,7 @@ class SegmentClient:
         return [SegmentInfo(name, size, resident) for name, size, resident in reply["segments"]]
 
     def info(self) -> dict[str, Any]:
-        """What the server's owner put in `SegmentServer.info`."""
+        """The value of `SegmentServer.info`, set by the server's owner."""
         reply, _ = self._call({"op": "info"})
         return dict(reply["info"])
 

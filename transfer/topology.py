@@ -1,4 +1,4 @@
-"""Where memory is, and which channel links two places: by where they are alone, nothing is measured here."""
+"""Places of memory, and the channel between two places, derived from the places alone without measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GLOO = "gloo"
 PeerAccess = Callable[[str, str], bool]
 """Whether the first device can read the second's memory directly (NVLink, or PCIe peer to peer)."""
 
-# By the copies that cross the bus to the host: none, one, two; between nodes, by what the two can use at best.
+# By the number of copies over the bus to the host: none, one, two; between nodes, by the best possible channel.
 _RANKS = {CUDA_IPC: 0, SHARED_MEMORY: 0, PCIE: 1, CUDA_STAGED: 2, NCCL: 3, GLOO: 4}
 
 
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ChannelChoice:
-    """`name` of the channel that serves a pair, and why: shown by `alignedserve doctor` and in the log."""
+    """`name` of the channel for a pair, and the reason, for `alignedserve doctor` and the log."""
 
     name: str
     reason: str
@@ -41,7 +41,7 @@ class ChannelChoice:
 
 
 def channel_between(first: Place, second: Place, peer_access: PeerAccess) -> str | None:
-    """The kind of one-sided channel between two places; None: there is none between nodes."""
+    """The kind of one-sided channel between two places; None between nodes, where there is none."""
     if first.node_id != second.node_id:
         return None
     if not (first.on_device and second.on_device):
@@ -52,6 +52,6 @@ def channel_between(first: Place, second: Place, peer_access: PeerAccess) -> str
 
 
 def link_rank(first: Place, second: Place, peer_access: PeerAccess) -> int:
-    """How good the link of a pair is, 0 the best: by the kind of channel that two such places can have."""
+    """The rank of a pair's link, 0 the best: by the kind of channel that the two places can have."""
     kind = channel_between(first, second, peer_access)
     return _RANKS[kind or (NCCL if first.on_device and second.on_device else GLOO)]

@@ -1,4 +1,4 @@
-"""Private Unix sockets, and what goes over them: four bytes of length, JSON, and at most one descriptor beside it."""
+"""Private Unix sockets and their messages: four bytes of length, JSON, and at most one descriptor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end, as the kernel says (SO_PEERCRED)."""
+    """The process at the other end, according to the kernel (SO_PEERCRED)."""
 
     pid: int
     uid: int
@@ -41,7 +41,7 @@ def send_message(connection: socket.socket, body: dict[str, Any], descriptor: in
     """Send `body`; `descriptor` stays open here. Raises OSError."""
     payload = json.dumps(body).encode()
     data = LENGTH.pack(len(payload)) + payload
-    # The descriptor travels with the first byte, so whatever does not fit in one call needs no descriptor.
+    # The descriptor is sent with the first byte, so the rest of the data needs no descriptor.
     sent = connection.send(data) if descriptor is None else socket.send_fds(connection, [data], [descriptor])
     if sent < len(data):
         connection.sendall(data[sent:])
@@ -50,7 +50,7 @@ def send_message(connection: socket.socket, body: dict[str, Any], descriptor: in
 def receive_message(connection: socket.socket) -> tuple[dict[str, Any], int | None]:
     """The next message and its descriptor, which the caller closes.
 
-    Raises EOFError when the peer has closed, TransferError on a malformed message, OSError (TimeoutError among them).
+    Raises EOFError if the peer has closed, TransferError for a malformed message, OSError (including TimeoutError).
     """
     held: list[int] = []
     try:
@@ -65,7 +65,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], int | No
             raise TransferError("a message is not a JSON object")
         return body, held.pop(0) if held else None
     finally:
-        for descriptor in held:  # all of them after an error, else those beyond the first: nobody asked for them
+        for descriptor in held:  # all of them after an error, else the unrequested ones beyond the first
             os.close(descriptor)
 
 
@@ -83,9 +83,9 @@ def _receive(connection: socket.socket, count: int, held: list[int]) -> bytes:
 
 
 def listen_privately(path: Path) -> socket.socket:
-    """A listening socket, mode 0600 in a folder closed to others. Takes over a file that a killed server left behind.
+    """A listening socket, mode 0600 in a private folder. Takes over a file that a killed server left behind.
 
-    Raises ConfigError where the path is too long, its folder is not private to this user, or a live server has it.
+    Raises ConfigError if the path is too long, its folder is not private to this user, or a running server uses it.
     """
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"socket path {path} is over {MAX_SOCKET_PATH_BYTES} bytes: use a shorter one")
@@ -107,7 +107,10 @@ def listen_privately(path: Path) -> socket.socket:
 
 
 def connect(connection: socket.socket, path: str, timeout_s: float) -> None:
-    """Connect; a Unix socket whose queue is full says "try again" instead of waiting. Raises OSError."""
+    """Connect; a Unix socket with a full queue returns "try again" instead of waiting, so it is retried.
+
+    Raises OSError.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -120,7 +123,7 @@ def connect(connection: socket.socket, path: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Two servers that start at once look for a stale socket one after the other. Leaves no lock file behind."""
+    """A lock for servers that start at the same time, so that they check stale sockets in turn. Leaves no lock file."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -130,7 +133,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file that nobody listens on. Raises ConfigError where somebody does."""
+    """Remove a socket file without a listener. Raises ConfigError if a process listens on it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -141,5 +144,5 @@ def _remove_stale(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except BlockingIOError:
-            pass  # its queue is full: it lives
-    raise ConfigError(f"another process serves {path} already")
+            pass  # its queue is full: the server is running
+    raise ConfigError(f"another process already serves {path}")

@@ -1,1 +1,1 @@
-"""Attention backends, by name. Each is imported when it is first asked for."""
+"""Attention backends, by name. Each is imported on first use."""

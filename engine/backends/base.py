@@ -14,7 +14,7 @@ from alignedserve.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model, its store and its device ask of a backend."""
+    """The requirements of a model, its store and its device on a backend."""
 
     device: str  # "cpu" or "cuda"
     dtype: str
@@ -29,10 +29,10 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How one layer attends. `sliding_window` counts the tokens seen, the query's own included; None sees all.
+    """How one layer attends. `sliding_window`: number of tokens seen, including the query's own; None: all.
 
-    `sinks` `[heads]` is one more logit in the softmax of each query head, whose value is nothing (gpt-oss): it is
-    neither scaled nor soft-capped.
+    `sinks` `[heads]` is one more logit in the softmax of each query head, without a value (gpt-oss). It is neither
+    scaled nor soft-capped.
     """
 
     scaling: float
@@ -44,10 +44,10 @@ class AttentionOptions:
 class AttentionBackend(ABC):
     """Writes keys and values to a paged store, and attends over it.
 
-    A backend belongs to one runner and one store, `cache`, of shape
-    `[num_blocks, layers, kv_heads, 2, block_size, head_dim]`, contiguous. One thread calls it: `begin` once for each
-    forward pass, then `attend` once for each layer. A backend that lacks what `options` ask for raises
-    UnsupportedModelError; it never ignores an option. Offsets into the store exceed 32 bits.
+    A backend belongs to one runner and one store, `cache`, of shape `[num_blocks, layers, kv_heads, 2, block_size,
+    head_dim]`, contiguous. One thread calls it: `begin` once for each forward pass, then `attend` once for each layer.
+    A backend without support for some of `options` raises UnsupportedModelError; it never ignores an option. Offsets
+    into the store exceed 32 bits.
     """
 
     captures: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
-        """Why this backend cannot serve `needs` here, in words for the user; None: it can."""
+        """Why this backend cannot serve `needs` here, for the user; None: it can."""
         return None
 
     @abstractmethod
@@ -68,8 +68,8 @@ class AttentionBackend(ABC):
     def begin_table(self, table: DecodeTable) -> None:
         """`begin` for a pass that a graph captures, of one new token a row.
 
-        Called when the graph is captured and not when it is replayed: what depends on the contents of `table` is
-        computed on the device, by work that is captured too. Raises UnsupportedModelError unless `captures`.
+        Called when the graph is captured and not when it is replayed. Everything that depends on the contents of
+        `table` must be computed on the device, by captured work. Raises UnsupportedModelError unless `captures`.
         """
         raise UnsupportedModelError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
@@ -77,8 +77,8 @@ class AttentionBackend(ABC):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Store the new tokens' `key` and `value`, then attend to each token's own request, up to itself.
+        """Store the new tokens' `key` and `value`, then attend from each token to its own request, up to itself.
 
-        `query` is `[tokens, heads, head_dim]`, `key` and `value` `[tokens, kv_heads, head_dim]`, in any strides and
+        `query` is `[tokens, heads, head_dim]`, `key` and `value` are `[tokens, kv_heads, head_dim]`, in any strides and
         in the store's dtype. Returns `[tokens, heads, head_dim]`. Softmax and its sums are computed in fp32.
         """

@@ -1,7 +1,7 @@
-"""Which attention backend serves a model here: by name, or the fastest of those that can.
+"""Chooses the attention backend for a model here: by name, or the fastest that can serve it.
 
-On a CPU it is `torch`. On a GPU each backend that refuses nothing computes one batch, which is compared with fp32, and
-is then timed on shapes of this model: one that is wrong, or that copies the store, is left out with a warning.
+On a CPU it is `torch`. On a GPU each backend that can serve the model computes one batch, which is compared with fp32,
+and is then timed on shapes of this model. A backend that is wrong, or copies the store, is skipped with a warning.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 BY_NAME_ONLY = ("triton_no_split",)
-"""Backends that are slower by design, for comparisons: taken when named, never by `auto`."""
+"""Backends that are slower by design, for comparisons: used when named, never by `auto`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCandidate:
-    """A backend, why it cannot serve (None: it can), and the microseconds of one layer by kind of pass, if timed."""
+    """A backend, why it cannot serve (None: it can), and microseconds of one layer by kind of pass, if timed."""
 
     name: str
     refusal: str | None
@@ -37,17 +37,17 @@ class BackendCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The names of the backends that decode and prefill, and all that were looked at."""
+    """The names of the backends for decode and prefill, and all candidates."""
 
     decode: str
     prefill: str
     candidates: tuple[BackendCandidate, ...]
 
     def describe(self) -> str:
-        taken = self.decode if self.decode == self.prefill else f"{self.decode} to decode, {self.prefill} to prefill"
+        taken = self.decode if self.decode == self.prefill else f"{self.decode} for decode, {self.prefill} for prefill"
         timed = [c for c in self.candidates if c.decode_us is not None]
         figures = ", ".join(f"{c.name} {c.decode_us:.0f} and {c.prefill_us:.0f} µs" for c in timed)
-        return f"attention by {taken}" + (f" (a layer's decode and prefill: {figures})" if figures else "")
+        return f"attention backend: {taken}" + (f" (a layer's decode and prefill: {figures})" if figures else "")
 
 
 def refusals(needs: AttentionNeeds) -> list[BackendCandidate]:
@@ -56,10 +56,10 @@ def refusals(needs: AttentionNeeds) -> list[BackendCandidate]:
 
 
 def open_backend(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> AttentionBackend:
-    """The backend called `name`, or for `auto` the fastest, over `cache`, a store that nobody uses yet.
+    """The backend called `name`, or for `auto` the fastest, over `cache`, a store that is not in use yet.
 
-    What was chosen once in this process for the same needs is taken again. Raises ConfigError for a name that is
-    unknown or refuses `needs`, UnsupportedModelError for one that computes something else or copies the store.
+    A choice is reused in this process for the same needs. Raises ConfigError for a name that is unknown or cannot serve
+    `needs`, and UnsupportedModelError for a backend with wrong results or that copies the store.
     """
     needs = replace(needs, block_size=cache.shape[4])
     choice = _chosen.get((name, needs))
@@ -89,12 +89,12 @@ def choose(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> Choice:
                 continue
             measured = candidates[candidate.name] = measure(candidate.name, trial)
             if measured.refusal is not None:
-                log.warning("attention backend %s is left out: %s", measured.name, measured.refusal)
+                log.warning("attention backend %s is not used: %s", measured.name, measured.refusal)
     return pick(candidates.values())
 
 
 def measure(name: str, trial: Trial, *, time: bool = True) -> BackendCandidate:
-    """Try `name`, and time it if it is right; else the refusal says what was wrong."""
+    """Test `name`, and time it if its results are right; otherwise the refusal names the fault."""
     backend = BACKENDS.get(name)
     try:
         fault = trial.fault(backend)
@@ -105,14 +105,14 @@ def measure(name: str, trial: Trial, *, time: bool = True) -> BackendCandidate:
             for kind in (DECODE, PREFILL)
         )
     except torch.OutOfMemoryError:
-        return BackendCandidate(name, "it wants more memory beside the store than there is")
-    except Exception as error:  # whatever a library or a compiler raises that was not made for this device
+        return BackendCandidate(name, "it needs more memory beside the store than is free")
+    except Exception as error:  # any error of a library or compiler that was not built for this device
         return BackendCandidate(name, f"it fails here: {' '.join(str(error).split())[:200]}")
     return BackendCandidate(name, None, decode_us, prefill_us)
 
 
 def pick(candidates: Iterable[BackendCandidate]) -> Choice:
-    """The fastest for each kind of pass of those that were timed. Raises UnsupportedModelError where none was."""
+    """The fastest timed backend for each kind of pass. Raises UnsupportedModelError if none was timed."""
     candidates = tuple(candidates)
     decode = [(c.decode_us, c.name) for c in candidates if c.decode_us is not None]
     prefill = [(c.prefill_us, c.name) for c in candidates if c.prefill_us is not None]
@@ -123,16 +123,16 @@ def pick(candidates: Iterable[BackendCandidate]) -> Choice:
 
 
 def _require(name: str, cache: torch.Tensor, needs: AttentionNeeds) -> None:
-    BACKENDS.get(name)  # raises for a name that there is not
+    BACKENDS.get(name)  # raises for an unknown name
     reason = _refusal(name, needs)
     if reason is not None:
-        raise ConfigError(f"engine.attention: {name} cannot serve this here: {reason}")
+        raise ConfigError(f"engine.attention: {name} cannot serve this model here: {reason}")
     if needs.device == "cpu":
         return
     with Trial(cache, needs) as trial:
         wrong = measure(name, trial, time=False).refusal
     if wrong is not None:
-        raise UnsupportedModelError(f"engine.attention: {name} cannot serve this here: {wrong}")
+        raise UnsupportedModelError(f"engine.attention: {name} cannot serve this model here: {wrong}")
 
 
 def _refusal(name: str, needs: AttentionNeeds) -> str | None:

@@ -1,6 +1,6 @@
-"""Two backends over one store: one for passes of decode rows alone, the other for passes with prompt chunks.
+"""Two backends over one store: one for passes of decode rows only, the other for passes with prompt chunks.
 
-On an instance of either kind nearly every pass is of one sort, so each pass is served by one of the two as a whole.
+Nearly all passes of an instance are of one kind, so each pass is served as a whole by one of the two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from alignedserve.engine.batch import DecodeTable, PackedBatch
 
 
 class CompositeBackend(AttentionBackend):
-    """See the module and AttentionBackend. Both were made over the same store."""
+    """See the module and AttentionBackend. Both backends were created over the same store."""
 
     def __init__(self, decode: AttentionBackend, prefill: AttentionBackend) -> None:
         super().__init__(decode.cache)
@@ -20,8 +20,8 @@ class CompositeBackend(AttentionBackend):
         self._active = decode
 
     @property
-    def captures(self) -> bool:  # type: ignore[override]  # of a pair it is the pair's
-        """Whether the one that decodes can be captured."""
+    def captures(self) -> bool:  # type: ignore[override]  # it depends on the pair
+        """Whether the decode backend can be captured."""
         return self._decode.captures
 
     def begin(self, batch: PackedBatch) -> None:

@@ -1,7 +1,7 @@
-"""What backends that call a flash-attention library share: the views it reads, tables, and the order of a pass.
+"""Shared parts of backends that call a flash-attention library: its views and tables, and the order of a pass.
 
-Such a library reads keys and values as `[blocks, block_size, kv_heads, head_dim]`; here through strides, so that no
-byte is moved.
+Such a library reads keys and values as `[blocks, block_size, kv_heads, head_dim]`. Strides provide this view without a
+copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chunks:
 
 
 def key_value_views(cache: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values `[blocks, block_size, kv_heads, head_dim]`: the store's own memory."""
+    """A layer's keys and values `[blocks, block_size, kv_heads, head_dim]`: views of the store's memory."""
     part = cache[:, layer]
     return part[:, :, 0].transpose(1, 2), part[:, :, 1].transpose(1, 2)
 
@@ -45,7 +45,7 @@ def library_window(options: AttentionOptions) -> tuple[int, int]:
 
 
 def half_precision_refusal(needs: AttentionNeeds, block_multiple: int) -> str | None:
-    """What no such library does, and blocks that its paged kernel does not take; None: nothing of this is asked for."""
+    """Why no such library can serve `needs`, or why its paged kernel does not take the blocks; None: no objection."""
     if needs.device != "cuda":
         return f"its kernels run on a GPU, not on {needs.device!r}"
     if needs.dtype not in HALF:
@@ -61,7 +61,7 @@ def half_precision_refusal(needs: AttentionNeeds, block_multiple: int) -> str | 
 
 
 class FlashBackend(AttentionBackend):
-    """Writes new keys and values, then calls the library for decode rows and for chunks, each at once."""
+    """Writes new keys and values, then calls the library once for decode rows and once for chunks."""
 
     captures: ClassVar[bool] = True
 
@@ -93,7 +93,7 @@ class FlashBackend(AttentionBackend):
         """`query` `[rows, heads, head_dim]`, chunk after chunk; returns its shape."""
 
     def lacking(self, options: AttentionOptions) -> str | None:
-        """Which of these options the library does not have."""
+        """Which of these options the library does not support; None: it supports all."""
         return None if options.sinks is None else "attention sinks"
 
     def begin(self, batch: PackedBatch) -> None:
@@ -113,10 +113,10 @@ class FlashBackend(AttentionBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         if query.shape[0] != self._tokens:
-            raise AlignedServeError(f"attention has {query.shape[0]} tokens, and begin() had {self._tokens}")
+            raise AlignedServeError(f"attention got {query.shape[0]} tokens, but begin() had {self._tokens}")
         lacking = self.lacking(options)
         if lacking:
-            raise UnsupportedModelError(f"{type(self).__name__} does not have {lacking}")
+            raise UnsupportedModelError(f"{type(self).__name__} does not support {lacking}")
         query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
         keys, values = key_value_views(self.cache, layer)
         with torch.cuda.device_of(self.cache):

@@ -1,7 +1,7 @@
-"""Paged attention in plain PyTorch: right on CPU and CUDA, fast on a CPU, and the truth for other backends.
+"""Paged attention in plain PyTorch: correct on CPU and CUDA, fast on a CPU, and the reference for other backends.
 
-Rows with one new token (decode) attend together, whatever their lengths; see `torch_decode`. Each prefill chunk
-attends on its own, through `scaled_dot_product_attention`; a chunk without a cached prefix never reads the store.
+Rows with one new token (decode) attend together, whatever their lengths; see `torch_decode`. Each prefill chunk attends
+on its own, through `scaled_dot_product_attention`; a chunk without a cached prefix never reads the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TorchBackend(AttentionBackend):
         super().__init__(cache)
         _, layers, kv_heads, _, block_size, head_dim = cache.shape
         self._layers, self._kv_heads, self._block_size = layers, kv_heads, block_size
-        self._layer_rows = kv_heads * 2 * block_size  # rows of head_dim elements that one layer of a block has
+        self._layer_rows = kv_heads * 2 * block_size  # rows of head_dim elements of one layer in a block
         self._token_rows = cache.view(-1, head_dim)  # one row for each (block, layer, head, k|v, token)
         self._head_rows = cache.view(-1, block_size * head_dim)  # one row for each (block, layer, head, k|v)
         self._decode = DecodeAttention(cache)
@@ -90,8 +90,10 @@ class TorchBackend(AttentionBackend):
         return key, value
 
     def _mask(self, index: int, span: Span, window: int | None) -> torch.Tensor | None:
-        """`[query_tokens, tokens]` for the keys that `attend` uses, True where visible; None where causal order from
-        position 0 says it all."""
+        """`[query_tokens, tokens]` for the keys that `attend` uses, True if visible.
+
+        None if causal order from position 0 is sufficient.
+        """
         if span.start == 0 and (window is None or window >= span.kv_tokens):
             return None
         if (index, window) not in self._masks:
@@ -125,7 +127,7 @@ def _attend_span(
 def _attend_scores(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
-    """The same with all scores in memory, for what `scaled_dot_product_attention` lacks: soft-cap and sinks."""
+    """The same with all scores in memory, for soft-cap and sinks, which `scaled_dot_product_attention` lacks."""
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.transpose(0, 1).reshape(kv_heads, heads // kv_heads, tokens, head_dim)

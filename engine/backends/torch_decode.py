@@ -1,9 +1,9 @@
 """Decode attention in plain PyTorch, for a batch of requests of any lengths, without padding or a loop over them.
 
 For each layer, keys are gathered a few blocks at a time (so that the copy stays in cache) and multiplied with their
-request's query; the scores of each (request, head) are then a segment of one flat vector, over which softmax is a
-segmented reduction. Values are not gathered at all: `embedding_bag` sums the store's own rows under the softmax
-weights. Indices are built once for each forward pass and window; a layer only moves the start of its view.
+request's query. The scores of each (request, head) are then a segment of one flat vector, over which softmax is a
+segmented reduction. Values are not gathered at all: `embedding_bag` sums the store's own rows with the softmax weights.
+Indices are built once for each forward pass and window; a layer only shifts the start of its view.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from alignedserve.engine.backends.base import AttentionOptions
 from alignedserve.engine.batch import DecodeTable
 from alignedserve.errors import AlignedServeError
 
-# Keys gathered at a time, in bytes of fp32: within one core's cache for one thread; for more, as many as keep the
-# number of times that they wait for each other low (measured on two AMD cores: 0.5 and 2 MiB are best).
+# Keys gathered at a time, in bytes of fp32. For one thread: within one core's cache. For several: enough that they
+# rarely wait for each other (measured on two AMD cores: 0.5 and 2 MiB are best).
 _CHUNK_BYTES = 1 << 19
 _CHUNK_BYTES_THREADS = 1 << 21
 
@@ -27,7 +27,7 @@ _CHUNK_BYTES_THREADS = 1 << 21
 class _Blocks:
     """A decode table flattened over the blocks that its rows attend to. All tensors are int64."""
 
-    lengths: torch.Tensor  # [requests] tokens attended to, the new one included
+    lengths: torch.Tensor  # [requests] tokens attended to, including the new one
     blocks: torch.Tensor  # [blocks] block ids, request after request
     owner: torch.Tensor  # [blocks] index of the request that each block belongs to
     first_token: torch.Tensor  # [blocks] position of each block's first token
@@ -35,14 +35,14 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Indices of one forward pass, for layer 0. A segment is one (request, query head); tokens are in order in it."""
+    """Indices of one forward pass, for layer 0. A segment is one (request, query head), with its tokens in order."""
 
     owner: torch.Tensor  # [blocks] request of each block
     key_rows: torch.Tensor  # [blocks * kv_heads] rows of the store seen as [.., block_size * head_dim]
     score_index: torch.Tensor  # [tokens of all segments] place in scores [blocks, kv_heads, group, block_size]
     value_rows: torch.Tensor  # [tokens of all segments] rows of the store seen as [.., head_dim]
-    segment: torch.Tensor  # [tokens of all segments] which segment
-    offsets: torch.Tensor  # [segments + 1] where each segment begins
+    segment: torch.Tensor  # [tokens of all segments] segment number
+    offsets: torch.Tensor  # [segments + 1] start of each segment
 
 
 class DecodeAttention:
@@ -126,7 +126,7 @@ class DecodeAttention:
             visible &= position >= lengths - window
         block, offset = visible.nonzero(as_tuple=True)  # of each visible token, request after request
         tokens = torch.clamp(decode.lengths, max=window) if window is not None else decode.lengths
-        # Each request's tokens are repeated for each of its heads: segment (request, head) after segment.
+        # Each request's tokens are repeated for each of its heads: segments ordered by (request, head).
         segment_tokens = tokens.repeat_interleave(heads)
         offsets = functional.pad(segment_tokens.cumsum(0), (1, 0))
         segment = torch.repeat_interleave(segment_tokens)

@@ -1,7 +1,6 @@
-"""Decode attention over a `DecodeTable` in plain PyTorch, of shapes that do not depend on what the table holds.
+"""Decode attention over a `DecodeTable` in plain PyTorch, with shapes that do not depend on the table's contents.
 
-Every row reads all blocks of its table, whatever its length, so this is for tests of what replays passes: it is right,
-and slow.
+Every row reads all blocks of its table, whatever its length. It is correct but slow, for tests of graph replay.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from alignedserve.engine.batch import DecodeTable
 
 
 class TableAttention:
-    """Over one store (see AttentionBackend for its shape)."""
+    """Attention over one store (see AttentionBackend for its shape)."""
 
     def __init__(self, cache: torch.Tensor, table: DecodeTable) -> None:
         self._cache = cache
@@ -51,7 +50,7 @@ class TableAttention:
     def _write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, blocks: torch.Tensor
     ) -> None:
-        """A padding row writes once more what the longest row does; where all are padding, what is there already."""
+        """A padding row repeats the write of the longest row. If all are padding, the present content is rewritten."""
         block_size = self._cache.shape[4]
         longest = lengths.max()
         source = torch.where(lengths > 0, torch.arange(len(lengths), device=lengths.device), lengths.argmax())

@@ -1,4 +1,4 @@
-"""Runs an attention backend over a real store: is it right, does it copy, how long does it take."""
+"""Tests an attention backend over a real store: correctness, copies of the store, and time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from alignedserve.engine.batch import ForwardItem, PackedBatch, build_batch
 
 DECODE, PREFILL = "decode", "prefill"
 WINDOW, SOFTCAP, SINK = 100, 30.0, 1.5
-"""Options of a trial: what a model has of its own would prove no more."""
+"""Options of a trial. A model's own values would prove no more."""
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 """Largest error of an element against fp32, of values with a standard deviation of a half."""
 ROUNDS = 8
 FILLED_AT_ONCE = 256  # blocks
-WORKSPACE_BYTES = 64 << 20  # what a kernel may take for results and parts of them; beyond it, a third of a layer's KV
+# A kernel may use this much for results and partial results, or a third of a layer's KV if that is more
+WORKSPACE_BYTES = 64 << 20
 SLEEP_CYCLES = 2_000_000  # about a millisecond, in which the host launches ahead of the device
 
 
@@ -40,7 +41,7 @@ SHAPES = (
 
 
 class Trial:
-    """Over `cache`, a store that nobody uses yet; as a context it empties the blocks that it wrote at the end."""
+    """Uses `cache`, a store that is not in use yet. As a context manager, it clears the blocks it wrote on exit."""
 
     def __init__(self, cache: torch.Tensor, needs: AttentionNeeds) -> None:
         self._cache, self._needs = cache, needs
@@ -56,7 +57,7 @@ class Trial:
 
     @torch.inference_mode()
     def fault(self, backend: type[AttentionBackend]) -> str | None:
-        """What is wrong with a batch of decode rows and chunks by `backend`; None: it is right, and copies nothing."""
+        """What is wrong with the backend on a batch of decode rows and chunks; None if it passes."""
         items = self._items(RIGHT)
         batch = self._batch(items)
         query, key, value = self._rows(batch.tokens)
@@ -64,7 +65,7 @@ class Trial:
         device = self._cache.device
         made = backend(self._cache)
         made.begin(batch)
-        made.attend(0, query, key, value, self.options)  # compiled, and what is kept from pass to pass is made
+        made.attend(0, query, key, value, self.options)  # compiles, and creates what is kept between passes
         on_gpu = device.type == "cuda"
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
         if on_gpu:
@@ -74,14 +75,14 @@ class Trial:
         layer_bytes = self._cache.nbytes // self._cache.shape[1]
         error = float((found.float() - expected).abs().nan_to_num(float("inf")).max())
         if not error <= TOLERANCE[self._needs.dtype]:
-            return f"its result is off by {error:.2g} ({self._needs.dtype})"
+            return f"its result has an error of {error:.2g} ({self._needs.dtype})"
         if extra > max(WORKSPACE_BYTES, layer_bytes // 3):
-            return f"it takes {extra >> 20} MiB beside the store for {batch.tokens} tokens: it copies the store"
+            return f"it uses {extra >> 20} MiB beside the store for {batch.tokens} tokens: it copies the store"
         return None
 
     @torch.inference_mode()
     def microseconds(self, backend: type[AttentionBackend], shape: TrialShape) -> float:
-        """Of one layer's `attend` on the device, in a row of them; GPUs only."""
+        """Time of one layer's `attend` on the device, averaged over consecutive calls; GPUs only."""
         batch = self._batch(self._items(shape))
         rows = self._rows(batch.tokens)
         made = backend(self._cache)
@@ -106,7 +107,7 @@ class Trial:
             self._cache[sorted(self._used), 0] = 0
 
     def _items(self, shape: TrialShape) -> list[ForwardItem]:
-        """`shape`, shortened to what the store holds, in blocks in disorder that hold noise."""
+        """Items of `shape`, shortened to the store's size, in shuffled blocks filled with noise."""
         size, blocks = self._needs.block_size, self._cache.shape[0]
         requests = shape.requests[: max(1, blocks // 2)]
         room = (blocks - len(requests)) * size  # each may leave its last block nearly empty

@@ -1,6 +1,6 @@
 """Paged attention in Triton: decode rows with their KV split by work (or not), prefill chunks over the paged store.
 
-New keys and values are written first; then every row reads the store, so that cached and new tokens are alike.
+New keys and values are written first. Then every row reads the store, so that cached and new tokens are treated alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from alignedserve.errors import AlignedServeError
 
 
 class TritonBackend(AttentionBackend):
-    """See the module and AttentionBackend. Triton is imported when the first one is made."""
+    """See the module and AttentionBackend. Triton is imported when the first instance is created."""
 
     captures: ClassVar[bool] = True
     splits: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class TritonBackend(AttentionBackend):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         if query.shape[0] != self._tokens:
-            raise AlignedServeError(f"attention has {query.shape[0]} tokens, and begin() had {self._tokens}")
+            raise AlignedServeError(f"attention got {query.shape[0]} tokens, but begin() had {self._tokens}")
         query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         with torch.cuda.device_of(self.cache):
@@ -72,6 +72,6 @@ class TritonBackend(AttentionBackend):
 
 
 class TritonNoSplitBackend(TritonBackend):
-    """The same, one program a request and KV head when it decodes: the longest request decides how long that takes."""
+    """The same with one decode program for each request and KV head: the longest request determines the time."""
 
     splits: ClassVar[bool] = False

@@ -1,18 +1,18 @@
 # mypy: ignore-errors
-"""Triton kernels of paged decode attention; `triton_decode` calls them and says what they compute.
+"""Triton kernels of paged decode attention, called and specified by `triton_decode`.
 
-Work is counted in tiles of `tile` tokens. A row is one request's KV head; rows lie end to end, a request's heads after
-one another, and each has at least one tile. A plan has an entry for each program, and one behind the last, of four
+Work is counted in tiles of `tile` tokens. A row is one request's KV head. Rows lie end to end, a request's heads one
+after another, and each has at least one tile. A plan has an entry for each program, and one after the last, of four
 int32: the first tile of its share, and the request, the KV head and the tile of that row where the share begins.
 
-Scores are kept in base 2 (`exp2` is what the chip has). `from __future__ import annotations` is left out: Triton's
-interpreter reads the annotations themselves.
+Scores are kept in base 2 (the chip has `exp2`). `from __future__ import annotations` is left out: Triton's interpreter
+reads the annotations themselves.
 """
 
 import triton
 import triton.language as tl
 
-# Stands for the largest of no scores: finite, so that differences are no NaN.
+# The maximum of no scores: finite, so that differences are not NaN.
 _FLOOR = tl.constexpr(-1e30)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -28,7 +28,7 @@ def _first_tile(length, window, tile: tl.constexpr):
 
 @triton.jit
 def _tiles(length, window, tile: tl.constexpr):
-    """How many tiles each of a request's rows has: a row of padding one, so that its output is written too."""
+    """Number of tiles of each of a request's rows; a row of padding has one, so that its output is written too."""
     return tl.maximum((length + tile - 1) // tile - _first_tile(length, window, tile), 1)
 
 
@@ -70,9 +70,9 @@ def _place(
     lengths, table, rows, request, at, lanes, table_stride, width, window,
     block_size: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Of tile `at` of one of `request`'s rows: the length, the tokens' positions and blocks, and the packed token.
+    """For tile `at` of one of `request`'s rows: the length, the tokens' positions and blocks, and the packed token.
 
-    Tokens beyond the length have a block too, which may be anything: nothing is read there.
+    Tokens beyond the length have a block too, with any id: nothing is read there.
     """
     length = tl.load(lengths + request)
     tokens = (_first_tile(length, window, tile) + at) * tile + lanes
@@ -87,7 +87,7 @@ def _attend_tile(
     acc, top, total, query, keys, seen, live, dims, scaling, softcap,
     head_dim: tl.constexpr, block_size: tl.constexpr, has_softcap: tl.constexpr, widen: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: `query` and `keys` point at rows; values lie `block_size` rows behind keys."""
+    """One step of the online softmax: `query` and `keys` point at rows; values lie `block_size` rows after keys."""
     inside = (dims < head_dim)[None, :]
     mask = seen[:, None] & inside
     q = tl.load(query[:, None] + dims[None, :], mask=live[:, None] & inside, other=0.0)
@@ -103,7 +103,7 @@ def _attend_tile(
     highest = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None]).to(narrow)
     shrink = tl.exp2(top - highest)
-    total = total * shrink + tl.sum(weights.to(tl.float32), 1)  # as rounded: what the values are weighted by
+    total = total * shrink + tl.sum(weights.to(tl.float32), 1)  # rounded, as the weights of the values are
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, highest, total
 
@@ -113,7 +113,7 @@ def _finish(
     acc, top, total, heads, live, sinks, out, lse, token, dims,
     head_dim: tl.constexpr, all_heads: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of a row whose softmax is complete but for its sink."""
+    """Write the output of a row whose softmax is complete except for its sink."""
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=live, other=0.0).to(tl.float32) * _LOG2E
         highest = tl.maximum(top, sink)
@@ -130,7 +130,7 @@ def _finish(
 
 @triton.jit
 def _store_part(acc, top, total, places, live, part_out, part_lse, dims, head_dim: tl.constexpr):
-    """Store one part of a row, complete in itself, with its log-sum-exp in base 2."""
+    """Store one part of a row, normalised on its own, with its log-sum-exp in base 2."""
     tl.store(part_lse + places, top + tl.log2(total), live)
     mask = live[:, None] & (dims < head_dim)[None, :]
     tl.store(part_out + places[:, None] * head_dim + dims[None, :], acc / total[:, None], mask)
@@ -149,7 +149,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One program's share of tiles, as one loop over all of its rows, so that loads run ahead from row to row.
 
-    The loop carries the next tile's place, blocks included, so that no load of keys waits for one of its addresses.
+    The loop carries the next tile's place, including its blocks, so that no load of keys waits for its addresses.
     """
     program = tl.program_id(0)
     if split:
@@ -201,7 +201,7 @@ def decode_kernel(
 
 @triton.jit
 def _program_of(tile, share, longer):
-    """The program whose share has `tile`: the first `longer` have `share + 1` tiles, the others `share`."""
+    """The program whose share contains `tile`: the first `longer` have `share + 1` tiles, the others `share`."""
     inside = tile // (share + 1)
     return tl.where(inside < longer, inside, longer + (tile - longer * (share + 1)) // tl.maximum(share, 1))
 
@@ -211,15 +211,15 @@ def combine_kernel(
     out, lse, lengths, rows, sinks, plan, part_out, part_lse, window, programs,
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, dim_pad: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of the row that begins in one program's share and goes on behind it, if there is one.
+    """Merge the parts of the row, if any, that begins in one program's share and continues after it.
 
-    The grid is `(programs, group)`. A row's part is a program's first (slot 0) unless the row begins behind the
-    beginning of that program's share.
+    The grid is `(programs, group)`. A row's part is a program's first (slot 0), unless the row begins after the start
+    of that program's share.
     """
     program = tl.program_id(0)
     entry = plan + program * 4
     begin, end = tl.load(entry), tl.load(entry + 4)
-    at = tl.load(entry + 7)  # tiles of the row that the next share begins in which lie before it
+    at = tl.load(entry + 7)  # tiles, before the next share, of the row in which it begins
     if (at > 0) & (at <= end - begin):
         request, head = tl.load(entry + 5), tl.load(entry + 6)
         all_tiles = tl.load(plan + programs * 4)

@@ -1,7 +1,7 @@
 """Attention of prefill chunks over the paged store, in Triton: all chunks of a pass in one launch.
 
-A chunk's rows are cut into tiles, and a tile whose keys are many beside what one program would get of the whole launch
-(a short chunk on a long prefix) is cut again into pieces of keys, which a second launch puts together.
+A chunk's rows are divided into tiles. A tile with many more keys than one program's share of the whole launch (a short
+chunk on a long prefix) is divided again into pieces of keys, which a second launch merges.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from alignedserve.engine.batch import Span
 from alignedserve.errors import AlignedServeError
 
 LOG2_E = 1.4426950408889634
-SMALL_ROWS = 64  # a pass whose longest chunk has no more rows uses tiles of this height
+SMALL_ROWS = 64  # a pass whose longest chunk has at most this many rows uses tiles of this height
 SMALLEST = 16  # rows and keys of a matrix product
-SHARED_BYTES = 227 << 10  # that a program may take, of compute capability 9.0
-FEWEST_KEYS = 512  # of a piece: shorter ones cost more to put together than they save
+SHARED_BYTES = 227 << 10  # that a program may use, for compute capability 9.0
+FEWEST_KEYS = 512  # of a piece: merging shorter ones costs more than they save
 HEAD_DIMS = (16, 256)
 BLOCK_SIZES = (16, 256)
 DTYPES = ("float16", "bfloat16", "float32")
@@ -34,7 +34,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program is cut: rows and keys of a step, warps, and steps whose keys are being loaded."""
+    """Shape of a program: rows and keys of a step, warps, and pipelined loads (stages)."""
 
     rows: int
     keys: int
@@ -43,9 +43,10 @@ class Tile:
 
 
 def choose_tile(head_dim: int, itemsize: int, most_rows: int, shared_bytes: int = SHARED_BYTES) -> Tile:
-    """For chunks of at most `most_rows` rows. Two bytes an element: tensor cores; four: IEEE products, for exactness.
+    """The tile for chunks of at most `most_rows` rows.
 
-    Shared memory holds the rows' queries, and the keys and values of `stages` steps.
+    Two-byte elements use tensor cores, four-byte ones IEEE products. Shared memory holds the rows' queries, and the
+    keys and values of `stages` steps.
     """
     tile = _large_tile(head_dim, itemsize, most_rows)
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
@@ -56,7 +57,7 @@ def choose_tile(head_dim: int, itemsize: int, most_rows: int, shared_bytes: int 
 
 
 def _large_tile(head_dim: int, itemsize: int, most_rows: int) -> Tile:
-    """For the shared memory of an H200."""
+    """The tile for the shared memory of an H200."""
     if itemsize == 4:
         return Tile(32, 32 if head_dim <= 128 else 16, 8, 1)
     wide = 128 if head_dim <= 128 else 64
@@ -67,7 +68,7 @@ def _large_tile(head_dim: int, itemsize: int, most_rows: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The launch's tiles, one line each (see `prefill_tiles`), and those that are put together (`merge_pieces`)."""
+    """The launch's tiles, one line each (see `prefill_tiles`), and the tiles to be merged (`merge_pieces`)."""
 
     tiles: list[tuple[int, ...]]
     merges: list[tuple[int, ...]]
@@ -75,10 +76,10 @@ class Work:
 
 
 def plan_work(spans: tuple[Span, ...], group: int, window: int | None, tile: Tile, programs: float) -> Work:
-    """Cut `spans` into tiles of `tile.rows` rows, and long tiles into pieces of keys.
+    """Divide `spans` into tiles of `tile.rows` rows, and long tiles into pieces of keys.
 
-    `programs` is how many programs a key head should be cut into at least: no piece has more keys than each would get.
-    Tiles are in the order of their spans, so that those of one span find its keys in the cache; long ones go first.
+    `programs`: the minimum number of programs for a key head; no piece has more keys than an equal share of them. Tiles
+    are in the order of their spans, so that those of one span find its keys in the cache; long spans come first.
     """
     at, whole = 0, []
     for span in spans:
@@ -124,8 +125,8 @@ class PrefillAttention:
         self._tile = tile
         self._programs, self._shared_bytes = _device(cache.device)
         self._programs = programs or self._programs
-        self._merged = False  # whether the second kernel was compiled; while serving would be late
-        self._upcast = bool(triton.knobs.runtime.interpret)  # its products of bfloat16 are wrong
+        self._merged = False  # whether the second kernel was compiled; compiling it while serving would be too late
+        self._upcast = bool(triton.knobs.runtime.interpret)  # the interpreter's products of bfloat16 are wrong
         self._spans: tuple[Span, ...] = ()
         self._tables = torch.empty(0, dtype=torch.int64)
         self._work: dict[tuple[int, int | None], tuple[Tile, Work, torch.Tensor, torch.Tensor]] = {}
@@ -156,15 +157,15 @@ class PrefillAttention:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """Write the rows of all chunks of `out` `[tokens, heads, head_dim]`, and leave its other rows.
+        """Write the rows of all chunks of `out` `[tokens, heads, head_dim]`; its other rows are unchanged.
 
-        `query` has the shape of `out`; the elements of a head lie side by side in both. `lse` `[tokens, heads]`, fp32,
-        contiguous, gets the natural logarithm of each softmax's denominator, the sink in it.
+        `query` has the shape of `out`; the elements of a head are contiguous in both. `lse` `[tokens, heads]`, fp32,
+        contiguous, gets the natural logarithm of each softmax's denominator, including the sink.
         """
         if not self._spans:
             return
         if query.stride(2) != 1 or out.stride(2) != 1:
-            raise AlignedServeError("prefill attention wants the elements of a head side by side")
+            raise AlignedServeError("prefill attention needs contiguous elements in each head")
         heads, window = query.shape[1], options.sliding_window
         tile, work, tiles, merges = self._plan(heads // self._kv_heads, window)
         slots = work.pieces * self._kv_heads * tile.rows
@@ -236,7 +237,7 @@ class PrefillAttention:
 
 
 def _device(device: torch.device) -> tuple[int, int]:
-    """Programs that run side by side at least, and the bytes of shared memory that each may take.
+    """The minimum number of programs that run at the same time, and the bytes of shared memory that each may use.
 
     On a CPU, where the interpreter runs them one by one, 1.
     """

@@ -13,7 +13,7 @@ import triton.language as tl
 
 TILE_COLUMNS = 8  # of a tile's line in the work table, in the order that `prefill_tiles` reads
 MERGE_COLUMNS = 5  # of a split tile's line, in the order that `merge_pieces` reads
-MERGE_ROWS = 16  # rows that one program of `merge_pieces` puts together
+MERGE_ROWS = 16  # rows that one program of `merge_pieces` merges
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _over_keys(
     capped: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    """Attend to the keys `begin .. end - 1`; with masked only to those that a row sees, and to none from `limit` on."""
+    """Attend to the keys `begin .. end - 1`. If masked, only to those that a row sees, and to none from `limit` on."""
     dims = tl.arange(0, padded)
     for first in range(begin, end, tile_keys):
         token = first + tl.arange(0, tile_keys)
@@ -68,7 +68,7 @@ def _over_keys(
             value = value.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if capped:
-            # tanh from exp, which overflows to the right limit
+            # tanh from exp, which overflows to the correct limit
             scores = softcap - 2.0 * softcap / (tl.exp(scores * scale) + 1.0)
             scores = scores * 1.4426950408889634
         else:
@@ -124,10 +124,10 @@ def prefill_tiles(
     capped: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    """Grid `[kv_heads, tiles]`. A tile with a piece's number writes its part to `pieces`, another writes to `out`.
+    """Grid `[kv_heads, tiles]`. A tile with a piece number writes its part to `pieces`, any other writes to `out`.
 
-    `scale` gives scores in base 2; with capped it is twice the scaling over the soft-cap. `layer_offset` is in
-    elements, from a block's first.
+    `scale` gives scores in base 2; if capped, it is twice the scaling over the soft-cap. `layer_offset` is in elements,
+    from the first element of a block.
     """
     line = work + tl.program_id(1) * columns
     kv_head = tl.program_id(0)
@@ -217,7 +217,7 @@ def merge_pieces(
     columns: tl.constexpr,
     merge_rows: tl.constexpr,
 ):
-    """Grid `[kv_heads, split tiles, tile_rows // merge_rows]`: pieces, weighed by their log-sum-exp, to `out`."""
+    """Grid `[kv_heads, split tiles, tile_rows // merge_rows]`: pieces, weighted by their log-sum-exp, to `out`."""
     line = merges + tl.program_id(1) * columns
     kv_head = tl.program_id(0)
     span_begin = tl.load(line)

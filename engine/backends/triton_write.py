@@ -21,7 +21,7 @@ class PagedWrite:
         self._table: DecodeTable | None = None
 
     def begin(self, slot_block: torch.Tensor, slot_offset: torch.Tensor) -> None:
-        """The block of each new token, and its place there, int64 `[tokens]` each."""
+        """Set the block of each new token, and its place there, int64 `[tokens]` each."""
         self._slots, self._table = (slot_block, slot_offset), None
 
     def begin_table(self, table: DecodeTable) -> None:
@@ -29,7 +29,7 @@ class PagedWrite:
         self._slots, self._table = (None, None), table
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """`key` and `value` are `[tokens, kv_heads, head_dim]`; the elements of a head lie side by side."""
+        """`key` and `value` are `[tokens, kv_heads, head_dim]`; the elements of a head are contiguous."""
         table = self._table
         if table is None and self._slots[0] is None:
             raise AlignedServeError("keys and values were written before begin()")

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The Triton kernel that stores new keys and values in blocks; `triton_backend` calls it.
+"""The Triton kernel that stores new keys and values in blocks; `triton_write` calls it.
 
 `from __future__ import annotations` is left out: Triton's interpreter reads the annotations themselves.
 """
@@ -20,7 +20,7 @@ def write_kernel(
 ):  # fmt: skip
     """Token `program_id(0)`, `heads_at_once` of its KV heads.
 
-    Its slot is given, or the last one of its length (`lengths` and `table`), which a row of length 0 does not have.
+    Its slot is given, or is the last one of its length (`lengths` and `table`); a row of length 0 has none.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * heads_at_once + tl.arange(0, heads_at_once)

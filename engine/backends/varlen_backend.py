@@ -1,7 +1,7 @@
-"""Paged attention by torch's own `varlen_attn`, where it takes a block table.
+"""Paged attention by torch's own `varlen_attn`, if it takes a block table.
 
-torch 2.10 and 2.11 have the function without one. From 2.12 on it takes one, which the flash-attention 2 that torch
-is built with refuses: flash-attention 3 or 4 must be installed, and activated (`activate_flash_attention_impl`).
+In torch 2.10 and 2.11 the function takes none. From 2.12 on it takes one, but the flash-attention 2 built into torch
+refuses it: flash-attention 3 or 4 must be installed, and activated (`activate_flash_attention_impl`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VarlenBackend(FlashBackend):
             keys,
             values,
             starts,
-            None,  # a block table and cumulative lengths of keys exclude each other
+            None,  # a block table and cumulative lengths of keys are mutually exclusive
             most_query,
             most_kv,
             scale=options.scaling,
@@ -81,14 +81,14 @@ class VarlenBackend(FlashBackend):
 
 
 def varlen_function() -> Callable[..., Any]:
-    """torch's `varlen_attn`. Raises ImportError where this torch has none."""
+    """torch's `varlen_attn`. Raises ImportError if this torch has none."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
 
 
 def missing_function() -> str | None:
-    """What this torch lacks; None: nothing."""
+    """Why this torch cannot be used; None: it can."""
     try:
         found = inspect.signature(varlen_function()).parameters
     except ImportError:
@@ -97,14 +97,14 @@ def missing_function() -> str | None:
     if lacking:
         return f"varlen_attn of torch {torch.__version__} does not take {', '.join(lacking)}"
     if active_implementation() is None:
-        return "varlen_attn takes a block table only where flash-attention 3 or 4 is activated in torch"
+        return "varlen_attn takes a block table only if flash-attention 3 or 4 is activated in torch"
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which writes the keys and values, is not installed"
     return None
 
 
 def active_implementation() -> str | None:
-    """The flash attention that was activated in torch in place of its own."""
+    """The flash-attention implementation that was activated in torch in place of its own."""
     from torch.nn import attention
 
     current = getattr(attention, "current_flash_attention_impl", None)

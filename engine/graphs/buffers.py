@@ -1,8 +1,8 @@
-"""The memory that captured passes read and write, and how a batch gets into it: one copy an iteration.
+"""The memory that captured passes read and write, and how a batch is sent to it: one copy an iteration.
 
 On the device there is one int32 tensor of inputs: columns of `capacity` rows (tokens, lengths, how each row draws), and
-behind them what changed in the block table since the last iteration, as places and values. A row's blocks are sent
-whole when the row goes to another request, and as the few new ones while it stays.
+after them the changes of the block table since the last iteration, as places and values. All of a row's blocks are sent
+when the row goes to another request, and only the few new ones while it stays.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from alignedserve.errors import AccountingError
 
 
 class Column(IntEnum):
-    """Rows of the inputs' first part; TOP_P has two, as it is fp64."""
+    """Rows of the inputs' first part; TOP_P takes two, as it is fp64."""
 
     TOKEN = 0
-    PREVIOUS = 1  # the row of the iteration before whose token this is; negative: TOKEN
+    PREVIOUS = 1  # the row of the previous iteration whose token this is; negative: TOKEN
     LENGTH = 2
     FIRST_KEY = 3
     SECOND_KEY = 4
@@ -43,15 +43,15 @@ COLUMNS = 10
 
 @dataclass(slots=True)
 class Staging:
-    """Page-locked memory of one iteration of two in turn."""
+    """Page-locked memory of one iteration; two alternate."""
 
-    inputs: torch.Tensor  # int32, as the device's
+    inputs: torch.Tensor  # int32, like the device's
     reported: torch.Tensor  # int64 [capacity]
-    sent: Mark | None = None  # the device has read `inputs`
+    sent: Mark | None = None  # set when the device has read `inputs`
 
 
 class StepBuffers:
-    """Of one store and model, for at most `capacity` rows of at most `width` blocks."""
+    """Buffers of one store and model, for at most `capacity` rows of at most `width` blocks."""
 
     def __init__(
         self, device: GraphDevice, where: torch.device, capacity: int, width: int, vocab_size: int, blocks: int
@@ -69,8 +69,9 @@ class StepBuffers:
             Staging(device.host_buffer(size, torch.int32), device.host_buffer(capacity, torch.int64)) for _ in range(2)
         )
         self._columns = np.zeros((COLUMNS, capacity), dtype=np.int32)
-        self._owners: list[SampleRow] = []  # of each row, in the iteration before
-        self._held: list[tuple[Sequence[int], int]] = []  # each row's book of blocks, and how many the device has of it
+        self._owners: list[SampleRow] = []  # of each row, in the previous iteration
+        # Each row's list of blocks, and how many of them the device has
+        self._held: list[tuple[Sequence[int], int]] = []
         self._top_p = self._columns[Column.TOP_P : Column.TOP_P + 2].reshape(-1).view(np.float64)
         self._device = device
 
@@ -80,10 +81,10 @@ class StepBuffers:
         held = (self._inputs, self._table, self.logits, self.chosen, self.reported)
         return sum(tensor.nbytes for tensor in held)
 
-    # ---- what graphs read
+    # ---- inputs of the graphs
 
     def column(self, column: Column, rows: int) -> torch.Tensor:
-        """int32 `[rows]`, or fp32 where the column holds that."""
+        """int32 `[rows]`, or fp32 for the columns that hold it."""
         begin = column * self.capacity
         found = self._inputs[begin : begin + rows]
         return found.view(torch.float32) if column in (Column.TEMPERATURE, Column.MIN_P) else found
@@ -102,10 +103,10 @@ class StepBuffers:
             second_key=self.column(Column.SECOND_KEY, rows),
         )
 
-    # ---- what an iteration writes
+    # ---- inputs of an iteration
 
     def forget(self) -> None:
-        """The next iteration sends everything: what the device has is not what was last written down."""
+        """Make the next iteration send everything: the device's content is not what was last recorded."""
         self._owners, self._held = [], []
 
     def fill_for_capture(self) -> None:
@@ -117,9 +118,9 @@ class StepBuffers:
         self.column(Column.PREVIOUS, self.capacity).fill_(-1)
 
     def send(self, items: Sequence[DecodeItem], block_size: int, staging: Staging) -> None:
-        """Fill the device's inputs with `items`, a row each; rows behind them become padding.
+        """Fill the device's inputs with `items`, a row each; the rows after them become padding.
 
-        Raises AccountingError where an item's blocks do not cover its tokens, or do not exist.
+        Raises AccountingError if an item's blocks do not cover its tokens, or do not exist.
         """
         places, values = self._update(items, block_size)
         if staging.sent is not None:
@@ -136,7 +137,7 @@ class StepBuffers:
             self._table.view(-1).index_copy_(0, where, self._inputs[head + count : head + 2 * count])
 
     def _update(self, items: Sequence[DecodeItem], block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Write the columns; returns places in the flat block table and their new block ids, int32 `[changes]` both."""
+        """Write the columns; returns places in the flat block table and their new block ids, both int32 `[changes]`."""
         count = len(items)
         columns = self._columns
         columns[: Column.TOP_P, count:] = 0
@@ -161,17 +162,17 @@ class StepBuffers:
                 columns[Column.FIRST_KEY : Column.SECOND_KEY + 1, row] = row_keys(item.row.sampling.seed, item.position)
         changed = np.array(values, dtype=np.int64)
         if len(changed) and (changed.min() < 0 or changed.max() >= self._blocks):
-            raise AccountingError(f"a block id lies outside this store of {self._blocks} blocks")
+            raise AccountingError(f"a block id is outside this store of {self._blocks} blocks")
         return np.array(places, dtype=np.int32), changed.astype(np.int32)
 
     def _begin_row(self, row: int, item: DecodeItem, needed: int) -> int:
-        """How many of the item's blocks the device has already in this row, which is the item's from now on."""
+        """Assign the row to the item. Returns how many of the item's blocks the device already has in this row."""
         if row == len(self._owners):
             self._owners.append(item.row)
             self._held.append(((), 0))
-        book, count = self._held[row]
+        block_ids, count = self._held[row]
         # The same list has only grown. After an eviction the request has another, maybe with the same first and last.
-        stays = self._owners[row] is item.row and book is item.block_ids and 0 < count <= needed
+        stays = self._owners[row] is item.row and block_ids is item.block_ids and 0 < count <= needed
         self._held[row] = item.block_ids, needed
         if stays:
             return count
@@ -180,7 +181,7 @@ class StepBuffers:
         return 0
 
     def _describe(self, row: int, owner: SampleRow) -> None:
-        """How the row draws, whatever the position."""
+        """Write how the row draws, independent of the position."""
         sampling, columns = owner.sampling, self._columns
         columns[Column.TOP_K, row] = min(sampling.top_k, (1 << 31) - 1)
         floats = columns[Column.TEMPERATURE : Column.MIN_P + 1].view(np.float32)

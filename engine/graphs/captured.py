@@ -16,7 +16,7 @@ Progress = Callable[[int, int], None]
 
 
 class CapturedPasses:
-    """Forward passes are one graph a size; choosing, two small ones: a batch of greedy rows draws nothing."""
+    """Forward passes are one graph for each size. Choosing is one of two small graphs: greedy batches draw nothing."""
 
     def __init__(self, runner: ModelRunner, buffers: StepBuffers, device: GraphDevice, sizes: Sequence[int]) -> None:
         """`sizes`: ascending."""
@@ -27,10 +27,10 @@ class CapturedPasses:
         self._choose: dict[tuple[int, bool], Replay] = {}
 
     def capture(self, progress: Progress) -> None:
-        """All sizes, the largest first: the others' intermediate tensors then fit into its memory.
+        """Capture all sizes, the largest first: the others' intermediate tensors then fit into its memory.
 
-        `progress(done, all)` is called after each size. Overwrites block 0. Raises whatever keeps the model from being
-        captured; what had been captured by then is given up.
+        `progress(done, all)` is called after each size. Overwrites block 0. Raises the error that prevents a capture;
+        graphs captured before it are discarded.
         """
         device = self._device
         device.prepare()
@@ -53,7 +53,7 @@ class CapturedPasses:
         self.memory_bytes = max(0, device.memory_bytes() - before)
 
     def replay(self, rows: int, drawn: bool) -> int:
-        """Compute what the buffers hold, of so many rows; returns how many rows were computed."""
+        """Compute the buffers' contents of `rows` rows; returns how many rows were computed, including padding."""
         size = size_for(self.sizes, rows)
         assert size is not None, "a batch of more rows than were captured"
         self._forward[size]()
@@ -71,7 +71,7 @@ class CapturedPasses:
         buffers.logits[:size].copy_(logits)
 
     def _run_choose(self, size: int, drawn: bool) -> None:
-        """Tokens, and -1 for the host where a row's logits are not finite (a NaN is its row's maximum)."""
+        """Choose tokens, and report -1 to the host for rows with logits that are not finite (a NaN is the maximum)."""
         buffers = self._buffers
         logits, chosen = buffers.logits[:size], buffers.chosen[:size]
         top, best = logits.max(dim=-1)

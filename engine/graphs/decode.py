@@ -27,17 +27,16 @@ Results = list[SampledToken | Exception]
 @dataclass(slots=True)
 class GraphCounts:
     replays: int = 0
-    padded_rows: int = 0  # computed beside those of the batches
+    padded_rows: int = 0  # computed in addition to those of the batches
     eager: int = 0  # iterations computed without a graph
     sampled_outside: int = 0  # rows whose tokens the Sampler chose from a graph's logits
 
 
 class GraphDecode(DecodeEngine):
-    """Replays what `warm_up` captured. Batches of more rows than that, and models that cannot be captured, go to
-    `eager`, which computes the same tokens.
+    """Replays what `warm_up` captured. Larger batches, and models that cannot be captured, go to `eager`.
 
-    Tokens that need no more than a row's own settings are chosen on the device; for the others the Sampler looks at
-    the graph's logits once the device is done with them.
+    `eager` computes the same tokens. Tokens that need no more than a row's own settings are chosen on the device; for
+    the others the Sampler reads the graph's logits once the device is done with them.
     """
 
     def __init__(
@@ -49,9 +48,9 @@ class GraphDecode(DecodeEngine):
         progress: Progress,
         tune: Callable[[], None] | None = None,
     ) -> None:
-        """`sizes`: ascending; `progress(done, all)` is told of each. `tune` is called before anything is captured.
+        """`sizes`: ascending; `progress(done, all)` is called for each. `tune` is called before anything is captured.
 
-        A request has room for as many tokens as the model has positions and the store blocks.
+        A request has room for as many tokens as the model has positions and the store has blocks.
         """
         info, blocks = runner.loaded.info, runner.cache.shape[0]
         width = min(blocks, -(-info.max_positions // runner.block_size))
@@ -74,7 +73,7 @@ class GraphDecode(DecodeEngine):
 
     @property
     def graph_memory_bytes(self) -> int:
-        """What graphs and their buffers take on the device; of the graphs, as measured while they were captured."""
+        """Device memory of graphs and their buffers; that of the graphs as measured while they were captured."""
         return self._buffers.nbytes + self._passes.memory_bytes
 
     @property
@@ -110,9 +109,9 @@ class GraphDecode(DecodeEngine):
             try:
                 self._passes.capture(self._progress)
                 self._captured = True
-            except Exception as error:  # foreign model code: whatever it does that cannot be captured
+            except Exception as error:  # foreign model code: anything in it may prevent a capture
                 logger.warning(
-                    "%s decodes without CUDA graphs, more slowly: a pass of %d rows could not be captured (%s: %s)",
+                    "%s decodes without CUDA graphs, which is slower: a pass of %d rows could not be captured (%s: %s)",
                     self._runner.loaded.info.name,
                     self._passes.sizes[-1],
                     type(error).__name__,
@@ -120,9 +119,9 @@ class GraphDecode(DecodeEngine):
                 )
 
     def replay_seconds(self, rows: int, drawn: bool, count: int) -> float:
-        """What the device takes for the last iteration, which had so many rows, again: one of `count` in a row.
+        """Device time of one replay of the last iteration, which had `rows` rows, averaged over `count` replays.
 
-        Their tokens are for nobody. Needs graphs that are captured, and a last iteration whose tokens were taken.
+        Their tokens are discarded. Needs captured graphs, and a last iteration whose tokens were taken.
         """
 
         def again() -> None:
@@ -145,7 +144,7 @@ class GraphDecode(DecodeEngine):
     def _launch(self, items: Sequence[DecodeItem]) -> _Step:
         last, fits = self._last, len(items) <= self._passes.sizes[-1]
         if last is not None and last.outside:
-            last.settle()  # the Sampler needs the logits, which are about to be overwritten
+            last.settle()  # the Sampler needs the logits before they are overwritten
         if all(item.token_id is not None for item in items) or (fits and isinstance(last, _GraphStep) and last.chains):
             return self._compute(items, fits)
         known, lost = _resolved(items, last)
@@ -178,13 +177,13 @@ class GraphDecode(DecodeEngine):
         return step
 
     def _choose(self, indices: Sequence[int], items: Sequence[DecodeItem]) -> Results:
-        """The Sampler's tokens for these rows of the replay that was last."""
+        """The Sampler's tokens for these rows of the last replay."""
         with torch.inference_mode(), self._device.scope():
             where = torch.tensor(indices, dtype=torch.int64).to(self._buffers.logits.device, non_blocking=True)
             logits = self._buffers.logits.index_select(0, where)
             try:
                 return list(self._sampler.sample(logits, [item.row for item in items], [i.position for i in items]))
-            except Exception:  # find out whose fault it is: one that cannot be chosen for fails alone
+            except Exception:  # choose one by one: only the items at fault fail
                 return [self._choose_alone(logits[index : index + 1], item) for index, item in enumerate(items)]
 
     def _choose_alone(self, logits: torch.Tensor, item: DecodeItem) -> SampledToken | Exception:
@@ -199,9 +198,9 @@ def _chosen_outside(row: SampleRow) -> bool:
 
 
 def _resolved(items: Sequence[DecodeItem], last: _Step | None) -> tuple[list[DecodeItem], dict[int, Exception]]:
-    """`items` with the tokens that the host knows by now, and why those that are left out, by index, have none."""
+    """`items` with the tokens that the host knows by now; and, by index, the errors of items without a token."""
     if last is None:
-        raise AccountingError("an item's token is that of a step before this one, and there was none")
+        raise AccountingError("an item's token is that of the previous step, but there was none")
     results = last.settle()
     known: list[DecodeItem] = []
     lost: dict[int, Exception] = {}
@@ -215,9 +214,9 @@ def _resolved(items: Sequence[DecodeItem], last: _Step | None) -> tuple[list[Dec
 
 
 class _Step(DecodeStep):
-    """Asked for its tokens by the engine too, where the next iteration needs them on the host.
+    """A step whose tokens the engine may request too, if the next iteration needs them on the host.
 
-    `outside`: rows of a graph's for which the Sampler has still to look at the logits.
+    `outside`: rows of a graph whose logits the Sampler still has to read.
     """
 
     outside: Sequence[int] = ()
@@ -230,7 +229,7 @@ class _Step(DecodeStep):
         return self.settle()
 
     def settle(self) -> Results:
-        """The tokens, found once. Raises as `tokens`."""
+        """The tokens, computed once. Raises as `tokens`."""
         if self._results is None and self._fault is None:
             try:
                 self._results = self._find()
@@ -264,7 +263,7 @@ class _GraphStep(_Step):
         return not self.outside
 
     def finish(self) -> None:
-        """Have what it needs of memory that is about to be used again; what it failed by is told by `tokens`."""
+        """Read what is needed from memory that is about to be reused; `tokens` raises the error, if any."""
         with contextlib.suppress(Exception):
             self.settle()
 
@@ -293,7 +292,7 @@ class _EagerStep(_Step):
 
 
 class _PartStep(_Step):
-    """Some of its items, by index in `lost`, were not computed."""
+    """A step of which some items, by index in `lost`, were not computed."""
 
     def __init__(self, step: _Step | None, lost: dict[int, Exception], count: int) -> None:
         super().__init__()

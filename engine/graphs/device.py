@@ -1,6 +1,6 @@
-"""Where decode passes are captured and replayed: a contract, and CUDA's side of it.
+"""Capture and replay of decode passes: the contract, and its CUDA implementation.
 
-The twins that run the same engine on a CPU are tests' (`support.graph_twins`).
+CPU substitutes for tests are in `support.graph_twins`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 WARM_UPS = 2
 MEASURED_CALLS = 20
 
@@ -25,7 +25,7 @@ class Mark(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Until the device has come so far; for nothing that was asked for later. Raises what its work failed by."""
+        """Wait until the device has reached this point, but for no later work. Raises the error of failed work."""
 
 
 class GraphDevice(ABC):
@@ -33,38 +33,38 @@ class GraphDevice(ABC):
 
     @abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """In which the device is this thread's current one."""
+        """A context in which the device is this thread's current one."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Before the first capture: give back what memory is held for nothing."""
+        """Before the first capture: release unused memory."""
 
     @abstractmethod
     def capture(self, run: Callable[[], None]) -> Replay:
-        """What repeats the device's work of `run`, on what its buffers hold by then, with nothing of Python's.
+        """Capture the device's work of `run`. The result repeats it on the buffers' current contents, without Python.
 
-        `run` is called a few times first: what is compiled or allocated once is no part of it.
+        `run` is called a few times first, so that one-time compilation and allocation are not captured.
         """
 
     @abstractmethod
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros `[size]` in host memory that the device copies from and to while the host does other things."""
+        """Zeros `[size]` in host memory for asynchronous copies from and to the device."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """After all work of the current stream so far."""
+        """A mark after all work of the current stream so far."""
 
     @abstractmethod
     def seconds(self, replay: Replay, count: int) -> float:
-        """What the device takes for one of `count` replays, one after another."""
+        """Device time of one of `count` consecutive replays."""
 
     @abstractmethod
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """What the device takes for `run` as a part of a graph."""
+        """Device time of `run` as a part of a graph."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Of the device, in use by whomever."""
+        """Memory of the device in use by all processes."""
 
 
 class _EventMark(Mark):
@@ -77,10 +77,10 @@ class _EventMark(Mark):
 
 
 class CudaGraphs(GraphDevice):
-    """CUDA graphs of one device, captured on a stream of their own, all in one memory pool.
+    """CUDA graphs of one device, captured on their own stream, all in one memory pool.
 
-    Graphs that share a pool write over each other's intermediate tensors: what is to outlive a replay is copied to a
-    buffer from outside of it.
+    Graphs that share a pool overwrite each other's intermediate tensors: data that must outlive a replay is copied to a
+    buffer outside of the pool.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,23 +118,23 @@ class CudaGraphs(GraphDevice):
         return replay
 
     def _give_up(self, graph: Any, pool: Any) -> None:
-        """End a capture that has failed, and what torch 2.11 leaves of it (pytorch/pytorch#180395, mended in 2.12).
+        """End a failed capture, and clean up after torch 2.11 (pytorch/pytorch#180395, fixed in 2.12).
 
-        Its allocator believes that the capture goes on, so that `empty_cache` fails, and the device's generator that it
-        is part of it, so that nothing can be drawn any more.
+        There, the allocator still assumes a running capture, so that `empty_cache` fails. The device's generator also
+        assumes it is part of it, so that nothing can be drawn any more.
         """
-        with contextlib.suppress(RuntimeError):  # it says again what has failed
+        with contextlib.suppress(RuntimeError):  # raises the same error again
             graph.capture_end()
         index = torch.cuda.current_device()
         library: Any = torch._C
-        with contextlib.suppress(RuntimeError):  # the capture's end has done it
+        with contextlib.suppress(RuntimeError):  # the end of the capture has already done it
             library._cuda_endAllocateToPool(index, pool)
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(torch.Generator(self._device).manual_seed(generator.initial_seed()))
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """On the capturing stream, in order with the current one."""
+        """Run on the capturing stream, in order with the current one."""
         current = _cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with _cuda.stream(self._stream):
@@ -163,7 +163,7 @@ class CudaGraphs(GraphDevice):
             for _ in range(MEASURED_CALLS):
                 run()
 
-        # A pool of its own: one whose last graph is gone is not to be captured into again.
+        # A separate pool: a pool whose last graph is gone must not be captured into again.
         return self.seconds(self._captured(several, _cuda.graph_pool_handle()), count=5) / MEASURED_CALLS
 
     def memory_bytes(self) -> int:

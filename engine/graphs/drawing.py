@@ -1,10 +1,10 @@
 """`Sampler`'s draw (temperature, top_k, top_p, min_p) in one kernel of fixed shapes, for a graph.
 
-A thread block has a row to itself, so that the loops may be as long as the row's own settings ask: whether top_p keeps
-one token or all of them, nothing is left to be drawn outside of the graph (`drawing_kernel`).
+Each row has a thread block, so that loops may be as long as the row's settings require. Whether top_p keeps one token
+or all of them, no draw is left for outside of the graph (`drawing_kernel`).
 
-Noise, ties and the order of the filters are `engine.sampling`'s. Exponentials and logarithms are the GPU's own, so
-that a token can differ from the Sampler's where two scores, or a sum and the limit of top_p, lie within their rounding.
+Noise, ties and the order of the filters are those of `engine.sampling`. Exponentials and logarithms are the GPU's own,
+so a token can differ from the Sampler's if two scores, or a sum and the limit of top_p, are within their rounding.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton
 
 from alignedserve.engine.graphs.drawing_kernel import draw_kernel
 
-_BLOCK = 4096  # of the vocabulary at a time
+_BLOCK = 4096  # tokens of the vocabulary at a time
 
 
 @dataclass(frozen=True, slots=True)
 class DrawColumns:
-    """How each row draws, `[rows]` each, on the device. Rows of temperature 0 are not drawn for."""
+    """How each row draws, `[rows]` each, on the device. No token is drawn for rows of temperature 0."""
 
     temperature: torch.Tensor  # fp32
     min_p: torch.Tensor  # fp32: its logarithm; -inf for none
@@ -65,8 +65,8 @@ def _draw(
 def draw(logits: torch.Tensor, top: torch.Tensor, columns: DrawColumns, chosen: torch.Tensor) -> None:
     """Overwrite `chosen` (int64 `[rows]`) for each row that draws; reads nothing on the host.
 
-    `logits`: fp32 `[rows, vocab_size]`, with rows contiguous; `top`: fp32 `[rows]`, the largest of each. A row with NaN
-    or infinite logits gets a token that means nothing.
+    `logits`: fp32 `[rows, vocab_size]`, with contiguous rows. `top`: fp32 `[rows]`, the largest of each. A row with NaN
+    or infinite logits gets a meaningless token.
     """
     _draw(
         logits,

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The kernel of `drawing`, which says what it computes.
+"""The kernel of `drawing`, which specifies it.
 
-The lowest value that top_k or top_p keep is found without a sort, by search over the bits of a float: the distance of
-a logit from its row's largest is never negative, and the bits of such floats, read as integers, are in the same order.
+The lowest value that top_k or top_p keeps is found without a sort, by search over the bits of a float. The distance of
+a logit from its row's largest is never negative, and the bits of such floats, read as integers, have the same order.
 """
 
 import triton
@@ -21,7 +21,7 @@ def _scaled(row, at, vocab_size, top, temperature):
 
 @triton.jit
 def _sums_below(row, vocab_size, top, temperature, first, second, third, count: tl.constexpr, block: tl.constexpr):
-    """How many tokens lie nearer than each of three distances, or (unless count) the sum of their weights."""
+    """The number of tokens nearer than each of three distances or, unless count, the sum of their weights."""
     one = tl.zeros([], tl.float64)
     two = tl.zeros([], tl.float64)
     three = tl.zeros([], tl.float64)
@@ -40,7 +40,7 @@ def _sums_below(row, vocab_size, top, temperature, first, second, third, count: 
 
 @triton.jit
 def _farthest(row, vocab_size, top, temperature, limit, highest, count: tl.constexpr, block: tl.constexpr):
-    """The largest distance of at most `highest` nearer than which there is less than `limit`."""
+    """The largest distance, at most `highest`, such that the count (or sum) nearer than it is less than `limit`."""
     low = tl.zeros([], tl.int32)
     high = highest + 1
     while high - low > 1:
@@ -58,7 +58,7 @@ def _farthest(row, vocab_size, top, temperature, limit, highest, count: tl.const
 
 @triton.jit
 def _noise(token, first_key, second_key):
-    """`noise.exponential_noise`, its logarithm taken in fp64: near 1 an fp32 one has no digits left."""
+    """`noise.exponential_noise`, with its logarithm in fp64: near 1 an fp32 one has no digits left."""
     value = token.to(tl.uint32) ^ first_key
     value ^= value >> 16
     value *= tl.full([], 0x7FEB352D, tl.uint32)
@@ -100,7 +100,7 @@ def draw_kernel(
         farthest = _farthest(row, vocab_size, top, temperature, top_k.to(tl.float64), farthest, True, block)
     if top_p < 1.0:
         nearer, total, _ = _sums_below(row, vocab_size, top, temperature, farthest, _INFINITE, _INFINITE, False, block)
-        if limited:  # of the tokens that tie with the last of top_k, as many as top_k asks for
+        if limited:  # of the tokens that tie with the last of top_k, as many as top_k needs
             fewer, _, _ = _sums_below(row, vocab_size, top, temperature, farthest, 0, 0, True, block)
             last = tl.exp(-(farthest.to(tl.float32, bitcast=True))).to(tl.float64)
             total = nearer + (top_k.to(tl.float64) - fewer) * last

@@ -1,4 +1,4 @@
-"""Decodes one batch of given lengths for a number of iterations, without a cluster, and says how long the GPU waits."""
+"""Decodes one batch of given lengths for a number of iterations, without a cluster, and measures idle GPU time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from alignedserve.engine.sampling.sampler import SampleRow
 from alignedserve.errors import AccountingError
 from alignedserve.request import SamplingParams
 
-_UNTIMED = 4  # iterations before those that are timed
+_UNTIMED = 4  # untimed iterations before the timed ones
 
 
 @dataclass(frozen=True, slots=True)
 class FixedRun:
-    """`iteration_s`: wall clock, launched ahead as the decode loop does. `replay_s`: the same graphs one after another,
-    with nothing of the host between them."""
+    """`iteration_s`: wall clock, launched ahead as the decode loop does.
+
+    `replay_s`: the same graphs one after another, without host work between them.
+    """
 
     iterations: int
     iteration_s: float
@@ -26,7 +28,7 @@ class FixedRun:
 
     @property
     def idle_share(self) -> float:
-        """Of an iteration's time, in which the device computes nothing of it; copies of inputs count as idle."""
+        """Share of an iteration's time in which the device computes nothing of it; copies of inputs count as idle."""
         return max(0.0, 1.0 - self.replay_s / self.iteration_s)
 
 
@@ -39,10 +41,10 @@ def run_fixed(
     block_size: int,
     num_blocks: int,
 ) -> FixedRun:
-    """Decode requests that have `lengths` tokens of KV each, which need not mean anything, in a store of `num_blocks`.
+    """Decode requests with `lengths` tokens of KV each, with arbitrary content, in a store of `num_blocks` blocks.
 
-    They grow by a token an iteration. Raises AccountingError where the store has no room for them; NumericsError where
-    the store holds NaN.
+    Each grows by a token an iteration. Raises AccountingError if the store has no room for them, NumericsError if the
+    store contains NaN.
     """
     steps = _UNTIMED + iterations
     blocks, used = [], 0
@@ -51,7 +53,7 @@ def run_fixed(
         blocks.append(range(used, used + needed))
         used += needed
     if used > num_blocks:
-        raise AccountingError(f"{used} blocks are needed, and the store has {num_blocks}")
+        raise AccountingError(f"{used} blocks are needed, but the store has {num_blocks}")
     rows = [SampleRow(sampling, [0], [0]) for _ in lengths]
     before: DecodeStep | None = None
     begun = 0.0
@@ -76,7 +78,7 @@ def run_fixed(
 
 
 def _require(step: DecodeStep) -> None:
-    """Every row has its token."""
+    """Raise the error of a row without a token."""
     for result in step.tokens():
         if isinstance(result, Exception):
             raise result

@@ -1,1 +1,1 @@
-"""Inspects, loads, optimises and proves a model."""
+"""Inspects, loads, optimises and verifies a model."""

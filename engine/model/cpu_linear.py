@@ -1,9 +1,9 @@
-"""Faster matrix products on a CPU: oneDNN with weights packed once, where that is measured to be faster.
+"""Faster matrix products on a CPU: oneDNN with weights packed once, if it is measured to be faster.
 
-torch multiplies fp32 matrices with MKL, which on AMD machines uses half the vector width; oneDNN, which torch carries
-too, does not. And a weight that is packed at load is not packed again at every call, which counts for the few rows
-of a decode iteration, in bf16 too. The operators are the ones that torch's own inductor emits for frozen models
-(`torch/_inductor/fx_passes/mkldnn_fusion.py`); where they are missing, refuse, differ or are slower, nothing changes.
+torch multiplies fp32 matrices with MKL, which uses half the vector width on AMD machines; oneDNN, also part of torch,
+does not. A weight that is packed at load is not packed again at every call, which matters for the few rows of a decode
+iteration, in bf16 too. The operators are those that torch's own inductor emits for frozen models
+(`torch/_inductor/fx_passes/mkldnn_fusion.py`). If they are missing, fail, differ or are slower, nothing changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PackedLinear(torch.nn.Module):
     """`x @ weight.T + bias` with a packed weight.
 
     `weight` is a placeholder on the meta device with the shape and dtype of the original: reading its values fails,
-    rather than giving other ones.
+    rather than returning wrong ones.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -44,7 +44,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` `[out, in]` in oneDNN's own layout. Raises RuntimeError where oneDNN cannot take its dtype."""
+    """`weight` `[out, in]` in oneDNN's own layout. Raises RuntimeError if oneDNN does not support its dtype."""
     with torch.inference_mode(False), torch.no_grad():
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
     return packed
@@ -58,7 +58,7 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -
 def pack_linears(model: torch.nn.Module) -> int:
     """Replace the linear layers of a CPU model whose packed form is faster here; returns how many.
 
-    A layer is measured once for each shape, so this costs a few milliseconds a shape.
+    Each shape is measured once, which takes a few milliseconds.
     """
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return 0
@@ -81,7 +81,10 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 def _linear_weight(module: torch.nn.Module) -> torch.Tensor | None:
-    """The weight `[out, in]` of a layer that can be replaced. A subclass may do more than multiply, so none is."""
+    """The weight `[out, in]` of a layer that can be replaced.
+
+    A subclass may do more than multiply, so none is replaced.
+    """
     if type(module) is torch.nn.Linear:
         return module.weight
     if type(module) is Conv1D:
@@ -99,7 +102,7 @@ def _is_faster(weight: torch.Tensor) -> bool:
             expected, found = functional.linear(x, weight), multiply(x, packed, None)
             tolerance = 0.02 * float(expected.abs().max()) if weight.dtype != torch.float32 else 1e-3
             if not torch.allclose(expected.float(), found.float(), rtol=1e-3, atol=tolerance):
-                log.warning("oneDNN differs for a weight of %s: not used", tuple(weight.shape))
+                log.warning("oneDNN gives different results for a weight of %s and is not used", tuple(weight.shape))
                 return False
             plain_s += _seconds(lambda x=x: functional.linear(x, weight))  # type: ignore[misc]
             packed_s += _seconds(lambda x=x: multiply(x, packed, None))  # type: ignore[misc]

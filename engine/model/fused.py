@@ -1,9 +1,9 @@
-"""Norms, rotary embeddings and gated activations of a loaded model, compiled by torch where that is faster.
+"""Norms, rotary embeddings and gated activations of a loaded model, compiled by torch if that is faster.
 
-Each is a handful of small kernels in transformers, and one when compiled. What they are given in a pass of the model is
-noted, the compiled one is held against the eager one on that, timed as it would be replayed from a graph, and kept only
-where it is faster. Intermediate values are rounded as the eager kernels round them. A model in fp32 is left alone: its
-greedy tokens are transformers' to the last one.
+Each is a few small kernels in transformers, and one kernel when compiled. The arguments of a pass of the model are
+recorded. The compiled function is compared with the eager one on them, timed as it would be replayed from a graph, and
+kept only if it is faster. Intermediate values are rounded as the eager kernels round them. A model in fp32 is not
+changed: its greedy tokens are exactly those of transformers.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Seconds = Callable[[Callable[[], object]], float]
 
 @dataclass(slots=True)
 class Part:
-    """A function that a pass calls many times, always on tensors of the same shapes but for the number of rows."""
+    """A function that a pass calls many times, always on tensors of the same shapes except for the number of rows."""
 
     name: str
     eager: Function
     install: Callable[[Function], None]
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the first one
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the first call
 
     def note(self, *args: Any, **kwargs: Any) -> Any:
-        """The eager function, which remembers what it was given."""
+        """The eager function, which records its arguments."""
         if self.call is None:
             self.call = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args), kwargs
         return self.eager(*args, **kwargs)
 
 
 def compile_for_decode(function: Function) -> Function:
-    """By inductor, for any number of rows; every intermediate value is rounded to its own dtype."""
-    inductor.compile_threads = 1  # no pool of processes for a few functions
+    """Compile with inductor, for any number of rows; every intermediate value is rounded to its own dtype."""
+    inductor.compile_threads = 1  # no process pool for a few functions
     compiled: Function = torch.compile(function, options={"emulate_precision_casts": True})
     return compiled
 
@@ -55,9 +55,9 @@ def compile_for_decode(function: Function) -> Function:
 def fuse(
     model: torch.nn.Module, run_pass: Callable[[], object], seconds: Seconds, compiler: Compile = compile_for_decode
 ) -> list[str]:
-    """Compile what is faster compiled; returns the names of what was replaced.
+    """Compile the parts that are faster compiled; returns their names.
 
-    `run_pass` computes a pass of the model of the rows that count; `seconds` says what a call takes on the device.
+    `run_pass` computes a pass of the model with a typical number of rows; `seconds` measures a call on the device.
     """
     if next(model.parameters()).dtype == torch.float32:
         return []
@@ -73,9 +73,9 @@ def fuse(
     for part in parts:
         try:
             replaced = part.call is not None and _replace(part, part.call, seconds, compiler)
-        except Exception as error:  # no compiler on this machine, a function that it cannot take: slower, not worse
+        except Exception as error:  # no compiler, or an unsupported function: slower, but correct
             reason = " ".join(str(error).split())[:200]
-            logger.warning("%s stays as it is: it does not compile (%s: %s)", part.name, type(error).__name__, reason)
+            logger.warning("%s is not compiled: compilation fails (%s: %s)", part.name, type(error).__name__, reason)
             part.install(part.eager)
             continue
         if replaced:
@@ -87,7 +87,7 @@ def _replace(part: Part, call: tuple[tuple[Any, ...], dict[str, Any]], seconds: 
     args, kwargs = call
     compiled = compiler(_own_code(part.eager))
     if not _alike(part.eager(*args, **kwargs), compiled(*args, **kwargs)):
-        logger.warning("%s stays as it is: compiled it gives other values", part.name)
+        logger.warning("%s is not compiled: the compiled code gives different values", part.name)
         return False
     eager_s, compiled_s = (seconds(lambda run=run: run(*args, **kwargs)) for run in (part.eager, compiled))  # type: ignore[misc]
     logger.info("%s takes %.2f us, compiled %.2f us", part.name, 1e6 * eager_s, 1e6 * compiled_s)
@@ -98,7 +98,7 @@ def _replace(part: Part, call: tuple[tuple[Any, ...], dict[str, Any]], seconds: 
 
 
 def _own_code(function: Function) -> Function:
-    """A copy with a code object of its own: torch keeps what it compiled by that, and parts differ in their shapes."""
+    """A copy with its own code object: torch caches compiled code by that, and parts differ in their shapes."""
     if not isinstance(function, types.FunctionType):
         return function
     copy = types.FunctionType(
@@ -113,7 +113,7 @@ def _own_code(function: Function) -> Function:
 
 
 def _alike(expected: Any, found: Any) -> bool:
-    """Within two units in the last place of each value, or of a hundredth of the largest where values are smaller."""
+    """Whether all values agree to two units in the last place (for small values: of a hundredth of the largest)."""
     if isinstance(expected, torch.Tensor):
         expected, found = (expected,), (found,)
     for ours, theirs in zip(found, expected, strict=True):
@@ -127,7 +127,7 @@ def _alike(expected: Any, found: Any) -> bool:
 
 
 def _norms(model: torch.nn.Module) -> list[Part]:
-    """RMS norms, one part for each class and width; torch's own LayerNorm is one kernel already."""
+    """RMS norms, one part for each class and width; torch's own LayerNorm is already one kernel."""
     groups: dict[tuple[Any, torch.Size], list[torch.nn.Module]] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -140,7 +140,7 @@ def _norms(model: torch.nn.Module) -> list[Part]:
 
 
 def _gated(model: torch.nn.Module) -> list[Part]:
-    """The product of an activated gate and what it gates, in MLPs that are no more than that and three matrices."""
+    """The product of an activated gate and its input, in MLPs that consist of it and three matrices only."""
     modules: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in _GATED)]
     if not modules:
         return []
@@ -155,7 +155,7 @@ def _gated(model: torch.nn.Module) -> list[Part]:
 
 
 def _is_plain(module: Any, gated: Function) -> bool:
-    """Whether the module's own forward gives, to the bit, what `_gate_installer` would put in its place."""
+    """Whether the module's own forward gives exactly what `_gate_installer` would replace it with."""
     weight = module.gate_proj.weight
     if weight.is_meta or type(module).__name__.endswith("Experts"):
         return False
@@ -167,10 +167,10 @@ def _is_plain(module: Any, gated: Function) -> bool:
 
 
 def _rotaries(model: torch.nn.Module) -> list[Part]:
-    """The function of the model's own file that turns queries and keys."""
+    """The function in the model's own file that rotates queries and keys."""
     file = sys.modules[type(model).__module__]
     eager = getattr(file, _ROTARY, None)
-    eager = getattr(eager, "eager", eager)  # another model of this process may have had it replaced
+    eager = getattr(eager, "eager", eager)  # another model of this process may have replaced it
     if not isinstance(eager, types.FunctionType):
         return []
 

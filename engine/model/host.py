@@ -1,4 +1,4 @@
-"""Brings a model up in a worker's process, without blocking its event loop."""
+"""Prepares a model in a worker's process, without blocking its event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def prepare_process(config: Config) -> None:
     """Settings of a process in which one thread computes and others pass messages."""
     torch.set_num_threads(config.cluster.threads or usable_cores())
-    # The event loop must get the interpreter soon after the compute thread has let a kernel go.
+    # The event loop must get the interpreter soon after the compute thread has launched a kernel.
     sys.setswitchinterval(0.0005)
 
 
@@ -41,7 +41,7 @@ async def inspect(config: Config, device: str) -> ModelInfo:
 
 
 async def load(config: Config, info: ModelInfo, device: str) -> tuple[LoadedModel, Tokenizer | None]:
-    """The weights on `device`, and the tokenizer where the folder has one. Raises ModelError."""
+    """The weights on `device`, and the tokenizer if the folder has one. Raises ModelError."""
     begun = time.monotonic()
     loaded = await asyncio.to_thread(load_model, info, device, config.model.trust_remote_code)
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.path))

@@ -1,13 +1,13 @@
-"""Reads what a model is, and refuses what would be served wrongly, before any weight is loaded.
+"""Reads the properties of a model, and refuses models that would be served wrongly, before any weight is loaded.
 
-What can be known from the configuration and the model's class is refused here (`alignedserve.engine.model.refusal`);
-`alignedserve.engine.model.probe` proves the rest on the loaded model.
+Models are refused here if the configuration and the model's class suffice to tell
+(`alignedserve.engine.model.refusal`); `alignedserve.engine.model.probe` checks the rest on the loaded model.
 
 dtype `auto`: float32 on a CPU; on a GPU the checkpoint's own, except that float32 checkpoints are served in bfloat16.
 
-Sampling defaults are the values that `generation_config.json` names itself, not the ones that transformers would
-fill in. Where it says `do_sample: false`, its temperature, top_p, top_k and min_p are not meant to be used and are
-left out; repetition_penalty holds for greedy decoding too.
+Sampling defaults are the values that `generation_config.json` itself contains, without the defaults of transformers. If
+it has `do_sample: false`, its temperature, top_p, top_k and min_p are not used; repetition_penalty applies to greedy
+decoding too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def inspect_model(name: str, path: str | Path, dtype: str, device: str, trust_remote_code: bool = False) -> ModelInfo:
-    """What every role must know of the model in folder `path`, served as `name` in `dtype` (or `auto`).
+    """The properties of the model in folder `path`, served as `name` in `dtype` (or `auto`), that every role needs.
 
     Raises ModelError for a folder that is missing or broken, UnsupportedModelError for a model whose tokens would be
     wrong. Reads no weights beyond the headers of the safetensors files.
@@ -92,14 +92,14 @@ def _positive(text: PretrainedConfig, key: str, folder: Path) -> int:
 
 
 def _mlp_width(text: PretrainedConfig) -> int:
-    """Of the MLP's hidden rows, those of all experts of a token together; 0 where the configuration does not say."""
+    """Width of the MLP, for all experts of a token together; 0 if the configuration does not tell."""
     try:
         widths = [attribute(text, key) for key in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")]
         expert = attribute(text, "moe_intermediate_size") or next((width for width in widths if width), 0)
         experts = attribute(text, "num_experts_per_tok") or 0
         return max(int(width) for width in (*widths, expert * experts) if width is not None)
     except (UnsupportedModelError, TypeError, ValueError):
-        return 0  # layers of several widths, or none at all: an estimate does without
+        return 0  # layers of several widths, or none: an estimate works without
 
 
 def _max_positions(text: PretrainedConfig, folder: Path) -> int:
@@ -107,7 +107,7 @@ def _max_positions(text: PretrainedConfig, folder: Path) -> int:
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:
             return value
-    raise ModelError(f"{folder / 'config.json'} does not say how many positions the model has")
+    raise ModelError(f"{folder / 'config.json'} does not give the number of positions of the model")
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
         return {}
     raw = read_json(file)
     if ignored := unserved_generation_keys(raw):
-        log.warning("%s: not used here: %s", file, ", ".join(ignored))
+        log.warning("%s: these keys are ignored: %s", file, ", ".join(ignored))
     return raw
 
 
 def _eos_token_ids(config: PretrainedConfig, text: PretrainedConfig, generation: dict[str, Any]) -> tuple[int, ...]:
-    """All end tokens of generation_config.json, as `generate` takes them; where it names none, those of config.json."""
+    """All end tokens of generation_config.json, as `generate` takes them; if it has none, those of config.json."""
     for value in (generation.get("eos_token_id"), attribute(config, "eos_token_id"), attribute(text, "eos_token_id")):
         found = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         tokens = tuple(sorted({token for token in found if isinstance(token, int) and token >= 0}))
@@ -148,7 +148,7 @@ def _stored(tensors: Mapping[str, Tensor], folder: Path) -> tuple[str | None, in
     for tensor in tensors.values():
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
     if not counts:
-        raise ModelError(f"{folder} holds no tensors")
+        raise ModelError(f"{folder} contains no tensors")
     return _SAFETENSORS_DTYPES.get(max(counts, key=lambda kind: counts[kind])), sum(counts.values())
 
 

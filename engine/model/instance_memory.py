@@ -1,4 +1,4 @@
-"""One instance's GPU memory at start: what there was, what was planned, what the model takes. Nothing on a CPU."""
+"""One instance's GPU memory at start: free memory, plan, and use by the model. Does nothing on a CPU."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ logger = logging.getLogger(__name__)
 
 TRIAL_BYTES = 16 << 30
 
-# Of the common settings those that take the most memory.
+# The common settings that take the most memory.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
 
 
 class Meter(Protocol):
-    """What of a device is used, in bytes."""
+    """Measures the used memory of a device, in bytes."""
 
     def look(self) -> tuple[int, int]:
-        """Free and total, of the whole device."""
+        """Free and total memory of the whole device."""
 
     def allocated(self) -> int:
-        """In tensors of this process."""
+        """Memory in tensors of this process."""
 
     def peak(self) -> int:
-        """The most that was allocated since `allocated` was last asked."""
+        """The most that was allocated since the last call of `allocated`."""
 
     def trim(self) -> None:
-        """Give what is cached and unused back to the device."""
+        """Return cached, unused memory to the device."""
 
 
 class CudaMeter:
@@ -68,9 +68,9 @@ class CudaMeter:
 
 
 class InstanceMemory:
-    """`gauges` go with every heartbeat, so that the supervisor can divide the device before any weights lie there.
+    """`gauges` are sent with every heartbeat, so that the supervisor can divide the device before weights are loaded.
 
-    `meter`: by default torch's on a GPU, none on a CPU, where all of this does nothing.
+    `meter`: by default torch's on a GPU; None on a CPU, where this class does nothing.
     """
 
     def __init__(self, role: str, instance: str, device: str, config: Config, meter: Meter | None = None) -> None:
@@ -81,7 +81,7 @@ class InstanceMemory:
         self._planned: RoleMemory | None = None
 
     def look(self) -> None:
-        """Note what the device has, before anything is loaded on it."""
+        """Record the device's memory, before anything is loaded on it."""
         if self._meter is None:
             return
         free, total = self._meter.look()
@@ -89,14 +89,14 @@ class InstanceMemory:
         self.gauges = self._memory.gauges()
 
     def expect(self, info: ModelInfo) -> None:
-        """What the model will take, known before anything is planned for the cluster."""
+        """Estimate the model's memory, before stores are planned for the cluster."""
         if self._memory is not None:
             budget = self._memory.budget(self._config, sharers=1)
             self._planned = RoleMemory(budget, fixed_parts(self._config, info, self._role))
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """A device that runs out of memory within is told as ResourceError, with what lies there and what to change."""
+        """Turn an out-of-memory error of the device into a ResourceError that lists its use and what to change."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -107,9 +107,10 @@ class InstanceMemory:
             raise
 
     def check(self, loaded: LoadedModel, plan: StorePlan, make_runner: Callable[[torch.Tensor], ModelRunner]) -> None:
-        """Hold the plan against the weights as they lie there and a pass of the largest size, before stores are made.
+        """Compare the plan with the loaded weights and a pass of the largest size, before stores are created.
 
-        `make_runner`: over a small store of the plan's geometry. Raises ResourceError where the blocks do not fit.
+        `make_runner`: creates a runner over a small store of the plan's geometry. Raises ResourceError if the blocks do
+        not fit.
         """
         if self._meter is None or self._memory is None or self._role not in plan.devices:
             return
@@ -120,17 +121,17 @@ class InstanceMemory:
         found = {"weights": weights, "activations": activations}
         for name, size in found.items():
             log = logger.warning if size > planned.parts[name] else logger.info
-            log("%s take %s, planned were %s", name, describe_bytes(size), describe_bytes(planned.parts[name]))
+            log("%s take %s, %s were planned", name, describe_bytes(size), describe_bytes(planned.parts[name]))
         self._planned = planned.measured(**found)
         self._planned.require_room(self._role, self._memory)
 
     def note_graphs(self, size: float) -> None:
-        """What graphs and their buffers took, once they are captured."""
+        """Record the memory of graphs and their buffers, once they are captured."""
         if self._planned is None or "CUDA graphs" not in self._planned.parts or not size:
             return
         planned = self._planned.parts["CUDA graphs"]
         log = logger.warning if size > planned else logger.info
-        log("CUDA graphs take %s, planned were %s", describe_bytes(int(size)), describe_bytes(planned))
+        log("CUDA graphs take %s, %s were planned", describe_bytes(int(size)), describe_bytes(planned))
 
     def _largest_pass(
         self,
@@ -139,9 +140,9 @@ class InstanceMemory:
         cache_blocks: int,
         make_runner: Callable[[torch.Tensor], ModelRunner],
     ) -> int:
-        """Bytes beside weights and store in the largest passes that this role may have, their tokens drawn.
+        """Bytes beside weights and store in the largest passes of this role, including sampling.
 
-        The store is half of the cache to be, up to TRIAL_BYTES: attention backends may be tried and timed in it.
+        The store is half of the planned cache, up to TRIAL_BYTES: attention backends may be tested and timed in it.
         """
         assert self._meter is not None
         geometry = loaded.info.geometry(block_size)
@@ -162,18 +163,18 @@ class InstanceMemory:
     def _ran_out(self, error: BaseException) -> ResourceError:
         reason = str(error).split(". ")[0]
         if self._memory is None or self._planned is None:
-            return ResourceError(f"{self._instance} on {self._device} ran out of memory while it started: {reason}")
+            return ResourceError(f"{self._instance} on {self._device} ran out of memory during its start: {reason}")
         return ResourceError(
-            f"{self._instance} on {self._device} ran out of memory while it started ({reason}); planned were "
+            f"{self._instance} on {self._device} ran out of memory during its start ({reason}); the plan was "
             f"{self._planned.describe()} GiB, and {describe_bytes(self._memory.free_bytes)} of "
             f"{describe_bytes(self._memory.total_bytes)} were free before" + advice([self._role])
         )
 
 
 def largest_passes(config: Config, role: str, max_positions: int, block_size: int) -> list[list[ForwardItem]]:
-    """Passes of as many tokens as there may be: for a prefill instance in few prompts, and in as many as are sampled.
+    """Passes of the largest number of tokens: for a prefill instance in few prompts, and in as many as are sampled.
 
-    Decode rows all read block 0, and what they write there is for nobody.
+    Decode rows all read block 0, and what they write there is discarded.
     """
     if role == DECODE:
         return [[ForwardItem([0], block_size - 1, [0]) for _ in range(config.decode.max_running)]]
@@ -184,7 +185,7 @@ def largest_passes(config: Config, role: str, max_positions: int, block_size: in
 
 
 def _prompts(tokens: int, count: int, block_size: int) -> list[ForwardItem]:
-    """`tokens` in `count` prompts of nearly equal lengths, in blocks of their own."""
+    """`tokens` in `count` prompts of nearly equal lengths, each in its own blocks."""
     items: list[ForwardItem] = []
     used = 0
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Loads a model's weights, strictly, and proves that paged attention computes what the model means."""
+"""Loads a model's weights, strictly, and verifies that paged attention computes the model's own results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, whose attention is the paged one."""
+    """A model in evaluation mode on its device, with paged attention."""
 
     info: ModelInfo
     model: PreTrainedModel
@@ -33,17 +33,18 @@ class LoadedModel:
     keeps_logits: bool
     """Whether its forward takes `logits_to_keep` as a tensor of positions."""
     needs: AttentionNeeds
-    """What its attention asks of a backend, as the probe found it in blocks of its own size."""
+    """The requirements of its attention on a backend, as found by the probe with its own block size."""
 
 
 def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: bool = False) -> LoadedModel:
     """Load the safetensors weights of `info` on `device`.
 
-    Raises ModelError for weights that are missing, broken or of other shapes (nothing is ever left randomly
-    initialised), UnsupportedModelError where paged attention does not give the model's own logits.
+    Raises ModelError for weights that are missing, broken or of other shapes (no weight is ever randomly initialised),
+    UnsupportedModelError if paged attention does not give the model's own logits.
     """
     folder = Path(info.path)
-    read_tensors(weight_files(folder, check_model_folder(folder)))  # it says more of a broken file than what follows
+    # Gives better errors for a broken file than the code below
+    read_tensors(weight_files(folder, check_model_folder(folder)))
     attention.register()
     target = torch.device(device)
     model: Any = _from_pretrained(info, trust_remote_code)
@@ -51,12 +52,10 @@ def load_model(info: ModelInfo, device: str | torch.device, trust_remote_code: b
         model = model.eval().requires_grad_(False).to(target)
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"{info.name} ({info.weight_bytes / 2**30:.1f} GiB of weights) has no room on {target}"
+            f"{info.name} ({info.weight_bytes / 2**30:.1f} GiB of weights) does not fit on {target}"
         ) from error
     parameters = python_inspect.signature(model.forward).parameters
-    needs = AttentionNeeds(
-        target.type, info.dtype, 0, info.kv_heads, info.head_dim, 0
-    )  # what is known before the probe
+    needs = AttentionNeeds(target.type, info.dtype, 0, info.kv_heads, info.head_dim, 0)  # known before the probe
     loaded = LoadedModel(info, model, target, "logits_to_keep" in parameters, needs)
     loaded = replace(loaded, needs=probe(loaded))
     if target.type == "cpu":
@@ -75,7 +74,7 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
+            ignore_mismatched_sizes=True,  # they are reported below, by name
         )
     except (UnsupportedModelError, MemoryError):
         raise
@@ -83,7 +82,7 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load the weights of {info.path}: {reason}") from error
     model, report = loaded
-    for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
+    for kind, meaning in (("missing_keys", "lacks"), ("mismatched_keys", "has different shapes for")):
         names = sorted(_tensor(entry) for entry in report.get(kind) or ())
         if names:
             raise ModelError(f"the checkpoint {info.path} {meaning} {len(names)} tensors: {', '.join(names[:5])}")
@@ -95,8 +94,8 @@ def _from_pretrained(info: ModelInfo, trust_remote_code: bool) -> PreTrainedMode
 
 
 def _tensor(entry: Any) -> str:
-    """A tensor's name; of a mismatch (name, its shape in the checkpoint, its shape in the model) with both shapes."""
+    """A tensor's name; for a mismatch (name, shape in the checkpoint, shape in the model) with both shapes."""
     if isinstance(entry, str):
         return entry
     name, *shapes = entry
-    return f"{name} ({' where the model has '.join(str(list(shape)) for shape in shapes)})"
+    return f"{name} ({' but in the model '.join(str(list(shape)) for shape in shapes)})"

@@ -1,8 +1,9 @@
 """The start-up probe: a few tokens through paged attention, compared with the model's own attention.
 
-What a configuration does not tell, this does: a model that bypasses the attention interface, calls it more than once
-a layer, shares keys between layers, keeps a state beside them, adds a bias, or masks more than it says gives other
-logits here, or fails one of the checks of `attention.probing_attention`, and is refused before it serves a token.
+It finds what a configuration does not tell. A model is refused before it serves a token if it gives different logits
+here or fails a check of `attention.probing_attention`: for example, one that bypasses the attention interface, calls it
+more than once a layer, shares keys between layers, keeps a state beside them, adds a bias, or masks more than it
+declares.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
 
 _BLOCK_SIZE = 4
 _BLOCKS = 8
-# Largest error allowed, as a part of the logits' spread. Rounding alone gives 1e-5 in fp32 and 0.01 to 0.02 in bf16
+# Largest allowed error, relative to the logits' spread. Rounding alone gives 1e-5 in fp32 and 0.01 to 0.02 in bf16
 # (fourteen architectures, six layers); a model that bypasses the interface is off by 20 to 75 % (traps.md).
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.04}
 
 
 def probe(loaded: LoadedModel, backend: str = "torch") -> AttentionNeeds:
-    """What the model asks of a backend. Raises UnsupportedModelError unless paged attention gives its own logits.
+    """The model's requirements on a backend. Raises UnsupportedModelError unless paged attention gives its own logits.
 
-    Two requests of 11 and 6 tokens are served packed, in chunks, ending with a decode row each, in blocks out of
-    order; the same prompts go through the model alone with its eager attention. The model is left as it was.
+    Two requests of 11 and 6 tokens are served packed, in chunks, ending with a decode row each, in blocks out of order.
+    The same prompts go through the model alone with its eager attention. The model is left unchanged.
     """
     name = loaded.info.model_type
     prompts = _prompts(loaded.info.vocab_size)
@@ -49,7 +50,7 @@ def probe(loaded: LoadedModel, backend: str = "torch") -> AttentionNeeds:
             expected = [_alone(loaded, prompt) for prompt in prompts]
     found, wanted = torch.cat(served), torch.cat(expected)
     if not bool(torch.isfinite(wanted).all()):
-        raise ModelError(f"the weights of {loaded.info.path} give NaN or infinite logits in {loaded.info.dtype}")
+        raise ModelError(f"the weights of {loaded.info.path} produce NaN or infinite logits in {loaded.info.dtype}")
     error = _error(found, wanted, loaded.info.dtype)
     if not error <= _TOLERANCE[loaded.info.dtype]:
         raise UnsupportedModelError(
@@ -83,7 +84,7 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 
 def _serve(loaded: LoadedModel, prompts: list[list[int]], backend: str) -> tuple[list[torch.Tensor], AttentionNeeds]:
-    """Logits of every position of both prompts, in three packed passes, and what their attention asked for."""
+    """Logits of every position of both prompts, in three packed passes, and the requirements of their attention."""
     info = loaded.info
     shape = (_BLOCKS, *info.geometry(_BLOCK_SIZE).block_shape)
     cache = torch.zeros(shape, dtype=getattr(torch, info.dtype), device=loaded.device)
@@ -127,17 +128,17 @@ def _logits(loaded: LoadedModel, input_ids: torch.Tensor, position_ids: torch.Te
         output = loaded.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     except AlignedServeError:
         raise
-    except Exception as error:  # whatever foreign model code raises when its assumptions do not hold
+    except Exception as error:  # any error of foreign model code whose assumptions do not hold
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(
-            f"model_type {loaded.info.model_type!r} is not supported: a packed batch fails in it ({reason})"
+            f"model_type {loaded.info.model_type!r} is not supported: it fails on a packed batch ({reason})"
         ) from error
     logits: torch.Tensor = output.logits[0].float()
     return logits
 
 
 def _refuse_selection(loaded: LoadedModel) -> None:
-    """A layer that selects which keys to see ('indexer') hides them only once there are many: no probe shows it."""
+    """Refuse layers that select visible keys ('indexer'). They hide keys only if there are many: no probe shows it."""
     for module in loaded.model.modules():
         if "indexer" in type(module).__name__.lower():
             raise UnsupportedModelError(

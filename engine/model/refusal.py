@@ -1,4 +1,4 @@
-"""Models that would be served wrongly, told by their configuration and class."""
+"""Detects models that would be served wrongly, from their configuration and class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PER_MODEL = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_h
 
 
 def refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, trust_remote_code: bool = False) -> None:
-    """Raises UnsupportedModelError where `config` (whose text part is `text`) asks for something not served here."""
+    """Raises UnsupportedModelError if `config` (with text part `text`) needs something that is not supported."""
     model_class = _causal_lm_class(config, trust_remote_code)
     for reason in (
         _quantisation(config, text),
@@ -36,7 +36,7 @@ def has_sinks(config: PretrainedConfig, trust_remote_code: bool = False) -> bool
 
 
 def attribute(config: PretrainedConfig, key: str) -> Any:
-    """`config.key`, or None. Raises UnsupportedModelError where layers have values of their own."""
+    """`config.key`, or None. Raises UnsupportedModelError if layers have different values."""
     try:
         return getattr(config, key, None)
     except Exception as error:  # transformers: AmbiguousGlobalPerLayerAttributeError, not an AttributeError

@@ -1,7 +1,7 @@
-"""What thread blocks read from a GPU's memory: one alone, some, and all together. Needs Triton and, to time it, a GPU.
+"""The read bandwidth of a GPU's thread blocks: one alone, some, and all together. Needs Triton and a GPU for timing.
 
-The constant of the `no_split` kernel mode: there a (request, head) job is one thread block's, and ends when that block
-has read its KV.
+It is the constant of the `no_split` kernel mode, in which a (request, head) job is one thread block's and ends when
+that block has read its KV.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 TILE = 8192  # float32 that a program reads at once: 32 KiB, a tile of keys and one of values of 64 tokens in bf16
-STAGES = 4  # reads under way at a time
-REGION_BYTES = 16 << 20  # that each program reads, behind those of the runs before: not from a cache
+STAGES = 4  # reads in flight
+REGION_BYTES = 16 << 20  # that each program reads, after those of earlier runs, so that no cache holds them
 REPEATS = 5
-SLEEP_CYCLES = 400_000  # about 0.2 ms, in which the host launches what is timed
+SLEEP_CYCLES = 400_000  # about 0.2 ms, in which the host launches the timed work
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,9 +33,9 @@ def _stream_kernel(source, sums, region, tile: tl.constexpr, stages: tl.constexp
 
 
 def stream(source: torch.Tensor, programs: int, region: int) -> torch.Tensor:
-    """Have `programs` thread blocks read `region` elements each of `source` (float32, 1-d), one region after another.
+    """Let `programs` thread blocks read `region` elements each of `source` (float32, 1-d), one region after another.
 
-    `region`: a multiple of TILE. Returns what each summed, fp32 `[programs]`: every element was read.
+    `region`: a multiple of TILE. Returns each sum, fp32 `[programs]`, which proves that every element was read.
     """
     if region % TILE or source.numel() < programs * region:
         raise ValueError(f"{programs} regions of {region} elements in tiles of {TILE} do not fit in {source.numel()}")
@@ -45,30 +45,30 @@ def stream(source: torch.Tensor, programs: int, region: int) -> torch.Tensor:
 
 
 def program_counts(sm_count: int) -> list[int]:
-    """1, 2, 4 … and as many as there are multiprocessors."""
+    """1, 2, 4 … and the number of multiprocessors."""
     return [*(1 << power for power in range(sm_count.bit_length()) if 1 << power < sm_count), sm_count]
 
 
 def bandwidth_by_blocks(
     device: torch.device, counts: Sequence[int] | None = None, region_bytes: int = REGION_BYTES
 ) -> dict[int, float]:
-    """Bytes a second that so many thread blocks read together: the medians of some runs, each of other memory.
+    """Bytes a second that different numbers of thread blocks read together: medians of runs over different memory.
 
-    `counts`: by default `program_counts` of the device. Takes `max(counts) * region_bytes` of its memory meanwhile.
+    `counts`: by default `program_counts` of the device. Uses `max(counts) * region_bytes` of its memory meanwhile.
     """
     if counts is None:
         counts = program_counts(torch.cuda.get_device_properties(device).multi_processor_count)
     region = region_bytes // 4 // TILE * TILE
     source = torch.ones(max(counts) * region, dtype=torch.float32, device=device)
     with torch.cuda.device(device):
-        stream(source, max(counts), region)  # compiles, and wakes the memory's clock
+        stream(source, max(counts), region)  # compiles, and raises the memory's clock
         found = {count: 4 * count * region / _seconds(source, count, region) for count in counts}
     torch.cuda.empty_cache()
     return found
 
 
 def _seconds(source: torch.Tensor, count: int, region: int) -> float:
-    """Of one launch."""
+    """Seconds of one launch."""
     regions = source.numel() // region
     taken: list[float] = []
     for number in range(REPEATS + 1):

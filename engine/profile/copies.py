@@ -1,4 +1,4 @@
-"""What copies of KV blocks reach on the machine at hand."""
+"""Rates of copies of KV blocks on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from alignedserve.transfer.links import connect
 SEVERAL = 128  # blocks of the larger copy
 SEVERAL_BYTES = 256 << 20  # of it, at most
 REPEATED = 30
-PINNED_S = 60.0  # for a store of host memory to be page-locked
+PINNED_S = 60.0  # for page-locking a store in host memory
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What scattered blocks reach over one channel. `latency_s`: before the first byte."""
+    """The rates of scattered blocks over one channel. `latency_s`: before the first byte."""
 
     source: str
     destination: str
@@ -40,9 +40,9 @@ class LinkFigures:
 
 
 def host_copies(geometry: KvGeometry) -> tuple[float, float]:
-    """Of scattered blocks over the channel between host stores: bytes a second, and seconds before the first byte.
+    """Scattered blocks over the channel between host stores: bytes a second, and seconds before the first byte.
 
-    Medians of a copy of one block and one of several, in turn; the straight line through both.
+    From the straight line through the medians of a copy of one block and one of several, taken in turn.
     """
     stores = [HostBlockStore.private(name, geometry, 4 * SEVERAL) for name in ("profile-a", "profile-b")]
     channel = HostChannel(*stores)
@@ -55,10 +55,10 @@ def host_copies(geometry: KvGeometry) -> tuple[float, float]:
 
 
 def device_copies(geometry: KvGeometry, devices: Sequence[torch.device]) -> list[LinkFigures]:
-    """Between page-locked host memory and the first of `devices`, both ways, within it, and between each two devices.
+    """Rates between page-locked host memory and the first of `devices`, within it, and between each two devices.
 
-    Each over the channel that the cluster takes for such stores. With two devices that do not reach each other's memory
-    the copy between them goes through the host.
+    Each uses the channel that the cluster takes for such stores. The copy between two devices without access to each
+    other's memory goes through the host.
     """
     several = max(2, min(SEVERAL, SEVERAL_BYTES // geometry.block_bytes))
     here = [DeviceBlockStore(str(device), geometry, _noise(geometry, 4 * several, device)) for device in devices]
@@ -85,7 +85,10 @@ def _noise(geometry: KvGeometry, blocks: int, device: torch.device) -> torch.Ten
 
 
 def _wait_pinned(channel: Channel) -> None:
-    """A store's memory is locked in the background; until then copies go another way. Raises why it cannot be."""
+    """Wait until the store's memory is page-locked: until then copies take another way.
+
+    Raises the reason if it cannot be.
+    """
     deadline = time.monotonic() + PINNED_S
     while (locked := channel.page_locked()) is not None and locked.locked_bytes < locked.total_bytes:
         trouble = channel.trouble()
@@ -95,7 +98,7 @@ def _wait_pinned(channel: Channel) -> None:
 
 
 def _scattered(channel: Channel, several: int) -> tuple[float, float]:
-    """Bytes a second, and seconds before the first, between stores of `4 * several` blocks: a line through medians."""
+    """Bytes a second, and seconds before the first byte, between stores of `4 * several` blocks, by a line fit."""
     draw = random.Random(0)
     seconds: dict[int, list[float]] = {1: [], several: []}
     for _ in range(REPEATED):

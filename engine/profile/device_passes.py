@@ -1,4 +1,4 @@
-"""Measures passes and rates of a GPU: decodes as they are served, one launched while the one before runs."""
+"""Measures passes and rates of a GPU: decodes as they are served, each launched while the previous one runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from alignedserve.engine.sampling.sampler import Sampler, SampleRow
 from alignedserve.request import SamplingParams
 from alignedserve.scheduler.cost.step import KERNEL_MODES
 
-# The paper's: 60 short requests and 4 of 4096 tokens, the new one among them, and lengths spread from 10 to 3790.
+# The paper's: 60 short requests and 4 of 4096 tokens, including the new one, and lengths spread from 10 to 3790.
 MIXES = ((512,) * 60 + (4095,) * 4, tuple(10 + 60 * number for number in range(64)))
 GPU_GRID = Grid(
     requests=(1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
@@ -56,27 +56,27 @@ GPU_GRID = Grid(
 NO_SPLIT = "triton_no_split"
 SPLIT_SHARE = 0.65  # of the time for passes: prompts are measured in that mode too
 LEAST_SHARE = 0.25  # of the whole time, for passes: compiling and capturing may take the rest
-LAUNCHES = 4  # of a pass that is timed, one after the other
+LAUNCHES = 4  # of a timed pass, one after the other
 COPIED_BYTES = 1 << 30
-SQUARE = 8192  # rows and columns of the matrices that are multiplied
+SQUARE = 8192  # rows and columns of the multiplied matrices
 RATE_REPEATS = 8
 WARM_REPEATS = 40
 
 
 class Timer(ABC):
-    """Seconds of work that is given to a device."""
+    """Measures the seconds of work on a device."""
 
     @abstractmethod
     def begin(self) -> None:
-        """After all that was given to it so far."""
+        """Start after all work submitted so far."""
 
     @abstractmethod
     def seconds(self) -> float:
-        """From there to the end of all that was given to it by now; waits for that."""
+        """Seconds from there to the end of all work submitted by now; waits for that."""
 
 
 class CudaTimer(Timer):
-    """By the device's own clock, on its current stream."""
+    """Uses the device's own clock, on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,10 +95,10 @@ class CudaTimer(Timer):
 
 
 class DevicePassBench:
-    """Runs passes of one runner, every request in blocks of its own. `run` is what `profile.measure` calls.
+    """Runs passes of one runner, every request in its own blocks. `run` is what `profile.measure` calls.
 
-    Decodes go through `engine`: one is launched before the tokens of the one before are asked for, so a pass takes what
-    the device computes, or what the host does for it where that is longer. Prompts are computed one pass at a time.
+    Decodes go through `engine`. Each is launched before the tokens of the previous one are requested, so a pass takes
+    the time of the device, or of the host if that is longer. Prompts are computed one pass at a time.
     """
 
     def __init__(self, runner: ModelRunner, engine: DecodeEngine, timer: Timer) -> None:
@@ -109,7 +109,7 @@ class DevicePassBench:
         random.Random(0).shuffle(self._order)
 
     def run(self, shape: PassShape) -> float:
-        """Seconds of one pass, its tokens chosen."""
+        """Seconds of one pass, including the choice of tokens."""
         return self._run_pass(shape) if shape.chunks else self._run_decodes(shape)
 
     def _run_decodes(self, shape: PassShape) -> float:
@@ -136,7 +136,7 @@ class DevicePassBench:
             used += len(blocks)
             items.append(ForwardItem([1] * tokens, start, blocks))
         rows = [self._row] * len(items)
-        self._sampler.sample(self.runner.forward(items), rows)  # what is compiled for such a pass is no part of it
+        self._sampler.sample(self.runner.forward(items), rows)  # one-time compilation for such a pass is not measured
         self._timer.begin()
         self._sampler.sample(self.runner.forward(items), rows)
         return self._timer.seconds()
@@ -146,14 +146,14 @@ class DevicePassBench:
 
 
 def _require_tokens(step: DecodeStep) -> None:
-    """Raises what a token could not be chosen for: the pass was none that is served."""
+    """Raise the error of an item without a token: such a pass would not be served."""
     for result in step.tokens():
         if isinstance(result, Exception):
             raise result
 
 
 def blocks_needed(shapes: Iterable[PassShape]) -> int:
-    """Blocks of a store in which each pass has room, its chunks some tokens longer."""
+    """Number of blocks with which a store has room for each pass, with chunks a few tokens longer."""
     return max(
         sum(-(-(chunk.tokens + MOST_SHIFT + chunk.cached_tokens) // BLOCK_SIZE) for chunk in shape.chunks)
         + sum(-(-(length + 1) // BLOCK_SIZE) for length in shape.lengths)
@@ -163,7 +163,7 @@ def blocks_needed(shapes: Iterable[PassShape]) -> int:
 
 @dataclass(slots=True)
 class DevicePasses:
-    """Passes measured in both kernel modes, `backends` by mode; `no_split` is empty where there is no such kernel."""
+    """Passes measured in both kernel modes, `backends` by mode; `no_split` is empty if there is no such kernel."""
 
     plan: list[Measurement]
     no_split: list[Measurement]
@@ -180,10 +180,11 @@ def measure_passes(
     host_overhead_s: Callable[[ModelRunner, int, int], float],
     host_requests: Sequence[int],
 ) -> DevicePasses:
-    """Fill a store with noise, and run the plan's passes over it by each of `benches`, made by a backend's name.
+    """Fill a store with noise, and run the plan's passes over it by each of `benches`, created by backend name.
 
-    The first is of the kernel that splits and has all kinds of passes; a second has decodes alone. `host_overhead_s` of
-    each of `host_requests` is measured last, on the first. What making benches takes is part of `limit_s`.
+    The first bench uses the splitting kernel and runs all kinds of passes; a second one runs decodes only.
+    `host_overhead_s` of each of `host_requests` is measured last, on the first. The time for creating benches is part
+    of `limit_s`.
     """
     begun_s = time.monotonic()
     plan = plan_measurements(loaded.info.max_positions, grid=grid)
@@ -198,7 +199,7 @@ def measure_passes(
     runner = bench.runner
     found = DevicePasses(plan, [], 0, {KERNEL_MODES[0]: split}, {})
     made_s = time.monotonic() - begun_s
-    passes_s = max(LEAST_SHARE * limit_s, limit_s - made_s * (1 + len(others)))  # another takes as long to make
+    passes_s = max(LEAST_SHARE * limit_s, limit_s - made_s * (1 + len(others)))  # another bench takes as long to create
     found.rounds = measure(bench.run, plan, passes_s * (SPLIT_SHARE if others else 1.0), time.monotonic)
     for name, make in others:
         found.backends[KERNEL_MODES[1]] = name
@@ -213,22 +214,22 @@ def measure_passes(
 def gpu_benches(
     loaded: LoadedModel, config: Config, sizes: Sequence[int]
 ) -> dict[str, Callable[[torch.Tensor], DevicePassBench]]:
-    """Of the configured attention backend, and of the one that does not split the KV where that can serve `loaded`.
+    """Benches of the configured attention backend, and of the one that does not split KV if it can serve `loaded`.
 
-    Decodes run as they are served, from CUDA graphs of so many rows where the backend's passes can be captured.
+    Decodes run as they are served, from CUDA graphs of these sizes if the backend's passes can be captured.
     """
     graphs = replace(config.decode, graph_sizes=",".join(map(str, sizes)), max_running=sizes[-1])
     as_served = replace(config, decode=graphs)
 
     def bench(store: torch.Tensor, name: str) -> DevicePassBench:
         runner = ModelRunner(loaded, store, name)
-        # What was worth compiling of the model is compiled once the first is made.
+        # Parts of the model worth compiling are compiled when the first bench is created.
         engine_config = as_served.engine if name == split else replace(as_served.engine, compile="off")
         engine = decode_engine(runner, replace(as_served, engine=engine_config), lambda done, total: None)
         engine.warm_up()
         return DevicePassBench(runner, engine, CudaTimer(runner.loaded.device))
 
-    needs = replace(loaded.needs, block_size=BLOCK_SIZE)  # the model's own are of its probe's blocks
+    needs = replace(loaded.needs, block_size=BLOCK_SIZE)  # the model's own have the probe's block size
     refused = {candidate.name: candidate.refusal for candidate in refusals(needs)}
     split = config.engine.attention if config.engine.attention != NO_SPLIT else AUTO
     names = [split] if refused[NO_SPLIT] else [split, NO_SPLIT]
@@ -238,7 +239,7 @@ def gpu_benches(
 def device_rates(
     device: torch.device, timer: Timer, copied: int = COPIED_BYTES, square: int = SQUARE
 ) -> dict[str, float]:
-    """For reference, and to bring the clocks to what they are under load, before anything else is timed.
+    """Reference rates; also brings the clocks to their level under load, before anything else is timed.
 
     `matmul_flops`: of bf16 matrices, a second; `copy_bytes_s`: bytes read and written, a second.
     """

@@ -1,4 +1,4 @@
-"""Turns measured passes into a cost model's file (`scheduler/cost/fitted.py`), and says how far off it is."""
+"""Turns measured passes into a cost model's file (`scheduler/cost/fitted.py`), with the errors of the fit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from alignedserve.scheduler.cost.measured import MeasuredCost, OneBlockCost
 from alignedserve.scheduler.cost.parts import CostParts, ModelShape
 from alignedserve.scheduler.cost.skew import AXES, long_share
 
-# Of the search for what one thread block reads: bytes/s, and how much worse an error says that nothing told it.
+# Search for one thread block's bandwidth: range in bytes/s, and the error ratio below which the data do not tell.
 SLOWEST, FASTEST, STEPS, ROUNDS = 1e8, 4e12, 16, 3
 TELLING, LEAST_ERROR = 1.02, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What was measured, and on what."""
+    """The measurements, and the model and device they were made on."""
 
     name: str
     model: str
@@ -34,19 +34,19 @@ class Profiled:
     hardware: dict[str, float]
     hardware_note: str
     host_s: Mapping[int, float]
-    """What an engine adds to a pass, by the number of requests; empty: it was not measured."""
+    """What an engine adds to a pass, by the number of requests; empty: not measured."""
     grid: Grid = CPU_GRID
     no_split: Sequence[Measurement] = ()
-    """Passes of decodes with the kernel that does not split the KV of a request; empty: there is none here."""
+    """Decode passes with the kernel that does not split the KV of a request; empty: there is none here."""
     block_bandwidth: float = 0.0
     """Bytes a second that one thread block reads alone."""
 
 
 def fit_profile(profiled: Profiled) -> dict[str, Any]:
-    """The file's content. Times are fitted to medians by least squares of relative errors, none below 0.
+    """The file's content. Times are fitted to medians by least squares of relative errors, all at least 0.
 
-    What the engine adds to a pass of no requests is the hardware's `host_overhead_s`, the rest of it `sequences`; the
-    errors in `fit` are of what was timed, passes without it.
+    What the engine adds to a pass of no requests is the hardware's `host_overhead_s`, the rest of it is `sequences`.
+    The errors in `fit` are for the timed passes, which exclude it.
     """
     measured = [measurement for measurement in profiled.measurements if measurement.seconds]
     fitted = [measurement for measurement in measured if not measurement.held_out]
@@ -83,7 +83,7 @@ def fit_profile(profiled: Profiled) -> dict[str, Any]:
 
 
 def _fit_host(host_s: Mapping[int, float]) -> tuple[float, dict[str, list[float]]]:
-    """A part that every pass has, in µs, and one by the number of requests."""
+    """A constant part of every pass, in µs, and a part by the number of requests."""
     counts = sorted(host_s)
     times = np.array([host_s[count] for count in counts]) * 1e6
     fixed, _ = fit_bounded(np.stack([np.ones(len(counts)), np.array(counts, dtype=np.float64)], axis=1), times)
@@ -125,10 +125,10 @@ def _fit_decode(measurements: Sequence[Measurement], layers: int, bends: Sequenc
 
 
 def _fit_no_split(measurements: Sequence[Measurement], raw: Mapping[str, Any], profiled: Profiled) -> dict[str, Any]:
-    """What differs in that kernel: its time at equal lengths beside the same dense part, and one block's bandwidth.
+    """The parts of the non-splitting kernel: its time at equal lengths beside the same dense part, and block bandwidth.
 
-    `alpha`: what unequal lengths cost it, by the buckets of the kernel that splits; for people, since the cost model
-    lays jobs on multiprocessors instead.
+    `alpha`: the cost of unequal lengths, by the buckets of the splitting kernel. It is for information, since the cost
+    model assigns jobs to multiprocessors instead.
     """
     fitted = [measurement for measurement in measurements if not measurement.held_out]
     layers = profiled.shape.layers
@@ -149,9 +149,9 @@ def _fit_no_split(measurements: Sequence[Measurement], raw: Mapping[str, Any], p
 
 
 def _block_bandwidth(parts: CostParts, measurements: Sequence[Measurement], alone: float) -> float:
-    """Bytes a second that predict these passes best; `alone`, where that is known and they hardly tell.
+    """The bytes a second that predict these passes best; `alone`, if it is known and the passes hardly tell.
 
-    Looked for among numbers that lie closer together in each round.
+    Searched among numbers that are closer together in each round.
     """
 
     def error(bandwidth: float) -> float:
@@ -175,7 +175,7 @@ def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, A
     cached = np.array([chunk.cached_tokens for chunk in chunks], dtype=np.float64)
     counts, furthest = sorted(set(tokens.tolist())), float(max(1.0, cached.max()))
     pairs = tokens * (cached + tokens / 2.0)
-    most = float(pairs.max())  # each feature is 1 at most: `fit_bounded` leaves be what weighs next to nothing
+    most = float(pairs.max())  # each feature is at most 1: `fit_bounded` ignores features with almost no weight
     features = np.hstack([hats([counts], tokens[:, None]), pairs[:, None] / most, cached[:, None] / furthest])
     found = fit_bounded(features, _times(measurements))
     again = float(found[-1]) / layers
@@ -193,7 +193,7 @@ def _fit_chunks(measurements: Sequence[Measurement], layers: int) -> dict[str, A
 def _fit_skew(
     measurements: Sequence[Measurement], cost: MeasuredCost, bounds: Mapping[str, Sequence[float]]
 ) -> list[list[float]]:
-    """Alpha by number of requests, share of long ones and the longest, from what unequal lengths took beyond equal."""
+    """Alpha by number of requests, share of long ones and the longest, from the extra time of unequal lengths."""
     sums: dict[tuple[int, int, int], list[float]] = {}
     for measurement in measurements:
         lengths = measurement.shape.lengths

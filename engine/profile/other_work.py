@@ -1,4 +1,4 @@
-"""How much of the machine others use while this process measures it."""
+"""The share of the machine that other processes use while this process measures it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 import time
 from pathlib import Path
 
-QUIET_SHARE = 0.1  # of all processors that others may use before a measurement counts as disturbed
+QUIET_SHARE = 0.1  # of all processors: above it a measurement counts as disturbed
 STAT = Path("/proc/stat")
 IDLE = (3, 4)  # columns of its first line: idle, and waiting for a disk
-GUESTS = 8  # from this column on, what is counted in an earlier one already
+GUESTS = 8  # from this column on, time that earlier columns already include
 
 
 class OtherWork:
-    """Counts from its making on. Time that a hypervisor took away is others' work too."""
+    """Counts from its creation on. Time stolen by a hypervisor counts as other work too."""
 
     def __init__(self) -> None:
         self._begun = self._now()
 
     def share(self) -> float:
-        """Of the time of all processors, from 0 to 1: what was neither idle nor this process's (and its children's)."""
+        """Share of all processors' time, from 0 to 1, used neither by idling nor by this process and its children."""
         (busy_s, own_s, wall_s), (busy_0_s, own_0_s, wall_0_s) = self._now(), self._begun
         whole_s = (wall_s - wall_0_s) * (os.cpu_count() or 1)
         others_s = (busy_s - busy_0_s) - (own_s - own_0_s)

@@ -1,4 +1,4 @@
-"""Measures what passes of one model take on the machine at hand: prompts, decodes, both, and uneven lengths."""
+"""Measures the time of one model's passes on this machine: prompts, decodes, both, and uneven lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignedserve.scheduler.cost.step import ChunkShape
 
 BLOCK_SIZE = 16
 MOST_SHIFT = 6  # tokens
-LEAST_BLOCKS = 512  # of the store, in which the decode loop's requests have room to grow too
+LEAST_BLOCKS = 512  # of the store, so that the decode loop's requests have room to grow too
 FEWEST = 3  # passes of a kind that are measured however long they take
 THREAD_CLOCK, WALL_CLOCK = "processor time of the one thread", "wall clock"
 
@@ -27,12 +27,12 @@ class Grid:
     """Which passes are measured. `skews`: (requests, tokens of the short ones, tokens of the long ones).
 
     `bends`: prefix lengths, in tokens, where the cost of a longer one may change. `bounds`: of the buckets of alpha.
-    `mixes`: lengths of decodes that the fit is judged by.
+    `mixes`: lengths of decodes on which the fit is evaluated.
     """
 
     requests: tuple[int, ...]
     lengths: tuple[int, ...]
-    chunks: tuple[int, ...]  # few prompts are a multiple of anything
+    chunks: tuple[int, ...]  # prompts are rarely a multiple of anything
     cached: tuple[int, ...]
     skews: tuple[tuple[int, int, int], ...]
     held_out_requests: tuple[int, ...]
@@ -57,18 +57,18 @@ CPU_GRID = Grid(
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """What a pass holds: prompt chunks, and the KV tokens that each decode request has before it."""
+    """The content of a pass: prompt chunks, and the KV tokens that each decode request has before it."""
 
     chunks: tuple[ChunkShape, ...] = ()
     lengths: tuple[int, ...] = ()
 
     @property
     def work(self) -> int:
-        """Something that grows with how long the pass takes."""
+        """A number that grows with the time of the pass."""
         return sum(chunk.tokens * (256 + chunk.cached_tokens) for chunk in self.chunks) + sum(self.lengths)
 
     def shifted(self, number: int) -> PassShape:
-        """The same with a few tokens more or fewer in each chunk, around it as `number` goes on."""
+        """The same pass with a few tokens more or fewer in each chunk, varying around it with `number`."""
 
         def tokens(chunk: ChunkShape) -> int:
             most = min(MOST_SHIFT, chunk.tokens // 4)
@@ -80,7 +80,7 @@ class PassShape:
 
 @dataclass(slots=True)
 class Measurement:
-    """`held_out`: not fitted, but predicted."""
+    """`held_out`: predicted, but not used in the fit."""
 
     shape: PassShape
     kind: str
@@ -93,7 +93,7 @@ class Measurement:
 
 
 def plan_measurements(longest: int, seed: int = 0, grid: Grid = CPU_GRID) -> list[Measurement]:
-    """Passes to measure for a model of at most `longest` positions: grids, and random ones to judge the fit by."""
+    """Passes to measure for a model of at most `longest` positions: grids, and random ones to evaluate the fit."""
     most = min(longest, grid.most_tokens + 1)
     lengths = [length for length in grid.lengths if length < most]  # its new token has a position too
     longest = min(longest - MOST_SHIFT, grid.most_tokens)
@@ -136,10 +136,10 @@ def plan_measurements(longest: int, seed: int = 0, grid: Grid = CPU_GRID) -> lis
 
 
 class PassBench:
-    """Runs passes through the real runner and sampler. Every request has blocks of its own; their content is noise.
+    """Runs passes through the real runner and sampler. Every request has its own blocks, filled with noise.
 
-    A pass that one thread of the CPU computes is timed by that thread's processor time, which other work on the machine
-    hardly changes; any other by the wall clock. `clocks` counts the passes by clock.
+    A pass that one CPU thread computes is timed by that thread's processor time, which other work on the machine hardly
+    changes; any other by the wall clock. `clocks` counts the passes by clock.
     """
 
     def __init__(self, loaded: LoadedModel, plan: Sequence[Measurement], attention: str = "torch") -> None:
@@ -153,7 +153,7 @@ class PassBench:
         random.Random(0).shuffle(self._order)
 
     def run(self, shape: PassShape) -> float:
-        """Seconds of one pass, its tokens sampled: they are read back, so a GPU's work is over."""
+        """Seconds of one pass, including sampling: the tokens are read back, so a GPU's work is over."""
         items, rows = self._build(shape)
         alone = self.runner.threads(items) == 1
         self.clocks[THREAD_CLOCK if alone else WALL_CLOCK] += 1
@@ -184,15 +184,15 @@ def _widths(shape: PassShape) -> list[int]:
 def measure(
     run: Callable[[PassShape], float], plan: Sequence[Measurement], limit_s: float, now_s: Callable[[], float]
 ) -> int:
-    """Run every pass in rounds until `limit_s` is over; the number of whole rounds.
+    """Run every pass in rounds until `limit_s` is over; returns the number of complete rounds.
 
-    What libraries keep for a number of rows is there for a decode, which mostly follows one as large, and not for a
-    prompt, whose number of tokens is mostly a new one: a decode is run twice, and the second time counts; the chunks of
-    a prompt have a few tokens more or fewer each time.
+    Libraries cache data for a number of rows. It is cached for a decode, which mostly follows one of equal size, but
+    not for a prompt, whose number of tokens is mostly new. So a decode is run twice, and the second run counts; the
+    chunks of a prompt have a few tokens more or fewer each time.
 
     The first round goes from the smallest pass to the largest, so that a slow machine leaves out the largest; the
-    smallest of each kind are always measured. Later rounds are in another order each. What a compiler or a cache
-    does at first is not counted: a few passes go before.
+    smallest of each kind are always measured. Later rounds are shuffled. A few passes are run before, so that one-time
+    work of compilers and caches is not counted.
     """
     end = now_s() + limit_s
     order = sorted(plan, key=lambda measurement: measurement.shape.work)

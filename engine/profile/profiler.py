@@ -1,4 +1,4 @@
-"""`alignedserve profile`: this machine and a model as a cost model's file."""
+"""`alignedserve profile`: measures this machine with a model, as a cost model's file."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ HostOverhead = Callable[[ModelRunner, int, int], float]
 def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOverhead) -> dict[str, Any]:
     """Load the configured model on `device`, measure for about `limit_s` seconds, fit.
 
-    Raises ModelError, and ConfigError where the device is CUDA, and torch has none.
+    Raises ModelError, and ConfigError if the device is CUDA and torch has none.
 
-    `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of so many requests.
+    `host_overhead_s(runner, blocks of its store, requests)`: seconds that an engine adds to a pass of that many
+    requests.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this torch finds no CUDA device here; use --device cpu")
+        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
     memory_bytes = available_memory_bytes()
     host.prepare_process(config)
     path = resolve_model(config.model.path, config.model.trust_remote_code)
@@ -60,7 +61,7 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
         model=info.name,
         device=_processor(),
         shape=shape,
-        sm_count=torch.get_num_threads(),  # so many (request, head) jobs run at once
+        sm_count=torch.get_num_threads(),  # number of (request, head) jobs that run at once
         measurements=plan,
         hardware=_hardware(config, info, memory_bytes),
         hardware_note="the stores that `alignedserve serve` would plan now; copies and overheads measured",
@@ -73,7 +74,7 @@ def profile(config: Config, device: str, limit_s: float, host_overhead_s: HostOv
 
 
 def with_other_work(content: dict[str, Any], others: OtherWork) -> dict[str, Any]:
-    """`content`, whose `fit` says how much of the processors other work took."""
+    """`content` with the share of the processors that other work used, in `fit`."""
     busy = others.share()
     content["fit"] |= {"other_work_share": round(busy, 3), "quiet": busy <= QUIET_SHARE}
     return content
@@ -95,7 +96,7 @@ def _processor() -> str:
 
 
 def _hardware(config: Config, info: ModelInfo, memory_bytes: int) -> dict[str, float]:
-    """Fields of the simulator's Hardware: what the stores would hold, and what copies reach."""
+    """Fields of the simulator's Hardware: sizes of the stores, and rates of copies."""
     stores = plan_stores(config, info, memory_bytes)
     bandwidth, latency_s = host_copies(info.geometry(stores.block_size))
     return {
@@ -107,7 +108,7 @@ def _hardware(config: Config, info: ModelInfo, memory_bytes: int) -> dict[str, f
 
 
 def store_fields(stores: StorePlan, info: ModelInfo) -> dict[str, float]:
-    """Those of the simulator's Hardware that the plan decides."""
+    """The fields of the simulator's Hardware that the plan decides."""
     return {
         "kv_tokens": stores.decode_cache * stores.block_size,
         "kv_bytes_per_token": info.geometry(stores.block_size).token_bytes,

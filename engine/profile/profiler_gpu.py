@@ -26,7 +26,7 @@ from alignedserve.model import ModelInfo
 from alignedserve.scheduler.cost.parts import ModelShape
 from alignedserve.sizing import plan_stores
 
-ROOM = 0.8  # of a GPU's free memory, for the store that passes are profiled in and what they take beside it
+ROOM = 0.8  # of a GPU's free memory, for the store in which passes are profiled and their other memory
 LEAST_PASSES_S = 2.0
 
 
@@ -40,7 +40,7 @@ def profile_gpu(
 ) -> dict[str, Any]:
     """`profile` of a model on a GPU: rates first, which warm its clocks, then links, then passes in the time left.
 
-    What an engine adds to a pass runs beside the pass before, so it is told (`gpu.host_s`) and not charged.
+    What an engine adds to a pass runs during the previous pass, so it is reported (`gpu.host_s`) and not charged.
     """
     begun_s, info, device = time.monotonic(), loaded.info, loaded.device
     others = OtherWork()
@@ -83,14 +83,14 @@ def profile_gpu(
 
 
 def _grid(info: ModelInfo, device: torch.device) -> Grid:
-    """With passes of as many tokens as their KV has room for beside the model."""
+    """The grid, limited to passes whose KV fits beside the model."""
     free, _ = torch.cuda.mem_get_info(device)
     room = int(ROOM * free) - activation_bytes(info, GPU_GRID.chunks[-1] + GPU_GRID.requests[-1], GPU_GRID.requests[-1])
     most = min(GPU_GRID.most_tokens, room // info.geometry(BLOCK_SIZE).token_bytes)
     if most < LEAST_BLOCKS * BLOCK_SIZE:
         raise ResourceError(
-            f"{describe_bytes(free)} of {device} are free beside {info.name}: too little to profile passes there; end "
-            "what else uses it, or take a smaller model.dtype"
+            f"{describe_bytes(free)} of {device} are free beside {info.name}: too little to profile passes; stop "
+            "other processes that use it, or choose a smaller model.dtype"
         )
     return replace(GPU_GRID, most_tokens=most)
 
@@ -98,7 +98,7 @@ def _grid(info: ModelInfo, device: torch.device) -> Grid:
 def _hardware(
     config: Config, info: ModelInfo, memory_bytes: int, device_bytes: int, links: Sequence[LinkFigures]
 ) -> dict[str, float]:
-    """Fields of the simulator's Hardware. `links`: as `device_copies` gives them."""
+    """Fields of the simulator's Hardware. `links`: as `device_copies` returns them."""
     roles = (PREFILL, DECODE)
     devices = [(role, DeviceMemory(f"{role}-0", f"a GPU for {role}", device_bytes, device_bytes)) for role in roles]
     one_each = replace(config, cluster=replace(config.cluster, prefill=1, decode=1))

@@ -1,7 +1,7 @@
-"""Random numbers that depend on (seed, position, token) and nothing else.
+"""Random numbers that depend only on (seed, position, token).
 
-A counter-based generator: each value is a hash of its coordinates, so that a row's draws do not depend on the batch
-it is in, on the device, or on how many candidates are left. The mixing function is `lowbias32`
+A counter-based generator: each value is a hash of its coordinates, so that a row's draws do not depend on its batch, on
+the device, or on how many candidates are left. The mixing function is `lowbias32`
 (https://nullprogram.com/blog/2018/07/31/) under two keys of 32 bits.
 """
 
@@ -25,7 +25,7 @@ def exponential_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
     Small values, which decide whether an unlikely token wins, are resolved to 2**-31. Never 0, never infinite.
     """
     bits = _mix(token_ids, keys).bitwise_and_(0x7FFFFFFF).bitwise_or_(1)
-    # bits / 2**31 lies in (0, 1); fp32 may round it up to 1, hence the clamp.
+    # bits / 2**31 is in (0, 1); fp32 may round it up to 1, hence the clamp.
     uniform = bits.to(torch.float32).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1.0)
     return uniform.log1p_().neg_()
 
@@ -43,7 +43,7 @@ def _mix(token_ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _xor_shifted(value: torch.Tensor, bits: int, scratch: torch.Tensor) -> None:
-    """`value ^= value >> bits`, in place; the shift is logical, int32's own is not."""
+    """`value ^= value >> bits`, in place, with a logical shift; int32's own shift is arithmetic."""
     torch.bitwise_right_shift(value, bits, out=scratch)
     value.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
 

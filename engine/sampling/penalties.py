@@ -1,4 +1,4 @@
-"""Which tokens a request has used, kept up to date token by token for the repetition penalties."""
+"""The tokens that a request has used, updated token by token for the repetition penalties."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from alignedserve.request import SamplingParams
 
 
 class PenaltyState:
-    """Distinct tokens of one request's prompt and output, and how often its output holds each.
+    """Distinct tokens of one request's prompt and output, and how often each is in its output.
 
-    Building it costs the prompt's length once; each call of `update` costs the new tokens only. The caller keeps it
-    beside the request for as long as it decodes.
+    Creation takes time in the prompt's length once; each `update` only in the number of new tokens. The caller keeps
+    the object while the request decodes.
     """
 
     __slots__ = ("_counts", "_ids", "_seen_outputs", "_slots", "_used")
@@ -30,7 +30,7 @@ class PenaltyState:
         self._seen_outputs = 0
 
     def update(self, output_token_ids: Sequence[int]) -> None:
-        """Count the tokens of `output_token_ids` that came since the last call."""
+        """Count the tokens of `output_token_ids` that were added since the last call."""
         for token in output_token_ids[self._seen_outputs :]:
             slot = self._slots.get(token)
             if slot is None:
@@ -46,8 +46,8 @@ class PenaltyState:
     def apply(self, logits: torch.Tensor, sampling: SamplingParams) -> None:
         """Penalise one row `logits` `[vocab_size]` in place: repetition, then presence and frequency.
 
-        Repetition is transformers' (prompt and output: positive logits divided, negative ones multiplied); presence
-        and frequency are OpenAI's (output only, subtracted).
+        Repetition is transformers' (prompt and output: positive logits divided, negative ones multiplied); presence and
+        frequency are OpenAI's (output only, subtracted).
         """
         ids = torch.from_numpy(self._ids[: self._used]).to(logits.device)
         counts = torch.from_numpy(self._counts[: self._used]).to(logits.device)

@@ -1,13 +1,13 @@
 """Chooses the next token of each row of a batch, and reports log-probabilities.
 
-Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, then greedy choice,
-or temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own (log_softmax of its
-logits, before all of this).
+Order, for each row: logit_bias, repetition penalty, presence and frequency penalty, min_tokens, then greedy choice, or
+temperature, top_k, top_p, min_p and a draw. Reported log-probabilities are the model's own (log_softmax of its logits,
+before all of this).
 
-A draw takes the largest of `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position
-in the answer, token id): it depends neither on the batch nor on the other candidates, and where rounding moves a
-logit, two rows can differ only between tokens whose scores lie within that rounding. Filters keep all tokens that
-tie with the last one kept, so that they do not depend on the order of a sort either.
+A draw takes the largest `logit - log(noise)` (the Gumbel-max trick), with noise that is a hash of (seed, position in
+the answer, token id). It depends neither on the batch nor on the other candidates. If rounding changes a logit, two
+rows can differ only between tokens whose scores are within that rounding. Filters keep all tokens that tie with the
+last one kept, so that they do not depend on the order of a sort either.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LOWEST_TEMPERATURE = 1e-5
 
 @dataclass(slots=True)
 class SampleRow:
-    """One request as the sampler sees it. Keep the object (and its lists) for as long as the request decodes.
+    """One request as the sampler sees it. Keep the object (and its lists) while the request decodes.
 
-    `output_token_ids` are the tokens chosen so far, without the one to be chosen: its length is the position in the
-    answer. `penalties` is built when first needed.
+    `output_token_ids` are the tokens chosen so far; their number is the position in the answer of the token to be
+    chosen. `penalties` is created when first needed.
     """
 
     sampling: SamplingParams
@@ -58,17 +58,17 @@ class SampledToken:
 
 
 class Sampler:
-    """Stateless but for the `SampleRow`s that it is given; one instance serves any number of threads."""
+    """Stateless except for the `SampleRow`s it is given; one instance serves any number of threads."""
 
     @torch.inference_mode()
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int] | None = None
     ) -> list[SampledToken]:
-        """One token for each row of `logits`, fp32 `[rows, vocab_size]`, which is left as it is.
+        """One token for each row of `logits`, fp32 `[rows, vocab_size]`, which is not changed.
 
-        `positions`: each token's place in its answer, where that is not the length of what the row knows of it.
-        Raises NumericsError, naming the rows, where logits are NaN or +inf (or all -inf): choosing from them would
-        give a token that means nothing.
+        `positions`: each token's place in its answer, if that is not the length of the row's known output. Raises
+        NumericsError, naming the rows, if logits are NaN or +inf (or all -inf), from which no meaningful token can be
+        chosen.
         """
         if not rows:
             return []
@@ -88,10 +88,10 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, rows: Sequence[SampleRow], positions: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `sample`, left on the device: tokens int64 `[rows]`, and bool `[rows]`, False where logits are not finite.
+        """As `sample`, left on the device: tokens int64 `[rows]`, and bool `[rows]`, False if logits are not finite.
 
-        For rows that nothing adjusts and that report no log-probabilities. A token of logits that are not finite means
-        nothing, but is one of the vocabulary. The host waits for the device only where a row has a top_k or top_p.
+        For rows without adjustments and log-probabilities. A token of logits that are not finite is meaningless, but in
+        the vocabulary. The host waits for the device only if a row has top_k or top_p.
         """
         top, tokens = logits.max(dim=-1)
         drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
@@ -110,7 +110,7 @@ class Sampler:
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """`values` on `device`, without waiting for what that has still to compute."""
+    """`values` on `device`, without waiting for its pending work."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
@@ -119,7 +119,7 @@ def _places(rows: Sequence[SampleRow], positions: Sequence[int] | None) -> Seque
 
 
 def _require_finite(top: torch.Tensor) -> None:
-    """`top` is each row's maximum: NaN where the row has one, so that one look at it suffices."""
+    """`top` is each row's maximum, which is NaN if the row contains one, so checking it suffices."""
     finite = torch.isfinite(top)
     if not bool(finite.all()):
         bad = (~finite).nonzero().flatten().tolist()
@@ -127,7 +127,7 @@ def _require_finite(top: torch.Tensor) -> None:
 
 
 def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """`tensor[rows]`; the tensor itself, not a copy, where that is all of it."""
+    """`tensor[rows]`; the tensor itself, not a copy, if that is all of it."""
     if rows == list(range(len(tensor))):
         return tensor
     return tensor.index_select(0, upload(rows, tensor.device))
@@ -218,8 +218,8 @@ def _draw_ranked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw under top_k and top_p, looking at the most likely tokens only.
 
-    Returns each row's threshold, its token, and whether the candidates held all tokens that reach the threshold:
-    where they did not, the token counts for nothing and the row is to be drawn from the whole vocabulary.
+    Returns each row's threshold, its token, and whether the candidates contained all tokens that reach the threshold.
+    If not, the token is invalid and the row must be drawn from the whole vocabulary.
     """
     vocab_size = scaled.shape[1]
     top_k = torch.tensor([s.top_k if 0 < s.top_k < vocab_size else vocab_size for s in sampling], device=scaled.device)
@@ -243,9 +243,9 @@ def _draw_ranked(
 def _lowest_kept(
     scaled: torch.Tensor, values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest value that top_k, then top_p (of what top_k left) keep, from the highest `values`, descending.
+    """The lowest value that top_k, then top_p (of the rest) keep, from the highest `values`, descending.
 
-    Also returns which rows would have kept more than `values` hold.
+    Also returns which rows would have kept more than `values` contains.
     """
     count, vocab_size = values.shape[1], scaled.shape[1]
     rank = torch.arange(count, device=values.device)

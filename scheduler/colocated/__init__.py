@@ -1,1 +1,1 @@
-"""Colocated systems: schedulers of one instance whose passes hold prompt chunks and decodes together."""
+"""Colocated systems: schedulers of one instance whose passes mix prompt chunks and decodes."""

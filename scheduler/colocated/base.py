@@ -1,8 +1,8 @@
-"""The contract of a colocated instance's scheduler: which prompt chunks and which decodes the next pass holds.
+"""The contract of a colocated instance's scheduler: which prompt chunks and decodes the next pass contains.
 
-The caller's loop, in the simulator as in a worker: `add` and `cancel` as requests come and go, `plan`, run the pass,
-`done`. KV blocks are the allocator's, held under the request's key (`BlockAllocator.blocks_of`): from `plan` on they
-cover every token that the pass computes. No scheduler learns a request's output length.
+The caller's loop is the same in the simulator and in a worker: `add` and `cancel` as requests come and go, `plan`, run
+the pass, `done`. The allocator owns the KV blocks, held under the request's key (`BlockAllocator.blocks_of`). From
+`plan` on they cover every token that the pass computes. No scheduler knows a request's output length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Options = Mapping[str, float | int | bool | str]
 
 @dataclass(frozen=True, slots=True)
 class MixedRequest:
-    """What a scheduler knows of a request. `max_total_tokens`: prompt and the longest answer that it may ask for."""
+    """What a scheduler knows of a request.
+
+    `max_total_tokens`: the prompt and the longest answer that it may ask for.
+    """
 
     key: RequestKey
     arrival_s: float
@@ -30,9 +33,9 @@ class MixedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """Compute positions `cached_tokens .. cached_tokens + tokens - 1`; with `last` a token is sampled behind them.
+    """Compute positions `cached_tokens .. cached_tokens + tokens - 1`. With `last`, a token is sampled after them.
 
-    After a preemption the tokens that were generated already are computed again with the prompt.
+    After a preemption the tokens that were already generated are computed again with the prompt.
     """
 
     key: RequestKey
@@ -43,7 +46,7 @@ class PlannedChunk:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDecode:
-    """Compute position `kv_tokens`, behind as many tokens whose KV is there; a token is sampled."""
+    """Compute position `kv_tokens` and sample a token. The KV of the `kv_tokens` tokens before it is cached."""
 
     key: RequestKey
     kv_tokens: int
@@ -51,7 +54,7 @@ class PlannedDecode:
 
 @dataclass(frozen=True, slots=True)
 class MixedPlan:
-    """One pass. `preempted`: lost their KV for it, and will be computed again. Empty: nothing can run now."""
+    """One pass. `preempted`: requests that lost their KV for it and will be recomputed. Empty: nothing can run now."""
 
     chunks: tuple[PlannedChunk, ...] = ()
     decodes: tuple[PlannedDecode, ...] = ()
@@ -61,65 +64,66 @@ class MixedPlan:
         return bool(self.chunks or self.decodes)
 
     def keys(self) -> list[RequestKey]:
-        """Of all requests in the pass."""
+        """All requests in the pass."""
         return [decode.key for decode in self.decodes] + [chunk.key for chunk in self.chunks]
 
     def sampling(self) -> list[RequestKey]:
-        """Of those that get a token."""
+        """The requests that get a token."""
         return [decode.key for decode in self.decodes] + [chunk.key for chunk in self.chunks if chunk.last]
 
 
 class InstanceScheduler(ABC):
-    """Called from one thread. Pure decisions: no I/O, no clock."""
+    """Called from one thread. Makes pure decisions: no I/O, no clock."""
 
     OPTIONS: ClassVar[Options] = {}
-    """Of a scheduler of one's own: its options, with their defaults."""
+    """Options of a user-defined scheduler, with their defaults."""
 
     @abstractmethod
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
-        """Empty. `allocator`: the instance's whole cache, used by nobody else."""
+        """Create an empty scheduler. `allocator`: the instance's whole cache, used by this scheduler only."""
 
     @property
     def depth(self) -> int:
-        """Passes that may be planned before the first of them is `done`, at least 1."""
+        """Number of passes that may be planned before the first of them is `done`; at least 1."""
         return 1
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline that a pass goes through, one behind the other, at least 1."""
+        """Number of consecutive pipeline stages that a pass goes through; at least 1."""
         return 1
 
     @abstractmethod
     def add(self, request: MixedRequest) -> None:
-        """A request waits. Its prompt and one token fit in the cache. Raises AccountingError for one that is here."""
+        """Queue a request whose prompt and one token fit in the cache. Raises AccountingError if it is already here."""
 
     @abstractmethod
     def cancel(self, key: RequestKey) -> bool:
-        """The request is gone, and its blocks are free. False where it was not here."""
+        """Remove the request and free its blocks. Returns False if it was not here."""
 
     @abstractmethod
     def plan(self, now_s: float) -> MixedPlan:
-        """The next pass. A request is in one pass at a time, but for those that the scheduler plans ahead."""
+        """The next pass. A request is in one pass at a time, unless the scheduler plans ahead."""
 
     @abstractmethod
     def done(self, plan: MixedPlan, finished: Collection[RequestKey]) -> None:
-        """The pass has run, the oldest that was not done; those `finished` sampled their last token and are gone."""
+        """The oldest planned pass has run. The `finished` requests sampled their last token and are removed."""
 
     @abstractmethod
     def load(self) -> tuple[int, int]:
-        """(requests, tokens still to be computed of prompts) here, for routing between instances."""
+        """(requests, prompt tokens still to be computed), for routing between instances."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AccountingError where requests and blocks do not match."""
+        """Raises AccountingError if requests and blocks do not match."""
 
     def quiet_passes(self, plan: MixedPlan) -> int:
-        """How many passes like `plan`, the next one included, follow if nobody comes or ends. 0: not known."""
+        """How many passes like `plan`, including the next, follow if no request arrives or ends. 0: not known."""
         return 0
 
     def repeat(self, plan: MixedPlan, passes: int) -> None:
-        """As many `plan` and `done` as `passes`, at most `quiet_passes(plan)`, with nobody finished.
+        """Same as `passes` times `plan` and `done` with no request finished; at most `quiet_passes(plan)`.
 
-        Never called where `quiet_passes` says 0: who does not override one need not override the other.
+        Never called if `quiet_passes` returns 0: a scheduler that does not override `quiet_passes` need not override
+        this.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What the colocated schedulers share: members and their blocks, preemption by recompute, passes that repeat."""
+"""Shared parts of the colocated schedulers: members and their blocks, preemption by recompute, repeated passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 def whole(options: Options, key: str, low: int = 1) -> int:
-    """The option as a whole number. Raises ConfigError where it is less than `low`."""
+    """The option as an integer. Raises ConfigError if it is less than `low`."""
     value = int(options[key])
     if value < low:
         raise ConfigError(f"option {key} must be at least {low}, not {value}")
@@ -28,7 +28,7 @@ def whole(options: Options, key: str, low: int = 1) -> int:
 
 
 class ActiveRequest:
-    """A request here. `known`: its tokens, those that planned passes sample included; `computed`: those with KV.
+    """A request here. `known`: its tokens, including those that planned passes sample. `computed`: tokens with KV.
 
     `decoding`: everything known but the last token is computed. `blocks`: held in the allocator under its key.
     """
@@ -48,7 +48,7 @@ class ActiveRequest:
 
 
 class Draft:
-    """A plan in the making."""
+    """A plan under construction."""
 
     def __init__(self) -> None:
         self.chunks: list[PlannedChunk] = []
@@ -57,7 +57,7 @@ class Draft:
         self.tokens = 0
 
     def add(self, member: ActiveRequest, tokens: int) -> None:
-        """The pass computes so many of the member's tokens; its blocks cover them."""
+        """The pass computes `tokens` of the member's tokens; the member's blocks already cover them."""
         key = member.request.key
         if member.decoding:
             self.decodes.append(PlannedDecode(key, member.computed))
@@ -74,18 +74,18 @@ class Draft:
 
 
 class ContinuousScheduler(InstanceScheduler):
-    """FCFS queue, running members in the order in which they were admitted. A subclass says what a pass holds."""
+    """A FCFS queue, and running members in order of admission. A subclass decides what a pass contains."""
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
         self._allocator = allocator
         self._block_size = block_size
         self._waiting: OrderedDict[RequestKey, ActiveRequest] = OrderedDict()
         self._running: dict[RequestKey, ActiveRequest] = {}
-        self._settled = False  # since the last plan nobody came or went
+        self._settled = False  # no request was added or removed since the last plan
 
     def add(self, request: MixedRequest) -> None:
         if request.key in self._running or request.key in self._waiting:
-            raise AccountingError(f"{request.key} is here already", request_id=request.key.request_id)
+            raise AccountingError(f"{request.key} is already here", request_id=request.key.request_id)
         self._waiting[request.key] = ActiveRequest(request)
         self._settled = False
 
@@ -107,7 +107,7 @@ class ContinuousScheduler(InstanceScheduler):
     def done(self, plan: MixedPlan, finished: Collection[RequestKey]) -> None:
         for key in finished:
             self._settled = False
-            if self._waiting.pop(key, None) is None and key in self._running:  # it waits after a preemption
+            if self._waiting.pop(key, None) is None and key in self._running:  # it is in the queue after a preemption
                 self._remove(key)
 
     def load(self) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class ContinuousScheduler(InstanceScheduler):
         return len(members), sum(member.left for member in members if not member.decoding)
 
     def quiet_passes(self, plan: MixedPlan) -> int:
-        """Decodes of everybody repeat until blocks run out: who was not let in has no more room later."""
+        """All running requests decode until blocks run out. A request that was not admitted has no more room later."""
         running = len(self._running)
         if not self._settled or plan.chunks or plan.preempted or not running or len(plan.decodes) != running:
             return 0
@@ -134,25 +134,28 @@ class ContinuousScheduler(InstanceScheduler):
     def check_integrity(self) -> None:
         for key, member in self._running.items():
             if member.request.key != key or member.blocks != len(self._allocator.blocks_of(key)):
-                raise AccountingError(f"{key} holds other blocks than it counts", request_id=key.request_id)
+                raise AccountingError(f"{key} does not hold the blocks that it counts", request_id=key.request_id)
             if member.blocks * self._block_size < member.computed or member.left < member.decoding:
                 raise AccountingError(f"{key}: {member.computed} tokens computed in {member.blocks} blocks")
         for key, member in self._waiting.items():
             if key in self._running or member.blocks or member.computed or self._allocator.blocks_of(key):
-                raise AccountingError(f"{key} waits and is more than that", request_id=key.request_id)
-        stranger = self._allocator.holders_but(self._running)
-        if stranger is not None:
-            raise AccountingError(f"{stranger} holds blocks and is not here")
+                raise AccountingError(f"{key} is queued but also runs or holds blocks", request_id=key.request_id)
+        unknown = self._allocator.holders_but(self._running)
+        if unknown is not None:
+            raise AccountingError(f"{unknown} holds blocks but is not here")
         self._allocator.check_integrity()
 
     # for subclasses
 
     @abstractmethod
     def _fill(self, draft: Draft, now_s: float) -> None:
-        """Add to the draft what the next pass computes, with blocks for it."""
+        """Add to the draft what the next pass computes, and allocate blocks for it."""
 
     def _cover(self, member: ActiveRequest, tokens: int) -> bool:
-        """Blocks for so many tokens behind the computed ones. False, and nothing changes, where too few are free."""
+        """Allocate blocks for `tokens` tokens after the computed ones.
+
+        Returns False, unchanged, if too few are free.
+        """
         missing = -((member.computed + tokens) // -self._block_size) - member.blocks
         if missing <= 0:
             return True
@@ -162,12 +165,12 @@ class ContinuousScheduler(InstanceScheduler):
         return True
 
     def _admit(self, member: ActiveRequest) -> None:
-        """The head of the queue runs."""
+        """Move the head of the queue to the running members."""
         del self._waiting[member.request.key]
         self._running[member.request.key] = member
 
     def _preempt(self, member: ActiveRequest, draft: Draft) -> None:
-        """Its KV is gone; it goes to the head of the queue, and all of its tokens are computed again."""
+        """Drop its KV and move it to the head of the queue. All of its tokens are computed again."""
         key = member.request.key
         self._remove(key)
         member.computed = member.blocks = 0
@@ -179,7 +182,7 @@ class ContinuousScheduler(InstanceScheduler):
     def _cover_by_preempting(
         self, member: ActiveRequest, tokens: int, victims: Iterator[ActiveRequest], draft: Draft
     ) -> bool:
-        """`_cover`, at the expense of `victims` in their order. False where the member itself had to go."""
+        """`_cover`, preempting `victims` in their order. Returns False if the member itself was preempted."""
         while not self._cover(member, tokens):
             victim = next(victims)
             self._preempt(victim, draft)

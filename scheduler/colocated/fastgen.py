@@ -1,4 +1,4 @@
-"""DeepSpeed-FastGen, Dynamic SplitFuse: long prompts are cut, short ones fused, to passes of one size."""
+"""DeepSpeed-FastGen, Dynamic SplitFuse: long prompts are split and short ones fused into passes of equal size."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class FastGenScheduler(ContinuousScheduler):
-    """All decodes first, then prompts, FCFS: each needs KV room for all of it that is left. `token_budget` is for both.
+    """All decodes first, then prompts, FCFS. `token_budget` is for both.
 
-    A decode without a free block sits the pass out. Where nothing can run, the last request that holds KV is flushed,
-    to be computed again.
+    A prompt is added only if the cache has KV room for all of its remaining tokens. A decode without a free block sits
+    the pass out. If nothing can run, the last request that holds KV is flushed and recomputed later.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
@@ -30,7 +30,7 @@ class FastGenScheduler(ContinuousScheduler):
         for member in running:
             if member.decoding and draft.tokens < self._budget and self._cover(member, 1):
                 draft.add(member, 1)
-        for member in running:  # at most one: the prompt that was cut last
+        for member in running:  # at most one: the prompt that was split last
             if not member.decoding and not self._add_prompt(member, draft):
                 return
         while self._waiting and len(self._running) < self._max_num_seqs:

@@ -11,10 +11,10 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class OrcaScheduler(ContinuousScheduler):
-    """Each pass takes up to `max_batch` requests that are in no other, by arrival; a prompt is computed in one pass.
+    """Each pass takes up to `max_batch` requests that are in no other pass, by arrival.
 
-    A new request reserves blocks for the longest that it may become, so that nothing is ever preempted. `n_workers`
-    batches are in flight, one for each stage of a pipeline.
+    A prompt is computed in one pass. A new request reserves blocks for its maximum length, so that no request is ever
+    preempted. `n_workers` batches are in flight, one for each pipeline stage.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
@@ -36,7 +36,7 @@ class OrcaScheduler(ContinuousScheduler):
         super().done(plan, finished)
 
     def quiet_passes(self, plan: MixedPlan) -> int:
-        """Batches that circulate are stepped."""
+        """With several batches in flight, passes are run one by one."""
         return super().quiet_passes(plan) if self._workers == 1 else 0
 
     def _fill(self, draft: Draft, now_s: float) -> None:

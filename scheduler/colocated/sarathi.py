@@ -1,4 +1,4 @@
-"""Sarathi-Serve: stall-free batches. Every decode is in every pass; prompt chunks fill what the token budget leaves."""
+"""Sarathi-Serve: stall-free batches. Every pass holds all decodes; prompt chunks fill the rest of the token budget."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class SarathiScheduler(ContinuousScheduler):
-    """A new request needs blocks for its whole prompt, and `watermark` of the cache must stay free behind it.
+    """A new request needs blocks for its whole prompt, and a share of `watermark` of the cache must stay free after it.
 
     `dynamic`: instead of `token_budget`, a chunk fills its pass up to a size that falls from `chunk_high` to
-    `chunk_low` in `chunk_steps` equal steps over the first `chunk_tokens` tokens of its prompt: a chunk behind a long
-    part costs more attention.
+    `chunk_low` in `chunk_steps` equal steps over the first `chunk_tokens` tokens of its prompt, because attention costs
+    more for a chunk after a long prefix.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
@@ -50,7 +50,7 @@ class SarathiScheduler(ContinuousScheduler):
             self._add_chunk(member, draft)
 
     def _fits(self, member: ActiveRequest) -> bool:
-        """Takes blocks for the whole prompt, if that leaves the reserve. An empty instance needs none."""
+        """Take blocks for the whole prompt if the reserve stays free. An empty instance needs no reserve."""
         needed = -(member.left // -self._block_size)
         reserve = self._reserve if self._running else 0
         return self._allocator.available_blocks - needed >= reserve and self._cover(member, member.left)
@@ -61,6 +61,6 @@ class SarathiScheduler(ContinuousScheduler):
             draft.add(member, tokens)
 
     def _room(self, member: ActiveRequest, draft: Draft) -> int:
-        """Tokens of this prompt that the pass may still take."""
+        """How many more tokens of this prompt the pass may take."""
         step = min(member.computed // self._step_tokens, len(self._sizes) - 1)
         return self._sizes[step] - draft.tokens

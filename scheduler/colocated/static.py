@@ -1,4 +1,4 @@
-"""Static batching: what batching was before ORCA, kept to compare with."""
+"""Static batching, as before ORCA. For comparison."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class StaticScheduler(ContinuousScheduler):
-    """Up to `max_batch` requests, FCFS, with blocks for the longest that each may become; then nobody until all ended.
+    """Takes up to `max_batch` requests, FCFS, with blocks for their maximum lengths, then none until all have ended.
 
-    Prompts are computed in one pass. Who ends early leaves its tokens to nobody, and costs nothing any more.
+    Prompts are computed in one pass. A request that ends early leaves its place empty, but costs nothing from then on.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:

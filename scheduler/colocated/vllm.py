@@ -10,10 +10,10 @@ from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
 
 class VllmScheduler(ContinuousScheduler):
-    """The latest admitted is preempted, and computed again. Nobody is admitted in a pass that preempted.
+    """The last admitted request is preempted first, and recomputed. A pass that preempted admits no request.
 
-    `async_scheduling`: a pass is planned while the one before it runs, so that the device never waits for the host; a
-    request that comes in between waits for one pass more.
+    `async_scheduling`: a pass is planned while the previous one runs, so that the device never waits for the host. A
+    request that arrives in between waits for one more pass.
     """
 
     def __init__(self, options: Options, allocator: BlockAllocator, block_size: int) -> None:
@@ -44,6 +44,6 @@ class VllmScheduler(ContinuousScheduler):
             draft.add(member, tokens)
 
     def _latest_first(self) -> Iterator[ActiveRequest]:
-        """Each is gone when the next is asked for."""
+        """The last admitted first. Each must be removed before the next is requested."""
         while self._running:
             yield next(reversed(self._running.values()))

@@ -1,4 +1,4 @@
-"""What the scheduler core asks for. The actor around it carries these out over gRPC; the simulator in virtual time."""
+"""Actions of the scheduler core. The scheduler process carries them out over gRPC, the simulator in virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignedserve.scheduler.core.events import BufferKind
 class StartPrefill:
     """Send the group (its first request carries the prompt) to the prefill instance.
 
-    `base_tokens`: the pool holds the KV of so many of its tokens; only the others are to be computed.
+    `base_tokens`: the pool holds the KV of the first `base_tokens` tokens; only the rest is computed.
     """
 
     prefill_id: str
@@ -23,9 +23,9 @@ class StartPrefill:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Bring these from the pool into a candidate buffer; from here on the decode instance decides about them.
+    """Copy these requests from the pool into a candidate buffer. From here on the decode instance decides about them.
 
-    `prefill_id` None: there are no buffers, the decode instance pulls from the pool itself.
+    `prefill_id` None: there are no buffers; the decode instance copies from the pool itself.
     """
 
     decode_id: str
@@ -37,7 +37,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Ask the decode instance to give back those of these that have not joined."""
+    """Ask the decode instance to give back those of these requests that have not joined."""
 
     decode_id: str
     keys: tuple[RequestKey, ...]
@@ -45,9 +45,9 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class MarkUrgent:
-    """Overdue requests wait at the decode instance, or are on their way; each is due in so many seconds (or was: < 0).
+    """Overdue requests wait at the decode instance or are on their way. `due_in_s`: seconds until due; < 0: past due.
 
-    One in its candidate batch stops late joins and begins the switch.
+    An overdue request in the candidate batch stops late joins and begins the batch switch.
     """
 
     decode_id: str
@@ -55,17 +55,18 @@ class MarkUrgent:
     due_in_s: tuple[float, ...]
 
     def due_s(self, now_s: float) -> dict[RequestKey, float]:
-        """When each is due, by the clock that `now_s` is of."""
+        """When each request is due, by the clock of `now_s`."""
         return {key: now_s + due_in_s for key, due_in_s in zip(self.keys, self.due_in_s, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
 class ReleasePool:
-    """The pool's copy of these is not needed any more (ended), or has to make room (`dropped`).
+    """The pool's copies are no longer needed because the requests ended, or must make room (`dropped`).
 
-    `dropped`: the requests decode, and may be evicted to the pool while this is on its way. So the pool frees a copy
-    only if it still has as many tokens as `kv_tokens` says, in the order of `keys`: a longer one was committed since.
-    `pool_id`: the shard that drops; what has ended all shards release, since any may have been written to last.
+    With `dropped` the requests decode, and may be evicted to the pool while this message is on its way. A shard then
+    frees a copy only if it still has `kv_tokens` tokens (in the order of `keys`): a longer copy was committed since.
+    `pool_id`: the shard that drops. Copies of ended requests are released at all shards, since any may have been
+    written to last.
     """
 
     keys: tuple[RequestKey, ...]
@@ -76,7 +77,7 @@ class ReleasePool:
 
 @dataclass(frozen=True, slots=True)
 class CancelAt:
-    """Tell the instance that holds them to stop work on these and free what they hold."""
+    """Tell the instance that holds these requests to stop work on them and free what they hold."""
 
     role: str
     instance_id: str
@@ -85,7 +86,7 @@ class CancelAt:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Tell the gateway that these were refused, or ended before any worker had them (`error` CancelledError)."""
+    """Tell the gateway that these were refused, or ended before any worker had them (error: CancelledError)."""
 
     keys: tuple[RequestKey, ...]
     error: AlignedServeError
@@ -101,7 +102,7 @@ class ReportLost:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The core holds nothing of these any more: the actor may drop what it keeps beside it."""
+    """The core holds no more state of these requests: the scheduler process may drop its own."""
 
     keys: tuple[RequestKey, ...]
 

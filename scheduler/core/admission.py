@@ -1,8 +1,8 @@
 """Admission: which requests are accepted, and when a prompt may be prefilled.
 
-A request that no store can hold is refused for good; one that finds the queue full is told when to retry. A prompt is
-prefilled only when its shard has room for it beside the growth reserve. Each shard has its own reserve: only what is
-written on its node uses it.
+A request that no store can hold is refused permanently; one that finds the queue full is told when to retry. A prompt
+is prefilled only when its shard has room for it beside the growth reserve. Each shard has its own reserve, which only
+writes from its node use.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Admission:
         self._queue = state.queue
         self._ledger = state.ledger
         self._decode_cache_blocks = 0  # as last known
-        self._max_request_tokens: int | None = None  # None: to be worked out again
+        self._max_request_tokens: int | None = None  # None: recompute
 
     def ready(self) -> bool:
-        """Whether each role has reported: before that nothing can be judged or started."""
+        """Whether each role has reported. Before that nothing can be judged or started."""
         return self.max_request_tokens() > 0
 
     def max_request_tokens(self) -> int:
         """The longest request (prompt and answer) that can be served; 0 while a role is missing.
 
-        It has to fit in a decode cache, in the smallest shard of the pool (it may be evicted to any), and, since it may
-        have to be prefilled again, in a prefill cache.
-        While no decode instance is up the last one's cache counts: its successor's will be the same, and what it left
-        can be prefilled until then. Asked for several times an event: kept until `sizes_changed`.
+        It must fit in a decode cache and in the smallest shard (it may be evicted to any). It must also fit in a
+        prefill cache, since it may have to be prefilled again. While no decode instance is up, the last known cache
+        size counts: its successor will have the same, and prompts can be prefilled until then. The value is read
+        several times per event, so it is cached until `sizes_changed`.
         """
         if self._max_request_tokens is None:
             self._max_request_tokens = self._find_max_request_tokens()
         return self._max_request_tokens
 
     def sizes_changed(self) -> None:
-        """An instance has come, gone or reported."""
+        """An instance was added, removed or has reported."""
         self._max_request_tokens = None
 
     def _find_max_request_tokens(self) -> int:
@@ -57,10 +57,10 @@ class Admission:
         return min(decode * self._block_size, prefill, (pool - share) * self._block_size)
 
     def queue_full(self, requests: int) -> OverloadedError | None:
-        """Why a group of `requests` that was just submitted may not wait, or None."""
+        """The error if a newly submitted group of `requests` finds the queue full, else None."""
         if len(self._queue) + requests > self._config.scheduler.max_queue:
             return OverloadedError(
-                f"{len(self._queue)} requests wait for prefill; the limit is {self._config.scheduler.max_queue}",
+                f"{len(self._queue)} requests are waiting for prefill; the limit is {self._config.scheduler.max_queue}",
                 retry_after_s=self.retry_after_s(),
             )
         return None
@@ -77,7 +77,7 @@ class Admission:
         )
 
     def retry_after_s(self) -> float:
-        """When the queue will have drained, as far as the prefill instances' rates tell; whole seconds."""
+        """When the queue will have drained, predicted from the prefill instances' rates; whole seconds."""
         loads = [view.load for view in self._instances.prefill.values()]
         if not loads:
             return MOST_RETRY_AFTER_S
@@ -86,15 +86,15 @@ class Admission:
         return float(min(MOST_RETRY_AFTER_S, max(1, math.ceil(wait_s))))
 
     def group_blocks(self, tokens: int, requests: int) -> list[int]:
-        """Blocks that each answer to a prompt of `tokens` needs: the first all, the others what they cannot share."""
+        """Blocks that each answer to a prompt of `tokens` needs: the first needs all, the others those not shared."""
         blocks = self._state.blocks_for(tokens)
         return [blocks] + [blocks - tokens // self._block_size] * (requests - 1)
 
     def reserve_blocks(self, shard: PoolShard) -> int:
-        """Blocks of a shard that no prefill may take: they are for running requests that grow and come back.
+        """Blocks of a shard that no prefill may take: they are for running requests that grow and are evicted.
 
-        The configured share, but at least room to evict the longest request of each decode instance that evicts to it
-        and runs several.
+        This is the configured share, but at least room to evict the longest request of each decode instance that evicts
+        to this shard and runs several requests.
         """
         share = math.ceil(shard.capacity * self._config.kv_pool.growth_reserve)
         evictable = 0
@@ -106,8 +106,8 @@ class Admission:
     def missing_blocks(self, shard: PoolShard, blocks: int, most_tokens: int, own_blocks: int = 0) -> int:
         """Blocks that a shard lacks to begin a prefill of `blocks` more; 0 or less: it may begin.
 
-        Beside the reserve, one such request has room to grow to `most_tokens`. A shard that holds nothing but the
-        request's `own_blocks` takes whatever fits at all, so that a large request is never stuck.
+        Beside the reserve, the request must have room to grow to `most_tokens`. A shard that holds only the request's
+        `own_blocks` takes whatever fits at all, so that a large request is never stuck.
         """
         if shard.committed <= own_blocks and not shard.reserved:
             return blocks - shard.free

@@ -1,4 +1,4 @@
-"""What people are told of for a minute after it happened."""
+"""Events that stay in an alarm for a minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ALARM_S = 60.0
 
 
 class LastMinute:
-    """How often something happened within the last `ALARM_S`."""
+    """How often an event happened within the last `ALARM_S`."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque()

@@ -1,4 +1,4 @@
-"""What the scheduler core is told. Frozen values; times are arguments of `handle`, not fields."""
+"""Events of the scheduler core. Frozen values; times are arguments of `handle`, not fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from alignedserve.scheduler.cost.pass_model import Passes
 
 
 class BufferKind(enum.IntEnum):
-    """The two buffers on a prefill instance (paper, section 3.4)."""
+    """The two candidate buffers of a prefill instance (paper, section 3.4)."""
 
     BATCH = 1
     REQUESTS = 2
@@ -20,14 +20,14 @@ class BufferKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestMeta:
-    """What a policy may know of a request. Never its output length: nobody knows that in production.
+    """What a policy may know of a request. Never its output length, which is unknown in production.
 
-    `prefix_tokens` counts the prompt and what was generated in earlier epochs; `max_total_tokens` is the most it can
-    grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: of so many of them the pool holds
-    the KV already, in `base_blocks` blocks that an earlier epoch committed (`own_blocks` of them nobody else's);
-    `whole`: it needs no more to decode. `base_pool_id`: the shard that they lie in.
-    `age_s`: how long its gateway has had it. `wait_objective_s`: it should not wait longer between its prefill (or an
-    eviction) and its next token; 0: the configured default.
+    `prefix_tokens` counts the prompt and the tokens generated in earlier epochs. `max_total_tokens` is the most it can
+    grow to. Requests of one `group_id` share their prompt's blocks. `base_tokens`: the number of tokens whose KV the
+    pool already holds, in `base_blocks` blocks that an earlier epoch committed, `own_blocks` of them not shared.
+    `whole`: it needs no more KV to decode. `base_pool_id`: the shard that holds the base. `age_s`: how long its gateway
+    has had it. `wait_objective_s`: the longest wait between its prefill (or an eviction) and its next token; 0: the
+    configured default.
     """
 
     key: RequestKey
@@ -58,9 +58,9 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """Its KV is committed in the pool; `new_blocks` of its blocks are not shared with an earlier one of its group.
+    """The request's KV is committed in the pool; `new_blocks` of its blocks are not shared with its group.
 
-    `pool_id`: the shard that it lies in, which may be another than its base's. Any where only one shard is named.
+    `pool_id`: the shard that holds it, which may differ from its base's. May be any value if there is only one shard.
     """
 
     key: RequestKey
@@ -72,16 +72,16 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Ended (last token, cancelled or a final error) wherever it was; holds nothing there any more."""
+    """The requests ended (last token, cancelled or a final error) and hold nothing at their worker any more."""
 
     keys: tuple[RequestKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker could not go on with these: the gateway is to submit them again.
+    """A worker could not continue these requests: the gateway is to submit them again.
 
-    `distrust`: what the pool holds of them could not be read, and is not to be used again.
+    `distrust`: the pool's copies of them could not be read, and must not be used again.
     """
 
     keys: tuple[RequestKey, ...]
@@ -91,7 +91,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Entered the running batch of `decode_id` for the first time since its prefetch."""
+    """The requests entered the running batch of `decode_id` for the first time since their prefetch."""
 
     decode_id: str
     keys: tuple[RequestKey, ...]
@@ -99,10 +99,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Given back by its decode instance: its KV, `kv_tokens` long, is committed in the pool again.
+    """A decode instance gave the request back: its KV, `kv_tokens` long, is committed in the pool again.
 
-    `waited_s`: since it was evicted. How long one has waited that never joined the core knows itself. `pool_id`: the
-    shard that all of it lies in now, which may be another than before. `from_buffer`: a prefill instance says so.
+    `waited_s`: time since it was evicted. For a request that never joined, the core knows the wait itself. `pool_id`:
+    the shard that holds all of it now, which may differ from before. `from_buffer`: a prefill instance reports the
+    return.
     """
 
     key: RequestKey
@@ -115,10 +116,10 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReported:
-    """Free blocks are those that a prefetch could take now: without what is leased for evictions.
+    """Free blocks are those that a prefetch could take now, without those leased for evictions.
 
-    `pool_wait_blocks`: pool blocks that give-backs of its candidates wait for, because the pool has none free.
-    `measured`: chunks that it has computed since the last time that it said so.
+    `pool_wait_blocks`: pool blocks that returns of its candidates wait for, because the pool has none free. `measured`:
+    chunks that it has computed since its last report of them.
     """
 
     prefill_id: str
@@ -134,10 +135,10 @@ class PrefillReported:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReported:
-    """`pool_wait_blocks`: pool blocks that its evictions (and give-backs) wait for, because the pool has none free.
+    """`pool_wait_blocks`: pool blocks that its evictions (and returns) wait for, because the pool has none free.
 
-    `measured`: iterations since the last time that it said so. `batch_shortest_tokens`, `batch_longest_tokens`: of
-    those that its running batch was formed of; 0 where none of them are left.
+    `measured`: iterations since its last report of them. `batch_shortest_tokens`, `batch_longest_tokens`: prefix
+    lengths of the requests that its running batch was formed from; 0 if none of them are left.
     """
 
     decode_id: str
@@ -164,9 +165,9 @@ class PoolReported:
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """A request that a decode instance says it decides about; `blocks` is what its KV takes up.
+    """A request that a decode instance reports to decide about; `blocks` is the size of its KV.
 
-    Of a candidate: the buffer that it lies in, and whose that is ("": it lies in the pool).
+    For a candidate: its buffer, and the prefill instance of that buffer ("": its KV is in the pool).
     """
 
     meta: RequestMeta
@@ -179,10 +180,10 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class InventoryTaken:
-    """What a decode instance decides about, as it says itself.
+    """The requests that a decode instance reports to decide about.
 
-    `restore`: this core has just started, and takes over what it does not know. Else such requests were lost or ended
-    here, or are an older epoch's: they are cancelled there.
+    `restore`: this core has just started, and adopts the requests it does not know. Otherwise such requests were lost
+    or ended here, or belong to an older epoch: they are cancelled there.
     """
 
     decode_id: str
@@ -192,9 +193,10 @@ class InventoryTaken:
 
 @dataclass(frozen=True, slots=True)
 class PoolInventoryTaken:
-    """Everything that a shard holds, as (KV tokens, blocks): what waits in it but is not there is lost.
+    """Everything that a shard holds, as (KV tokens, blocks). A request that waits in it but is not listed is lost.
 
-    `asked_s`: what has come to it since it was asked, by the clock of `handle`, may be there all the same.
+    `asked_s`: when the inventory was requested, by the clock of `handle`. Copies that came later may be missing from
+    it.
     """
 
     copies: Mapping[RequestKey, tuple[int, int]]
@@ -204,7 +206,7 @@ class PoolInventoryTaken:
 
 @dataclass(frozen=True, slots=True)
 class CopiesFound:
-    """Copies in a shard, as (KV tokens, blocks), that nobody looked for: where they are strays they are dropped."""
+    """Copies that were found in a shard, as (KV tokens, blocks). Stray copies are dropped."""
 
     pool_id: str
     copies: Mapping[RequestKey, tuple[int, int]]
@@ -226,10 +228,10 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class ShardsChanged:
-    """All shards of the pool that there are; one that is no longer named has gone with its node, and its KV with it.
+    """All current shards of the pool. A shard that is no longer named is gone with its node, and its KV with it.
 
-    `homes`: (instance, shard) of each prefill and decode instance: it writes to that shard only, its own node's. Until
-    this was first said there is one shard, which is everybody's.
+    `homes`: (instance, shard) of each prefill and decode instance: it writes only to that shard, on its own node. Until
+    the first such event there is one shard, which all instances use.
     """
 
     pool_ids: tuple[str, ...]
@@ -238,7 +240,7 @@ class ShardsChanged:
 
 @dataclass(frozen=True, slots=True)
 class PairsChanged:
-    """Decode instance -> the prefill instances that prefetch for it; an empty tuple: straight from the pool.
+    """Decode instance -> the prefill instances that prefetch for it; an empty tuple: it copies from the pool itself.
 
     `link_ranks`: `(decode instance, prefill instance, rank)` of the pairs whose link is not of the best kind, rank 0.
     """
@@ -249,7 +251,7 @@ class PairsChanged:
 
 @dataclass(frozen=True, slots=True)
 class DrainingChanged:
-    """All instances that are to end: nothing new is sent to them. They may come back without having ended."""
+    """All draining instances: they get no new work. They may return without having ended."""
 
     instance_ids: frozenset[str]
 
@@ -261,7 +263,7 @@ class GatewayLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time has passed."""
 
 
 Event = (

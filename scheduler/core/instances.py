@@ -1,4 +1,4 @@
-"""What the core knows of the instances: reports, and its own count of what is on its way to them."""
+"""What the core knows of the instances: their reports, and its own count of what is on its way to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.routing import PrefillLoad
 from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
 
-MOST_PREDICTED = 256  # iterations of which an instance's predicted time is kept
+MOST_PREDICTED = 256  # shapes of iterations whose predicted time is cached
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class BufferRoom:
     capacity: int = 0
     reported_free: int = 0
     committed: int = 0  # of requests that were prefetched into it and have not left it, by the core's own count
-    issued: int = 0  # of those since the last report
-    bounced: bool = False  # something came back from it: no more until it has reported
+    issued: int = 0  # of `committed`, since the last report
+    bounced: bool = False  # a candidate came back from it: nothing is sent to it until it has reported
 
     def report(self, capacity: int, free: int) -> None:
         self.capacity, self.reported_free, self.issued, self.bounced = capacity, free, 0, False
@@ -35,12 +35,12 @@ class BufferRoom:
 
     @property
     def unclaimed(self) -> int:
-        """Room by the core's own count: right where only prefetches use the buffer."""
+        """Room by the core's own count: correct if only prefetches use the buffer."""
         return self.capacity - self.committed
 
     @property
     def free(self) -> int:
-        """Room as reported, less what was issued since: right where evictions use the buffer too."""
+        """Room as reported, less what was issued since: correct if evictions use the buffer too."""
         return min(self.unclaimed, self.reported_free - self.issued)
 
 
@@ -80,15 +80,15 @@ class DecodeView:
     decoding: dict[RequestKey, Record] = field(default_factory=dict)
     asked_back: list[Record] = field(default_factory=list)  # from other instances, for this one
     joined_blocks: int = 0  # since the last report
-    bounced: bool = False  # it gave something back: no late joins until it has reported
+    bounced: bool = False  # it gave a candidate back: no late joins until it has reported
     batch_id: int = 0  # of the last candidate batch that it was sent
-    batch_sent_s: float = -math.inf  # when it was last sent a candidate batch, or few requests instead of one
+    batch_sent_s: float = -math.inf  # when it was last sent a candidate batch, or a few requests in place of one
     cost: CostModel = field(default_factory=LinearCostModel)
-    mean_tokens: int = 0  # prefix length of those that ran lately; 0: not known yet
+    mean_tokens: int = 0  # mean prefix length in its recent iterations; 0: not known yet
     iterations: int = 0  # that it has reported; up to a tenth of a second behind
     most_requests: int = 0  # in the largest batch that was measured
-    held_tokens: int = 0  # of all that is here or on its way, when it was sent
-    _coming: tuple[int, int] | None = None  # (shortest, longest) of that; None: to be looked up
+    held_tokens: int = 0  # of all requests that are here or on their way, when they were sent
+    _coming: tuple[int, int] | None = None  # (shortest, longest) of those; None: to be recomputed
     _predicted: dict[tuple[int, int], float] = field(default_factory=dict)  # (requests, tokens of each) -> seconds
 
     def take_report(self, report: DecodeReported) -> None:
@@ -114,9 +114,10 @@ class DecodeView:
         return 0 if self.report is None else self.report.cache_blocks
 
     def batch_lengths(self) -> tuple[int, int] | None:
-        """(shortest, longest) that the running batch was formed of, or, as long as nothing runs, of what is on its way.
+        """(shortest, longest) prefix length that the running batch was formed from.
 
-        None when idle, and when only late joins are left of the batch: what matches those is for the next batch.
+        If nothing runs, those of the requests on their way. None when idle, and when only late joins are left of the
+        batch: requests that match those are for the next batch.
         """
         if self.report is not None and self.report.running:
             longest = self.report.batch_longest_tokens
@@ -128,7 +129,7 @@ class DecodeView:
         return self._coming
 
     def add_length(self, tokens: int) -> None:
-        """Such a request decodes here from now on, or will."""
+        """A request of this prefix length decodes here or is on its way."""
         self.held_tokens += tokens
         if self._coming is not None:
             shortest, longest = self._coming
@@ -140,16 +141,19 @@ class DecodeView:
             self._coming = None
 
     def distance(self, tokens: int) -> int:
-        """Tokens between a length and the mean of those that are here or on their way; 0 where there are none."""
+        """Tokens between a prefix length and the mean of those here or on their way; 0 if there are none."""
         return abs(tokens - self.held_tokens // self.size) if self.size else 0
 
     def load_s(self) -> float:
-        """The predicted time of an iteration of all that is here or on its way."""
+        """The predicted time of an iteration of all requests that are here or on their way."""
         size = self.size
         return self.predict_equal_s(size, self.held_tokens // size) if size else 0.0
 
     def predict_equal_s(self, requests: int, tokens: int) -> float:
-        """The time of an iteration of so many requests of one length. Kept: each request that comes asks of all."""
+        """The time of an iteration of `requests` requests of one prefix length.
+
+        Cached, since each new request asks it of all instances.
+        """
         shape = requests, tokens
         found = self._predicted.get(shape)
         if found is None:
@@ -163,15 +167,15 @@ class DecodeView:
         return self.report.batch_id if self.report is not None and self.report.running else self.batch_id
 
     def free_blocks(self, config: Config, block_size: int) -> int:
-        """Cache blocks left when everything on its way here has joined and has room to grow for some iterations."""
+        """Cache blocks left when all requests on their way have joined and have room to grow for some iterations."""
         if self.report is None:
             return 0
-        growth = -(-config.decode.join_iterations // block_size) + 1  # and one for the watermark
+        growth = -(-config.decode.join_iterations // block_size) + 1  # plus one for the watermark
         coming = sum(self.candidate_blocks.values()) + self.joined_blocks
         return self.report.cache_free_blocks - coming - growth * self.size
 
     def has_room(self, config: Config, block_size: int, blocks: int) -> bool:
-        """Whether a request of so many blocks could join behind everything that is on its way here."""
+        """Whether a request of `blocks` blocks could join after all requests that are on their way here."""
         return self.size < config.decode.max_running and self.free_blocks(config, block_size) >= blocks
 
 
@@ -182,32 +186,32 @@ class Instances:
     prefill: dict[str, PrefillView] = field(default_factory=dict)
     decode: dict[str, DecodeView] = field(default_factory=dict)
     pairs: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    link_ranks: dict[tuple[str, str], int] = field(default_factory=dict)  # of pairs, where not 0, the best
-    draining: frozenset[str] = frozenset()  # nothing new is sent to these
+    link_ranks: dict[tuple[str, str], int] = field(default_factory=dict)  # of pairs, if not 0 (the best)
+    draining: frozenset[str] = frozenset()  # these get no new work
     homes: dict[str, str] = field(default_factory=dict)  # instance -> the shard of the pool that it writes to
-    _decode_at: dict[str, list[DecodeView]] = field(default_factory=dict)  # by home; kept until `placed`
+    _decode_at: dict[str, list[DecodeView]] = field(default_factory=dict)  # by home; cached until `placed`
 
     def placed(self) -> None:
-        """Instances have come, gone or moved."""
+        """Instances or shards were added, removed or moved."""
         self._decode_at.clear()
 
     def decode_at(self, pool_id: str) -> list[DecodeView]:
-        """Those that evict to the shard."""
+        """The decode instances that evict to the shard."""
         if pool_id not in self._decode_at:
             found = [view for view in self.decode.values() if self.homes.get(view.decode_id) == pool_id]
             self._decode_at[pool_id] = found
         return self._decode_at[pool_id]
 
     def open_prefill(self) -> list[PrefillView]:
-        """Those that are given prompts."""
+        """The prefill instances that get prompts."""
         return [view for view in self.prefill.values() if view.prefill_id not in self.draining]
 
     def open_decode(self) -> list[DecodeView]:
-        """Those that are given candidates."""
+        """The decode instances that get candidates."""
         return [view for view in self.decode.values() if view.decode_id not in self.draining]
 
     def drained(self) -> list[str]:
-        """Those of the draining that no request is with, as far as is known here."""
+        """The draining instances that hold no request, as far as the core knows."""
         if not self.draining:
             return []
         busy = {view.prefill_id for view in self.prefill.values() if view.prefilling or view.buffered}
@@ -215,7 +219,7 @@ class Instances:
         return sorted(self.draining - busy)
 
     def bounced(self, decode_id: str, prefill_id: str, kind: BufferKind) -> None:
-        """A candidate came back that never joined: what is known of room and lengths there is out of date.
+        """A candidate came back without having joined: the known room and prefix lengths there are out of date.
 
         Without this a request could go back and forth as fast as messages travel.
         """
@@ -232,16 +236,16 @@ class Instances:
             decode.bounced = False
 
     def paired(self, decode: DecodeView) -> list[PrefillView]:
-        """Prefill instances that are up and prefetch for this one; none: it pulls from the pool itself."""
+        """Prefill instances that are up and prefetch for this one. Empty: it copies from the pool itself."""
         names = self.pairs.get(decode.decode_id, ())
         return [self.prefill[name] for name in names if name in self.prefill and name not in self.draining]
 
     def link_rank(self, decode: DecodeView, prefill: PrefillView) -> int:
-        """0: the best kind of link."""
+        """The rank of the pair's link; 0 is the best kind."""
         return self.link_ranks.get((decode.decode_id, prefill.prefill_id), 0)
 
     def roomiest(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView, int]]:
-        """The paired instance with the most room in such a buffer, and that room: one a rank of link, best first."""
+        """For each link rank, best first, the paired instance with the most room in such a buffer, and that room."""
         best: dict[int, tuple[PrefillView, int]] = {}
         for prefill in self.paired(decode):
             rank, room = self.link_ranks.get((decode.decode_id, prefill.prefill_id), 0), prefill.room(kind)

@@ -1,9 +1,9 @@
 """Admission by prediction: a request that would miss an objective, or wait too long, is refused before any work.
 
-Early rejection as in Mooncake: what counts is the load at the time when the prefill will be done, not the
-load of now. Judged by the load of now, a cluster whose prefills take a while accepts everything until the first of them
-decode, then nothing until they end, and so on (`tests/unit/scheduler/test_overload.py` shows both). Every decode is
-taken to last as long as decodes have lasted on average, so nobody's output length is asked for.
+As in Mooncake's early rejection, the load that counts is the predicted load when the prefill will be done. A cluster
+that judges by its current load and whose prefills take a while accepts everything until the first of them decode, then
+nothing until they end, and so on (`tests/unit/scheduler/test_overload.py` shows both). Each decode is assumed to last
+as long as decodes have lasted on average, so no output length has to be known.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from alignedserve.scheduler.core.request_table import Record, RequestState
 from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.cost.pass_model import RunningQuantile
 
-MOST_ROOM = 64  # requests: with room for so many, nobody is told to hold back
+MOST_ROOM = 64  # requests: with room for this many, no request is held back
 GAIN = 0.1
-EXTRAPOLATION = 2  # a batch may be so many times as large as the largest measured before the fit is mistrusted
-FEW_REQUESTS = 8  # of which a batch may be in any case
-ROUNDS = 3  # of the search for how many decode, and how long
-MOST_MARGIN = 0.3  # of an objective: what is late for reasons other than load is not mended by refusing more
+EXTRAPOLATION = 2  # a batch may be this many times as large as the largest measured before the fit is mistrusted
+FEW_REQUESTS = 8  # a batch of this size is always within the fit
+ROUNDS = 3  # of the search for how many requests decode, and how long
+MOST_MARGIN = 0.3  # of an objective: lateness with other causes than load is not cured by refusing more
 LEAST_RETRY_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is predicted for a request. `tpot_s` counts the wait between its first and its second token.
+    """What is predicted for a request. `tpot_s` includes the wait between its first and its second token.
 
-    `first_s` is the time to the first token without margin, `wait_s` the wait for room in the pool and in a batch,
-    `retry_s` how long from now until a request like it would keep the objectives.
+    `first_s` is the time to the first token without margin. `wait_s` is the wait for room in the pool and in a batch.
+    `retry_s` is how long from now until a similar request would meet the objectives.
     """
 
     first_s: float
@@ -46,7 +46,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """How many more requests, of the usual size, would be accepted now; where none, one would in `again_s`."""
+    """How many more requests of typical size would be accepted now; if none, one would be in `again_s`."""
 
     requests: int
     again_s: float = 0.0
@@ -57,7 +57,7 @@ class Headroom:
 
 
 class Overload:
-    """Predicts for a request that has just come, and learns from those that were accepted."""
+    """Predicts for a request that has just arrived, and learns from those that were accepted."""
 
     def __init__(self, state: CoreState, admission: Admission) -> None:
         self._state = state
@@ -69,9 +69,9 @@ class Overload:
         self.refused = 0
 
     def refusal(self, group: Sequence[RequestMeta], now_s: float) -> OverloadedError | None:
-        """Why a group that was just submitted for the first time is refused, or None.
+        """The error if a group that was just submitted for the first time is refused, or None.
 
-        An empty cluster takes anybody: without a request it would never learn that it has become faster.
+        An empty cluster accepts any request: without one it would never learn that it has become faster.
         """
         if not len(self._state.table) or not self._predictable:
             return None
@@ -84,13 +84,13 @@ class Overload:
         return OverloadedError(why, retry_after_s=outlook.retry_s)
 
     def accepted(self, record: Record, group: int, now_s: float) -> None:
-        """A group's first request was queued: what is expected of it, to be compared with what comes."""
+        """A group's first request was queued: record its predicted first token, to be compared with the actual one."""
         if record.key.is_probe:
             return
         tokens = record.meta.prefix_tokens
         self._typical_tokens += (GAIN if self._typical_tokens else 1.0) * (tokens - self._typical_tokens)
         if record.meta.key.epoch == 0 and self._predictable:
-            record.first_token_due_s = now_s + self._first_s(0, group)[0]  # its tokens are in the queue
+            record.first_token_due_s = now_s + self._first_s(0, group)[0]  # its tokens are already in the queue
 
     def prefilled(self, record: Record, now_s: float) -> None:
         """Learn how far off the prediction was."""
@@ -99,13 +99,13 @@ class Overload:
             record.first_token_due_s = 0.0
 
     def room(self, now_s: float) -> Headroom:
-        """For gateways, which refuse by it before they have read a request."""
+        """How many more requests would be accepted. Gateways refuse by it before they have read a request."""
         state = self._state
         if not len(state.table) or not self._predictable:
             return Headroom(MOST_ROOM)
         if not self._limits_set and not len(state.queue):
             return Headroom(MOST_ROOM)
-        low, high = 0, MOST_ROOM  # the largest number that fits; more never fits where less does not
+        low, high = 0, MOST_ROOM  # the largest number that fits; if a number does not fit, no larger one does
         while low < high:
             middle = (low + high + 1) // 2
             if self._objection(self._typical(middle, now_s)) is None:
@@ -115,11 +115,11 @@ class Overload:
         return Headroom(low, 0.0 if low else self._typical(1, now_s).retry_s)
 
     def outlook(self, now_s: float) -> Outlook | None:
-        """For a usual request that came now; None while a role is missing."""
+        """The prediction for a typical request that arrived now; None while a role is missing."""
         return self._typical(1, now_s) if self._predictable else None
 
     def predict(self, tokens: int, requests: int, now_s: float, *, age_s: float = 0.0) -> Outlook:
-        """For a group of `requests` answers to a prompt of `tokens`, that its gateway has had for `age_s` already."""
+        """For a group of `requests` answers to a prompt of `tokens` that its gateway has had for `age_s` already."""
         first_s, pool_s = self._first_s(tokens, requests)
         iteration_s, wait_s, per_request_s = self._decode(requests, tokens, now_s, first_s)
         gaps = max(1.0, self._times.mean_tokens)
@@ -136,13 +136,13 @@ class Overload:
     # parts of a prediction
 
     def _first_s(self, tokens: int, requests: int) -> tuple[float, float]:
-        """Until the first token, and what of it is the wait for room in the pool."""
+        """Time until the first token, and the part of it that is the wait for room in the pool."""
         pool_s = self._pool_wait_s(tokens, requests)
         return self._prefill_s(tokens) + pool_s, pool_s
 
     @property
     def _predictable(self) -> bool:
-        """Not while a role is missing: whoever comes meanwhile waits for its successor, however long that takes."""
+        """False while a role is missing: requests that arrive then wait for its successor, however long that takes."""
         instances = self._state.instances
         return self._admission.ready() and any(view.cache_blocks for view in instances.decode.values())
 
@@ -165,17 +165,17 @@ class Overload:
         return None
 
     def _typical(self, requests: int, now_s: float) -> Outlook:
-        """For the last of `requests` usual requests that come together."""
+        """For the last of `requests` typical requests that arrive together."""
         return self.predict(int(requests * self._typical_tokens), requests, now_s)
 
     def _prefill_s(self, tokens: int) -> float:
-        """Until the first token of a prompt of `tokens` behind all that is queued and handed out."""
+        """Time until the first token of a prompt of `tokens`, after all queued and dispatched prompts."""
         loads = [view.load for view in self._state.instances.prefill.values()]
         share = -(-self._state.queue.tokens // len(loads))
         return min(load.predicted_ttft_s(share + tokens) for load in loads)
 
     def _pool_wait_s(self, tokens: int, requests: int) -> float:
-        """Until the pool has room for it and for all that is queued before it, as fast as requests have ended."""
+        """Time until the pool has room for it and all queued before it, at the rate at which requests end."""
         state = self._state
         blocks = sum(self._admission.group_blocks(tokens, requests)) if tokens else 0
         blocks += state.blocks_for(state.queue.tokens) + len(state.queue)
@@ -188,9 +188,9 @@ class Overload:
         return self._times.stay_s * missing / held if missing > 0 and held else 0.0
 
     def _lacking_now(self, tokens: int) -> int:
-        """Blocks that the shards which prompts go to lack, before anything is put in them; less than 0: they have room.
+        """Blocks that the shards of open prefill instances lack before any prompt is added; negative: they have room.
 
-        Where all lack some, it is the one that lacks least which takes the next prompt.
+        If all lack some, the shard that lacks least is the one that takes the next prompt.
         """
         state = self._state
         homes = {state.home(view.prefill_id) for view in state.instances.open_prefill()}
@@ -198,11 +198,11 @@ class Overload:
         return sum(blocks for blocks in lacking if blocks < 0) or min(lacking, default=0)
 
     def _decode(self, requests: int, tokens: int, now_s: float, after_s: float) -> tuple[float, float, float]:
-        """When these `requests` begin to decode, `after_s` from now: seconds an iteration, seconds that the last of
-        them waits to join, seconds until the next request ends.
+        """The state when these `requests` begin to decode, `after_s` from now.
 
-        How long a decode lasts depends on how many there are, and the other way round: from the most that there can be
-        down, which does not take a loaded cluster for an idle one.
+        Returns the seconds of an iteration, the seconds that the last of them waits to join, and the seconds until the
+        next request ends. How long a decode lasts depends on how many requests decode, and the other way round. The
+        search goes down from the largest possible number, so that it does not take a loaded cluster for an idle one.
         """
         views = [view for view in self._state.instances.decode.values() if view.cache_blocks]
         length = max((view.mean_tokens for view in views if view.mean_tokens), default=max(1, tokens))
@@ -213,7 +213,7 @@ class Overload:
         for _ in range(ROUNDS):
             each = math.ceil((self._decoding_at(now_s, after_s, decode_s) + requests) / len(views))
             before, running = running, min(each, fits)
-            if running == before:  # nor would anything else change
+            if running == before:  # a fixed point
                 break
             iteration_s = min(self._iteration_s(view, running, length) for view in views)
             if not self._times.mean_tokens:
@@ -223,9 +223,9 @@ class Overload:
         return iteration_s, wait_s, (self._times.mean_tokens or 1.0) * iteration_s / (running * len(views))
 
     def _decoding_at(self, now_s: float, after_s: float, decode_s: float) -> float:
-        """Requests that will decode, or wait to, `after_s` from now, of all that are open.
+        """Number of open requests that will decode, or wait to, `after_s` from now.
 
-        Those before it in line are prefilled evenly until then, and each decodes for `decode_s`.
+        Requests ahead of it are assumed to be prefilled evenly until then, and to decode for `decode_s` each.
         """
         counts = self._state.table.counts
         still = float(self._times.decoding_since(now_s + after_s - decode_s))
@@ -236,7 +236,7 @@ class Overload:
         return still + before * decode_s / after_s
 
     def _iteration_s(self, view: DecodeView, requests: int, tokens: int) -> float:
-        """What is far larger than anything measured is taken to cost in proportion: a fit knows nothing of it."""
+        """A batch far larger than any measured is taken to cost in proportion: the fit does not cover it."""
         margin_s = min(view.cost.iteration_margin_s, MOST_MARGIN * self._config.tpot_objective_s)
         known = FEW_REQUESTS + EXTRAPOLATION * view.most_requests
         return (view.predict_equal_s(requests, tokens) + margin_s) * max(1.0, requests / known)

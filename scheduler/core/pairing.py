@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 LinkRank = Callable[[str, str], int]
-"""Of a decode and a prefill instance: 0 for the best kind of link."""
+"""Rank of the link between a decode and a prefill instance: 0 for the best kind."""
 
 
 def pair_up(prefill: int, decode: int, rank: LinkRank = lambda decode_id, prefill_id: 0) -> list[tuple[str, str]]:
-    """`(decode_id, prefill_id)`: through whose buffers a decode instance is prefetched for.
+    """Pairs `(decode_id, prefill_id)`: the decode instance's candidates are prefetched into that prefill instance.
 
-    Every instance is used: with more prefill instances than decode ones a decode instance has several, of which one has
-    at most one more than another; the same the other way round. As few pairs as can be have the worst rank, of those as
-    few as can be the next; where that leaves a choice, pairs go by index.
+    Every instance is used. With more prefill than decode instances a decode instance has several; their numbers differ
+    by at most one. The same holds the other way round. As few pairs as possible have the worst rank, then as few as
+    possible the next, and so on; ties go by index.
     """
     many, few = max(prefill, decode), min(prefill, decode)
 
@@ -24,15 +24,15 @@ def pair_up(prefill: int, decode: int, rank: LinkRank = lambda decode_id, prefil
     ranks = [[rank(*pair(i, j)) for j in range(few)] for i in range(many)]
     if len({value for row in ranks for value in row}) == 1:
         return [pair(i, i % few) for i in range(many)]
-    # Dearer by rank than all pairs of the ranks below together; by one where it is not today's by index.
+    # A pair costs more than all pairs of lower ranks together, and one more if it is not the pair by index.
     costs = [[(2 * many) ** (1 + value) + (j != i % few) for j, value in enumerate(row)] for i, row in enumerate(ranks)]
     return [pair(i, j) for i, j in enumerate(_share_out(costs, few))]
 
 
 def _share_out(costs: Sequence[Sequence[int]], few: int) -> list[int]:
-    """The column of each row: every column has as many rows, or one more, at the least cost in all."""
+    """The column of each row at the least total cost. Columns have equal numbers of rows, or one more."""
     least, over = divmod(len(costs), few)
-    spare = few - over if over else 0  # one more place a column, and rows that are nobody's for those to stay empty
+    spare = few - over if over else 0  # each column has one more place; as many dummy rows keep the excess places empty
     places = [j % few for j in range(least * few + (few if over else 0))]
     never = 1 + sum(map(max, costs))
     square = [[row[j] for j in places] for row in costs]
@@ -41,11 +41,11 @@ def _share_out(costs: Sequence[Sequence[int]], few: int) -> list[int]:
 
 
 def _assign(costs: Sequence[Sequence[int]]) -> list[int]:
-    """The column of each row of a square matrix, at the least cost in all: the Hungarian method, O(n^3)."""
+    """The column of each row of a square matrix at the least total cost: the Hungarian method, O(n^3)."""
     size = len(costs)
     unseen = 4 * size * (1 + max(map(max, costs)))
     row_price, column_price = [0] * (size + 1), [0] * (size + 1)
-    row_of = [0] * (size + 1)  # counted from 1; 0: the column is free. Column 0 is where each search begins
+    row_of = [0] * (size + 1)  # counted from 1; 0: the column is free. Each search begins at column 0
     for start in range(1, size + 1):
         row_of[0], column = start, 0
         least, came_from = [unseen] * (size + 1), [0] * (size + 1)

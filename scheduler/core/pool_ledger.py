@@ -1,6 +1,6 @@
-"""What the core believes the KV pool holds, by shard: one on each node, written to by that node's instances only.
+"""What the core believes the pool holds, by shard. Only a node's own instances write to its shard.
 
-Each request's copy is in one shard. Where the cluster names no shards there is one, whose name does not matter.
+Each request's copy is in one shard. If the cluster names no shards there is one, whose name does not matter.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class PoolLedger:
     def __init__(self) -> None:
         self._first = PoolShard("")
         self._shards: dict[str, PoolShard] = {"": self._first}
-        self.named = False  # whether it was ever said which shards there are
-        self.only: PoolShard | None = self._first  # where there is one shard; None where there are several
-        self._copies: dict[RequestKey, PoolShard] = {}  # where what is committed lies
+        self.named = False  # whether the names of the shards are known
+        self.only: PoolShard | None = self._first  # the only shard; None if there are several
+        self._copies: dict[RequestKey, PoolShard] = {}  # the shard of each committed copy
         self._reserves: dict[RequestKey, PoolShard] = {}
 
     # which shards there are
 
     def name_shards(self, pool_ids: Iterable[str]) -> list[PoolShard]:
-        """All that there are from now on; those that have gone for good, with all that they held.
+        """Set the names of all current shards. Returns those that are gone for good, with all that they held.
 
         The shard that had no name yet takes the first.
         """
@@ -44,7 +44,7 @@ class PoolLedger:
         return gone
 
     def forget(self, shard: PoolShard) -> None:
-        """Nothing of what lies in it, or was to, counts any more."""
+        """Drop all accounting of copies in the shard and of reserves for it."""
         for key in shard.holders():
             shard.release(key)
             shard.cancel_reserve(key)
@@ -58,11 +58,11 @@ class PoolLedger:
         return self._shards.values()
 
     def shard(self, pool_id: str) -> PoolShard | None:
-        """The shard of this name; None: it has gone with its node, or is not known yet."""
+        """The shard of this name; None if it is gone with its node, or is not known yet."""
         return self._shards.get(pool_id) if self.named else self._first
 
     def shard_of(self, key: RequestKey) -> PoolShard | None:
-        """Where the request's copy lies; None where there is none."""
+        """The shard that holds the request's copy; None if there is none."""
         return self._copies.get(key)
 
     def report(self, pool_id: str, capacity_blocks: int, free_blocks: int) -> None:
@@ -96,26 +96,26 @@ class PoolLedger:
 
     @property
     def droppable_blocks(self) -> int:
-        """Of copies that could be dropped."""
+        """Blocks of copies that could be dropped."""
         return sum(shard.droppable_blocks for shard in self._shards.values())
 
     @property
     def free(self) -> int:
-        """Blocks that nothing committed lies in, as far as is known; reserved ones among them."""
+        """Blocks that hold no committed copy, as far as is known; includes reserved ones."""
         return sum(shard.free for shard in self._shards.values())
 
     # requests
 
     def reserve(self, key: RequestKey, blocks: int, shard: PoolShard | None = None) -> None:
-        """The request is being prefilled and will need so many there."""
+        """The request is being prefilled and will need `blocks` blocks there."""
         shard = shard or self._first
         shard.reserve(key, blocks)
         self._reserves[key] = shard
 
     def commit(self, key: RequestKey, blocks: int, shard: PoolShard | None = None) -> PoolShard | None:
-        """So many blocks of the shard hold the request's KV now, and nobody else's.
+        """`blocks` unshared blocks of the shard now hold the request's KV.
 
-        Another shard that had an older copy of it: the caller has it dropped there.
+        Returns another shard that had an older copy of it, if any; the caller has it dropped there.
         """
         shard = shard or self._first
         reserved_at = self._reserves.pop(key, None)
@@ -130,24 +130,24 @@ class PoolLedger:
         return older
 
     def committed_of(self, key: RequestKey) -> int | None:
-        """Blocks that hold this request's KV and nobody else's; None where the pool has no copy of it."""
+        """Unshared blocks that hold this request's KV; None if the pool has no copy of it."""
         shard = self._copies.get(key)
         return None if shard is None else shard.committed_of(key)
 
     def mark_droppable(self, key: RequestKey) -> None:
-        """The request decodes, or waits to be prefilled again: its copy here is clean, and could go."""
+        """The request decodes, or waits to be prefilled again: its copy here is clean, and may be dropped."""
         shard = self._copies.get(key)
         if shard is not None:
             shard.mark_droppable(key)
 
     def pin(self, key: RequestKey) -> None:
-        """Its copy is in use: it is not to be dropped."""
+        """Its copy is in use: it must not be dropped."""
         shard = self._copies.get(key)
         if shard is not None:
             shard.pin(key)
 
     def drop_copies(self, blocks: int, shard: PoolShard | None = None) -> list[RequestKey]:
-        """Give up clean copies in the shard, oldest first, until `blocks` more are free there; whose."""
+        """Give up clean copies in the shard, oldest first, until `blocks` more are free there. Returns their keys."""
         shard = shard or self._first
         dropped = []
         freed = 0
@@ -159,14 +159,14 @@ class PoolLedger:
         return dropped
 
     def leave(self, key: RequestKey) -> None:
-        """The request is gone from here, but not from the pool: its next epoch may adopt what lies there."""
+        """The request is gone from the core, but its copy stays in the pool: its next epoch may adopt it."""
         shard = self._copies.get(key)
         if shard is not None:
             shard.leave(key)
         self.release(key)
 
     def release(self, key: RequestKey) -> bool:
-        """The request has nothing here any more. False where it had nothing committed."""
+        """Drop the request's copy and reserve from the accounting. Returns False if nothing was committed."""
         reserved_at = self._reserves.pop(key, None)
         if reserved_at is not None:
             reserved_at.cancel_reserve(key)
@@ -178,6 +178,6 @@ class PoolLedger:
             shard.check_integrity()
         found = [key for shard in self._shards.values() for key in shard.holders()]
         if set(found) != self._copies.keys() | self._reserves.keys():
-            raise AccountingError("the shards of the pool hold other copies than the ledger knows of")
+            raise AccountingError("the shards of the pool do not hold the copies that the ledger knows of")
         if any(shard.committed_of(key) is None for key, shard in self._copies.items()):
-            raise AccountingError("a copy is not in the shard that it is looked for in")
+            raise AccountingError("the ledger has a copy in a shard that does not hold it")

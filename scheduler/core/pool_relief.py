@@ -1,8 +1,7 @@
 """Keeps room in the pool for evictions. Otherwise a full pool, full buffers and a full cache would wait for each other.
 
-First, clean copies of running requests are dropped from the shard that is full. Then, where an eviction has waited for
-a while all the same, the KV of a request that waits in the pool or as a candidate is dropped: it has to be prefilled
-again, and is counted.
+First, clean copies of running requests are dropped from the full shard. If an eviction still waits after a while, the
+KV of a request that waits in the pool or as a candidate is dropped. That request is prefilled again, and is counted.
 """
 
 from __future__ import annotations
@@ -13,28 +12,28 @@ from alignedserve.scheduler.core.pool_shard import PoolShard
 from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.state import CoreState
 
-PATIENCE_TICKS = 5  # evictions must have waited for so long before the last resort
-LOOK_BACK = 64  # waiting requests among which the cheapest to lose is looked for
+PATIENCE_TICKS = 5  # evictions must have waited this long before the last resort
+LOOK_BACK = 64  # how many waiting requests are searched for the cheapest to lose
 
 
 class PoolRelief:
     def __init__(self, state: CoreState, admission: Admission) -> None:
         self._state = state
         self._admission = admission
-        self._due_s: dict[PoolShard, float] = {}  # when the last resort is; of shards that evictions wait for
+        self._due_s: dict[PoolShard, float] = {}  # when the last resort is due, for each shard that evictions wait for
         self._drops = LastMinute()
-        self._capacity = 0  # of the shard that the last of them was in
+        self._capacity = 0  # of the shard of the latest drop
         self.dropped_requests = 0  # by the last resort
 
     def relieve(self, now_s: float, shard: PoolShard | None) -> None:
-        """Look at a shard: with each report of it, or of evictions that wait for it, and with each tick.
+        """Make room in a shard. Called at each report of it or of evictions that wait for it, and at each tick.
 
-        Room in another shard is of no use to what is written to this one.
+        Room in another shard does not help writes to this one.
         """
         if shard is None:
             return
         state = self._state
-        if not shard.capacity:  # its process is away: evictions wait for that, and not for room
+        if not shard.capacity:  # its process is away: evictions wait for its return, not for room
             self._due_s.pop(shard, None)
             return
         reports = [view.report for view in state.decode_at(shard) if view.report is not None]
@@ -54,17 +53,17 @@ class PoolRelief:
             self._last_resort(shard, now_s)
 
     def forget(self, shard: PoolShard) -> None:
-        """It has gone with its node."""
+        """Forget a shard that is gone with its node."""
         self._due_s.pop(shard, None)
 
     def alarm(self, now_s: float) -> str:
-        """What to tell people, with the figures, while the last resort was needed within the last minute; else ""."""
+        """Alarm text with figures if the last resort was needed within the last minute; else ""."""
         drops = self._drops.count(now_s)
         if not drops:
             return ""
         return (
-            f"KV was dropped {drops} times in the last minute, to be prefilled again: the KV pool "
-            f"({self._capacity} blocks) is too small for what decodes; set kv_pool.size_gib higher"
+            f"KV was dropped {drops} times in the last minute, and prefilled again: the KV pool "
+            f"({self._capacity} blocks) is too small for the running requests; increase kv_pool.size_gib"
         )
 
     def _last_resort(self, shard: PoolShard, now_s: float) -> None:
@@ -76,13 +75,13 @@ class PoolRelief:
             self._state.report_lost([record], "the KV pool is full", now_s, keep_copy=False)
 
     def _cheapest(self, shard: PoolShard) -> Record:
-        """Of those that came last: one that has never decoded, so that no generated token is prefilled again."""
+        """Among the latest waiting requests, one that has never decoded, so that no generated token is recomputed."""
         waiting = reversed(shard.waiting.values())
         latest = [record for _, record in zip(range(LOOK_BACK), waiting, strict=False)]
         return next((record for record in latest if record.kv_tokens <= record.meta.prefix_tokens), latest[0])
 
     def _latest_candidate(self, shard: PoolShard) -> Record | None:
-        """The last of the candidates that have not joined, as far as is known here, and have a copy in the shard."""
+        """The latest candidate that has not joined, as far as the core knows, and has a copy in the shard."""
         for decode in self._state.instances.decode.values():
             for held in decode.candidates.values():
                 for record in reversed(held.values()):

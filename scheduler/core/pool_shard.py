@@ -1,7 +1,7 @@
-"""What the core believes one shard of the KV pool holds: committed and reserved blocks, copies that could be dropped.
+"""What the core believes one shard holds: committed and reserved blocks, and copies that could be dropped.
 
-The shard counts the truth. This runs ahead of it by what is in flight, and takes over from each report what it did not
-know of (blocks that several answers share, writers' leases).
+The shard's own count is authoritative. This one runs ahead of it by the messages in flight, and takes from each report
+the blocks it did not know of (blocks that several answers share, writers' leases).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Report:
 
 
 class PoolShard:
-    """Blocks by request. Every operation is O(1). `waiting`: whose KV waits here, in the order in which it came."""
+    """Blocks by request. Every operation is O(1). `waiting`: the requests whose KV waits here, in order of arrival."""
 
     def __init__(self, pool_id: str) -> None:
         self.pool_id = pool_id
@@ -33,7 +33,7 @@ class PoolShard:
         self._reserved: dict[RequestKey, int] = {}
         self._droppable: dict[RequestKey, None] = {}  # decoding, with a clean copy; oldest first
         self.droppable_blocks = 0  # of those copies
-        self._unknown = 0  # used, at the last report, beyond what is committed or reserved here
+        self._unknown = 0  # used at the last report, but not committed or reserved here
         self.up = False  # its process has reported, and is not away
         self.capacity = 0
         self.committed = 0
@@ -44,17 +44,17 @@ class PoolShard:
         self._take_stock()
 
     def lose(self, pool_id: str) -> None:
-        """Its process is away: its memory stays, and a successor takes that over."""
+        """Its process is away. Its memory remains, and a successor takes it over."""
         self.reports.pop(pool_id, None)
         self._take_stock()
 
     @property
     def free(self) -> int:
-        """Blocks that nothing committed lies in, as far as is known; reserved ones among them."""
+        """Blocks that hold no committed copy, as far as is known; includes reserved ones."""
         return max(0, self.capacity - self.committed - self._unknown)
 
     def reserve(self, key: RequestKey, blocks: int) -> None:
-        """The request is being prefilled and will need so many."""
+        """The request is being prefilled and will need `blocks` blocks."""
         self._reserved[key] = blocks
         self.reserved += blocks
 
@@ -62,10 +62,10 @@ class PoolShard:
         self.reserved -= self._reserved.pop(key, 0)
 
     def commit(self, key: RequestKey, blocks: int) -> None:
-        """So many of the blocks hold the request's KV now, and nobody else's."""
+        """`blocks` unshared blocks now hold the request's KV."""
         added = blocks - self._committed.get(key, 0)
         reserved = self._reserved.pop(key, None)
-        if reserved is None:  # the last report may have counted these already
+        if reserved is None:  # the last report may already include these blocks
             self._unknown = max(0, self._unknown - added)
         self.reserved -= reserved or 0
         self.pin(key)
@@ -73,38 +73,38 @@ class PoolShard:
         self._committed[key] = blocks
 
     def committed_of(self, key: RequestKey) -> int | None:
-        """Blocks that hold this request's KV and nobody else's; None where there is no copy of it."""
+        """Unshared blocks that hold this request's KV; None if there is no copy of it."""
         return self._committed.get(key)
 
     def holders(self) -> list[RequestKey]:
-        """Whose copies are here, or will be."""
+        """The requests that have, or will have, a copy here."""
         return list({**self._committed, **self._reserved})
 
     def mark_droppable(self, key: RequestKey) -> None:
-        """The request decodes, or waits to be prefilled again: its copy here is clean, and could go."""
+        """The request decodes, or waits to be prefilled again: its copy here is clean, and may be dropped."""
         if key in self._committed and key not in self._droppable:
             self._droppable[key] = None
             self.droppable_blocks += self._committed[key]
 
     def pin(self, key: RequestKey) -> None:
-        """Its copy is in use: it is not to be dropped."""
+        """Its copy is in use: it must not be dropped."""
         if key in self._droppable:
             del self._droppable[key]
             self.droppable_blocks -= self._committed[key]
 
     def next_to_drop(self) -> tuple[RequestKey, int] | None:
-        """The oldest copy that could go, and how many blocks that would free."""
+        """The oldest copy that may be dropped, and how many blocks that would free."""
         key = next(iter(self._droppable), None)
         return None if key is None else (key, self._committed[key])
 
     def leave(self, key: RequestKey) -> None:
-        """The request is gone from here, but its KV is not: its next epoch may adopt what lies there."""
+        """The request is gone from the core, but its KV remains here: its next epoch may adopt it."""
         blocks = self._committed.get(key, 0)
         self.release(key)
         self._unknown += blocks
 
     def release(self, key: RequestKey) -> bool:
-        """Nothing is committed here for the request any more. False where nothing was."""
+        """Remove what is committed for the request. Returns False if nothing was."""
         blocks = self._committed.pop(key, None)
         if blocks is None:
             return False
@@ -118,9 +118,9 @@ class PoolShard:
         if self.committed != sum(self._committed.values()) or self.reserved != sum(self._reserved.values()):
             raise AccountingError("the pool ledger does not match a recount")
         if self.droppable_blocks != sum(self._committed[key] for key in self._droppable if key in self._committed):
-            raise AccountingError("the copies that could be dropped do not match a recount")
+            raise AccountingError("the droppable copies do not match a recount")
         if not self._droppable.keys() <= self._committed.keys() or self._droppable.keys() & self._reserved.keys():
-            raise AccountingError("the pool ledger would drop a copy that is in use, or that it does not have")
+            raise AccountingError("the pool ledger lists a droppable copy that is in use or does not exist")
 
     def _take_stock(self) -> None:
         self.up = bool(self.reports)

@@ -1,7 +1,7 @@
-"""How candidates get from a shard of the pool to their decode instance, where the pool has several: the shortest way.
+"""Chooses the shortest way of candidates from a shard to their decode instance, if the pool has several shards.
 
-Through a buffer they cross the network once where it is on another node than the shard, and again where the decode
-instance is on another node than the buffer.
+Through a candidate buffer, a copy crosses the network once if the buffer is on another node than the shard, and again
+if the decode instance is on another node than the buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from alignedserve.scheduler.core.request_table import Record
 from alignedserve.scheduler.core.state import CoreState
 
 Way = tuple[PrefillView | None, Sequence[Record]]
-"""Through whose buffer these go; None: the decode instance copies them from the pool itself."""
+"""The prefill instance through whose buffer the requests go; None: the decode instance copies from the pool itself."""
 
 
 class PrefetchPaths:
@@ -31,11 +31,11 @@ class PrefetchPaths:
         records: Sequence[Record],
         direct_blocks: int,
     ) -> list[Way]:
-        """The ways of candidates that `prefill` was chosen for, of its buffers' room; most of them are one.
+        """Split candidates, for which the buffer of `prefill` was chosen, into ways; there is mostly one.
 
-        What lies on the decode instance's own node, where none of its buffers is, it copies from there: at most
-        `direct_blocks`. For the others: of the buffers that are linked as well and have the room as well, one on the
-        node that most of them lie on.
+        If no paired buffer is on the decode instance's node, it copies candidates on its own node directly, up to
+        `direct_blocks`. The others go through one of the buffers with an equally good link and enough room: the one on
+        the node that holds most of them.
         """
         direct = self._direct(decode, records, direct_blocks)
         others = [record for record in records if record.key not in direct]

@@ -1,9 +1,10 @@
-"""Step 4 of the paper's figure 4: what is brought from the pool for which decode instance, and when.
+"""Step 4 of the paper's figure 4: which requests are brought from the pool for which decode instance, and when.
 
-Two ways out of the pool: as the next candidate batch, or late, into the candidate requests buffer (dynamic scheduling,
-section 3.5). Fewer than N requests are no batch: an idle instance takes them as one all the same, and never waits for
-better ones; one that is busy and has room takes them late, whatever their lengths, once `flush_after_s` have passed
-since it was last sent something; one that is full waits for N, or for K blocks: its next batch can only run later.
+A request leaves the pool in the next candidate batch, or late, into the candidate request buffer (dynamic scheduling,
+section 3.5). Fewer than N requests do not form a batch. An idle instance takes them all the same, and never waits for
+better-aligned ones. A busy instance with room takes them late, whatever their prefix lengths, once `flush_after_s` have
+passed since it was last sent something. A full instance waits for N requests or K blocks, since its next batch can only
+run later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from alignedserve.scheduler.core.state import CoreState
 from alignedserve.scheduler.core.waiting import join_range
 from alignedserve.scheduler.policies.base import Entry, InstanceState
 
-UNSEEN_BATCHES = 1 << 16  # more than a predecessor may have sent after the newest that runs: one or so an instance
+# More batches than a predecessor may have sent after the newest running one (about one for each instance)
+UNSEEN_BATCHES = 1 << 16
 
 
 class PrefetchPlanner:
@@ -42,7 +44,7 @@ class PrefetchPlanner:
         self._last_batch_id = 0
 
     def place(self, record: Record, now_s: float) -> None:
-        """A request has come to the pool: is there an instance for it right now?"""
+        """A request has entered the pool: send it to an instance that can take it now, if there is one."""
         decodes = self._instances.open_decode()
         for decode in decodes:
             if decode.idle and self._next_batch(decode, now_s) and record.state is not RequestState.WAITING:
@@ -50,7 +52,7 @@ class PrefetchPlanner:
         if record.state is not RequestState.WAITING:
             return
         nearest = self._nearest(decodes, record.kv_tokens)
-        if record.moved:  # it was asked back from a full instance: not at once to one again
+        if record.moved:  # it was recalled from a full instance, and must not go to another full one
             nearest = [decode for decode in nearest if decode.has_room(self._config, self._block_size, record.blocks)]
         for decode in nearest:
             lengths = self._range(decode)
@@ -65,7 +67,7 @@ class PrefetchPlanner:
                 return
 
     def feed(self, decode: DecodeView, now_s: float) -> None:
-        """Something has changed at the decode instance: what it should have in its buffers."""
+        """The state of the decode instance has changed: fill its candidate buffers."""
         if decode.report is None or decode.decode_id in self._instances.draining:
             return
         if not self._policy.totals()[0]:
@@ -76,15 +78,16 @@ class PrefetchPlanner:
         self._next_batch(decode, now_s)
 
     def learn_batch_id(self, batch_id: int) -> None:
-        """Of the batch that a decode instance runs. Of a predecessor of this core: its last ones may be on their way.
+        """Learn the id of a running batch.
 
-        A batch with the number of another would be taken for that one: no switch, and nobody of it old.
+        A predecessor of this core may have sent later batches that are not known yet. If two batches had the same id,
+        they would be taken for one: there would be no batch switch, and no member would count as old.
         """
         if batch_id > self._last_batch_id:
             self._last_batch_id = batch_id + UNSEEN_BATCHES
 
     def mark_overdue(self, records: Sequence[Record], now_s: float) -> None:
-        """These passed the threshold while they were prefetched: tell their decode instances."""
+        """Tell the decode instances of these prefetched requests that they became overdue."""
         by_decode: dict[str, dict[RequestKey, float]] = {}
         for record in records:
             due_s = self._clock.due_s(record.key)
@@ -96,9 +99,9 @@ class PrefetchPlanner:
             self._state.actions.append(MarkUrgent(decode_id, tuple(due), due_in_s))
 
     def _nearest(self, decodes: Sequence[DecodeView], tokens: int) -> list[DecodeView]:
-        """The best instance for such a request first: the one of the nearest lengths, so that instances specialise.
+        """Decode instances for a request of this prefix length, nearest mean length first: so instances specialise.
 
-        It must not be loaded much more than the least loaded one; those that are come last.
+        Instances loaded much more than the least loaded one come last, by load.
         """
         if len(decodes) < 2:
             return list(decodes)
@@ -113,7 +116,10 @@ class PrefetchPlanner:
     # the next candidate batch
 
     def _next_batch(self, decode: DecodeView, now_s: float) -> bool:
-        """Form the next candidate batch, if this instance's buffer is empty and it is time. Whether one was sent."""
+        """Form the next candidate batch if this instance's buffer is empty and it is time.
+
+        Returns whether one was sent.
+        """
         requests, blocks = self._policy.totals()
         if decode.report is None or not requests:
             return False
@@ -131,7 +137,7 @@ class PrefetchPlanner:
         prefill, room = self._choose_buffer(decode, BufferKind.BATCH, least)
         at_once = decode.idle or seed is not None
         if room <= 0 and at_once and prefill is not None:
-            prefill, room = None, limits.max_blocks  # the buffers are full: it does without them
+            prefill, room = None, limits.max_blocks  # the buffers are full: bypass them
         if room <= 0:
             return False
         self._policy.look_at(_decode_state(decode, self._block_size))
@@ -140,12 +146,12 @@ class PrefetchPlanner:
         total = sum(record.blocks for record in records)
         if not records:
             return False
-        if prefill is not None:  # now that it is known how much it is
+        if prefill is not None:  # now that its size is known
             prefill, room = self._choose_buffer(decode, BufferKind.BATCH, total)
-        if total > room:  # one request, larger than K or than what is free
+        if total > room:  # a single request, larger than K or than the free room
             if prefill is not None and total <= self._largest_buffer(decode) and not at_once:
                 return False
-            prefill = None  # no buffer can hold it, now or ever: the decode instance pulls it from the pool itself
+            prefill = None  # no buffer can hold it, now or ever: the decode instance copies it from the pool itself
         else:
             decode, prefill = self._specialist(decode, prefill, records, total)
         self._last_batch_id += 1
@@ -155,9 +161,9 @@ class PrefetchPlanner:
         return True
 
     def _send_overdue(self, decode: DecodeView, key: RequestKey, now_s: float) -> bool:
-        """Where every instance has a candidate batch, and nothing here was due before it: it goes alone, before that.
+        """Send an overdue request alone if every instance has a candidate batch and nothing sent here is due before it.
 
-        One at a time: until it has joined, nothing else is sent late but what was due before it.
+        Only one at a time: until it has joined, nothing else is sent late except requests that are due before it.
         """
         record = self._state.record(key)
         due_s = self._clock.due_s(key)
@@ -180,7 +186,7 @@ class PrefetchPlanner:
         return True
 
     def _limits(self, decode: DecodeView, room: int | None = None) -> BatchLimits:
-        """K, at most `room`, and N for a decode instance."""
+        """K (at most `room`) and N for a decode instance."""
         config = self._config.scheduler
         most = config.max_batch_blocks or max(1, int(config.max_batch_share * decode.cache_blocks))
         most = most if room is None else min(most, room)
@@ -188,14 +194,17 @@ class PrefetchPlanner:
         return BatchLimits(most, min(config.min_batch_requests, most_requests), most_requests)
 
     def _takes_few(self, decode: DecodeView, blocks: int, now_s: float) -> bool:
-        """Whether the instance is idle, or has room now and was sent nothing for `flush_after_s`."""
+        """Whether the instance is idle, or has room and was sent nothing for `flush_after_s`."""
         return decode.idle or (
             now_s - decode.batch_sent_s >= self._config.scheduler.flush_after_s
             and decode.has_room(self._config, self._block_size, blocks)
         )
 
     def _send_few(self, decode: DecodeView, limits: BatchLimits, now_s: float) -> bool:
-        """All that waits, too little for a batch, joins what runs. False where the requests buffer cannot hold it."""
+        """Send all waiting requests, too few for a batch, to join the running batch.
+
+        Returns False if the candidate request buffer cannot hold them.
+        """
         waiting = self._policy.totals()[1]
         prefill, room = self._choose_buffer(decode, BufferKind.REQUESTS, waiting)
         if room <= 0 or decode.bounced:
@@ -214,9 +223,9 @@ class PrefetchPlanner:
     def _specialist(
         self, asking: DecodeView, prefill: PrefillView | None, records: Sequence[Record], total: int
     ) -> tuple[DecodeView, PrefillView | None]:
-        """Of the busy instances that need a batch, the one whose running lengths are nearest to this one's.
+        """Of the busy instances that need a batch, the one whose running prefix lengths are nearest to this batch's.
 
-        An idle instance keeps what it asked for: waiting costs it more than mixed lengths.
+        An idle instance keeps the batch it asked for: waiting costs it more than mixed lengths.
         """
         if asking.idle or len(self._instances.decode) == 1 or not self._policy.BY_LENGTH:
             return asking, prefill
@@ -234,9 +243,10 @@ class PrefetchPlanner:
     # late joins
 
     def _takes_late(self, decode: DecodeView) -> bool:
-        """Late joins stop while an overdue request waits that they would keep waiting.
+        """Whether late joins are allowed: not while an overdue request waits that they would delay.
 
-        In a switch they go on, to the new batch: filled from further batches alone, it would never be one batch again.
+        During a batch switch they continue, into the new batch: filled only from further batches, it would never become
+        one batch again.
         """
         if decode.report is None or decode.overdue or decode.bounced:
             return False
@@ -247,9 +257,9 @@ class PrefetchPlanner:
         return None if lengths is None else join_range(*lengths, self._config.scheduler.join_window)
 
     def _late_matches(self, decode: DecodeView, now_s: float, least_room: int = 1) -> None:
-        """Dynamic scheduling: requests of the pool whose length has come to match the running batch.
+        """Dynamic scheduling: send requests of the pool whose prefix length has come to match the running batch.
 
-        `least_room`: with less there is nothing to look for (what else waits did not fit before, either).
+        `least_room`: blocks below which the search is skipped (the other waiting requests did not fit before, either).
         """
         lengths = self._range(decode)
         if lengths is None:
@@ -265,24 +275,24 @@ class PrefetchPlanner:
     # both
 
     def _buffers(self, decode: DecodeView, kind: BufferKind) -> list[tuple[PrefillView | None, int]]:
-        """Where such candidates can go, and the room there in blocks: one prefill instance a rank of link, best first.
+        """Where such candidates can go, and the room there in blocks: one prefill instance a link rank, best first.
 
-        None: there are no buffers; what is on its way counts against the decode instance's own cache.
+        None means that there are no buffers; candidates on their way count against the decode instance's own cache.
         """
         if decode.decode_id not in self._instances.pairs and self._config.cluster.prefetch:
-            return [(None, 0)]  # which instances prefetch for it is not known yet
+            return [(None, 0)]  # the pairing is not known yet
         if roomiest := self._instances.roomiest(decode, kind):
             return [*roomiest]
         return [(None, self._direct_room(decode, kind))]
 
     def _direct_room(self, decode: DecodeView, kind: BufferKind) -> int:
-        """Blocks that may still be announced to the instance to be copied from the pool, without a buffer between."""
+        """Blocks that may still be announced to the instance for direct copies from the pool."""
         most = self._limits(decode).max_blocks
         share = most if kind is BufferKind.BATCH else max(1, most // 2)
         return share - decode.candidate_blocks[kind]
 
     def _choose_buffer(self, decode: DecodeView, kind: BufferKind, blocks: int) -> tuple[PrefillView | None, int]:
-        """Of the best link among those with room for so many blocks; the one with the most room where none has."""
+        """The best-linked buffer with room for `blocks` blocks; if none has, the one with the most room."""
         buffers = self._buffers(decode, kind)
         enough = (buffer for buffer in buffers if buffer[1] >= blocks)
         return next(enough, None) or max(buffers, key=lambda buffer: buffer[1])
@@ -291,7 +301,7 @@ class PrefetchPlanner:
         return max(prefill.buffers[BufferKind.BATCH].capacity for prefill in self._instances.paired(decode))
 
     def _fitting(self, decode: DecodeView, entries: Sequence[Entry] | Sequence[Record]) -> list[Record]:
-        """Records of those that the instance's cache can hold to their end."""
+        """The records of the requests that the instance's cache can hold up to their maximum length."""
         most = decode.cache_blocks * self._block_size
         records = (self._state.table.get(entry.key) for entry in entries)
         return [record for record in records if record is not None and record.meta.max_total_tokens <= most]

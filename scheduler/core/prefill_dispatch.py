@@ -1,7 +1,7 @@
-"""Groups go to prefill instances first come, first served, while one can take more and its shard of the pool has room.
+"""Sends groups to prefill instances first come, first served, if an instance can take one and its shard has room.
 
-A prompt's KV is written to the shard of the node that computes it. So the first in line waits also where one instance
-is free but its shard is full, while another shard has room but its instances are busy: until one of the two changes.
+A prompt's KV is written to the shard of the node that computes it. So the first group also waits if one instance is
+free but its shard is full while another shard has room but its instances are busy, until either changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PrefillDispatch:
         self._admission = admission
 
     def start(self, now_s: float) -> None:
-        """Start what can start. Nobody overtakes the first in line, which waits at most until a shard is empty."""
+        """Start the groups that can start. No group overtakes the first, which waits at most until a shard is empty."""
         state = self._state
         while (group := state.queue.head()) is not None and self._admission.ready():
             first = state.record(group.keys[0])
@@ -39,14 +39,15 @@ class PrefillDispatch:
             self._begin(state.queue.pop(), self._choose(roomy, first, group.work_tokens), now_s)
 
     def _with_room(self, group: QueuedGroup, first: Record, able: Sequence[PrefillLoad]) -> Sequence[PrefillLoad]:
-        """Those whose shard has room for the group, if need be after dropping clean copies of what decodes.
+        """The instances whose shard has room for the group, if necessary after dropping copies of running requests.
 
-        They are dropped in one shard: the one that lacks least after that; where several lack nothing then, before it.
+        Copies are dropped in one shard only: the one that lacks least afterwards; of several that lack nothing
+        afterwards, the one that lacked least before.
         """
         state = self._state
         found = {load.home: None for load in able if load.home is not None and load.home.up}
         homes = {home: [load for load in able if load.home is home] for home in found}
-        state.ledger.pin(first.key)  # room is not made with what it is about to use
+        state.ledger.pin(first.key)  # do not make room by dropping the copy that it is about to use
         missing = {home: self._missing(home, group, first) for home in homes}
         roomy = [load for home, loads in homes.items() if missing[home] <= 0 for load in loads]
         if not roomy and missing:
@@ -55,7 +56,7 @@ class PrefillDispatch:
             if self._missing(home, group, first) <= 0:
                 return homes[home]
         if not roomy:
-            state.ledger.mark_droppable(first.key)  # it waits on: evictions go before it
+            state.ledger.mark_droppable(first.key)  # it keeps waiting: evictions take priority over its copy
         return roomy
 
     def _missing(self, home: PoolShard, group: QueuedGroup, first: Record) -> int:
@@ -64,15 +65,15 @@ class PrefillDispatch:
         return self._admission.missing_blocks(home, blocks, first.meta.max_total_tokens, own_blocks)
 
     def _choose(self, roomy: Sequence[PrefillLoad], first: Record, work_tokens: int) -> PrefillLoad:
-        """The least predicted time to first token, but an idle instance of the node that the base lies on goes first.
+        """The least predicted time to first token, except that an idle instance on the node of the base takes priority.
 
-        To wait for a busy one there would take longer than to copy the base from node to node.
+        Waiting for a busy instance there would take longer than copying the base between nodes.
         """
         state = self._state
         near: list[PrefillLoad] = []
         if state.ledger.only is None and first.shard is not None:
             near = [load for load in roomy if not load.pending_tokens and load.home is first.shard]
-        load = choose_prefill(near or roomy, work_tokens)  # last: predicting takes longest, and the pool is often full
+        load = choose_prefill(near or roomy, work_tokens)  # last: predicting is expensive, and the pool is often full
         assert load is not None
         return load
 

@@ -1,6 +1,6 @@
 """Groups that wait for a prefill instance, first come, first served.
 
-What was begun and lost goes before what is new: somebody waits in the middle of an answer.
+Groups that were begun and lost take priority over new ones: their clients are waiting in the middle of an answer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from alignedserve.request import RequestKey
 
 @dataclass(slots=True)
 class QueuedGroup:
-    """The `n` answers to one prompt of `tokens` tokens: prefilled once, together.
+    """The `n` answers to one prompt of `tokens` tokens, prefilled once, together.
 
-    `kept_tokens`: of so many the pool holds the KV already.
+    `kept_tokens`: the number of tokens whose KV the pool already holds.
     """
 
     keys: list[RequestKey]
@@ -26,15 +26,15 @@ class QueuedGroup:
 
     @property
     def work_tokens(self) -> int:
-        """To be computed."""
+        """Tokens to be computed."""
         return self.tokens - self.kept_tokens
 
 
 class PrefillQueue:
-    """FCFS. Every operation is O(1), but for `cancel` in a group of n, which is O(n)."""
+    """FCFS. Every operation is O(1), except `cancel` in a group of n, which is O(n)."""
 
     def __init__(self) -> None:
-        # By a number, since a key may leave its group and return; those that were lost have negative ones.
+        # By number, since a key may leave its group and return; lost groups have negative numbers.
         self._groups: OrderedDict[int, QueuedGroup] = OrderedDict()
         self._lost: OrderedDict[int, QueuedGroup] = OrderedDict()
         self._group_of: dict[RequestKey, int] = {}
@@ -42,13 +42,13 @@ class PrefillQueue:
         self.tokens = 0  # to be computed, of all groups
 
     def __len__(self) -> int:
-        """Requests, not groups."""
+        """Number of requests, not groups."""
         return len(self._group_of)
 
     def add(self, keys: list[RequestKey], tokens: int, kept_tokens: int = 0, *, again: bool = False) -> None:
-        """`again`: it was begun before, and lost."""
+        """Queue a group. `again`: it was begun before, and lost."""
         if any(key in self._group_of for key in keys):
-            raise AccountingError(f"{keys[0]} or one of its group is queued already")
+            raise AccountingError(f"{keys[0]} or one of its group is already queued")
         number = -next(self._numbers) if again else next(self._numbers)
         group = QueuedGroup(list(keys), tokens, kept_tokens)
         self._line(number)[number] = group
@@ -56,14 +56,14 @@ class PrefillQueue:
         self.tokens += group.work_tokens
 
     def head(self) -> QueuedGroup | None:
-        """The group that is next; it stays in line."""
+        """The next group; it stays queued."""
         return next(iter((self._lost or self._groups).values()), None)
 
     def pop(self) -> QueuedGroup:
-        """The group that is next leaves. Raises AccountingError where there is none."""
+        """Remove and return the next group. Raises AccountingError if there is none."""
         line = self._lost or self._groups
         if not line:
-            raise AccountingError("nothing is queued")
+            raise AccountingError("the prefill queue is empty")
         _, group = line.popitem(last=False)
         for key in group.keys:
             del self._group_of[key]
@@ -71,14 +71,14 @@ class PrefillQueue:
         return group
 
     def lose_kept(self, key: RequestKey) -> None:
-        """The pool has dropped what it had of a queued request: all of it is to be computed."""
+        """The pool has dropped its copy of a queued request: all of its tokens are to be computed."""
         number = self._group_of[key]
         group = self._line(number)[number]
         self.tokens += group.kept_tokens
         group.kept_tokens = 0
 
     def cancel(self, key: RequestKey) -> bool:
-        """One request leaves its group, and a group without requests the queue. False where it is not queued."""
+        """Remove a request from its group, and an empty group from the queue. Returns False if it is not queued."""
         number = self._group_of.pop(key, None)
         if number is None:
             return False

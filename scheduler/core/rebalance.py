@@ -1,8 +1,9 @@
-"""Candidates that wait for a full decode instance, while another has room and the pool is empty, are asked back.
+"""Recalls candidates that wait for a full decode instance while another has room and the pool is empty.
 
-They return to the pool, and from there go where there is room. Until it has given one back, its decode instance
-decides about it: one that joins meanwhile stays. No late candidate moves a second time before it has joined, so nothing
-goes back and forth; of candidate batches only an idle instance asks for a part.
+They return to the pool and are then sent where there is room. Until the decode instance has returned a candidate, it
+still decides about it: a candidate that joins in the meantime stays. A late candidate is not moved a second time before
+it has joined, so that requests do not go back and forth. Only for an idle instance, part of a candidate batch is
+recalled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PREFETCHED = RequestState.PREFETCHED
 
 
 class Rebalancer:
-    """Asks back for instances that have room and nothing on its way to them."""
+    """Recalls candidates for instances that have room and nothing on its way to them."""
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
@@ -25,7 +26,7 @@ class Rebalancer:
         self._instances = state.instances
 
     def ask_back(self, decode: DecodeView, now_s: float) -> None:
-        """The pool has nothing for this instance: what waits for full ones had better come here."""
+        """The pool has nothing for this instance: recall candidates that wait for full instances."""
         if decode.idle:
             self._halve_batches(now_s)
         if len(self._instances.decode) < 2 or decode.size >= self._config.decode.max_running:
@@ -46,7 +47,7 @@ class Rebalancer:
             self._state.recall(found)
 
     def _halve_batches(self, now_s: float) -> None:
-        """Half of each candidate batch that waits for a full instance: one without slots, or without blocks."""
+        """Recall half of each candidate batch that waits for an instance without free slots or blocks."""
         for full in self._instances.open_decode():
             waiting = [*full.candidates[BufferKind.BATCH].values()]
             crowded = full.size > self._config.decode.max_running
@@ -54,19 +55,20 @@ class Rebalancer:
                 self._state.recall([record for record in waiting[len(waiting) // 2 :] if self._settled(record, now_s)])
 
     def _settled(self, record: Record, now_s: float) -> bool:
-        """Whether it was sent at least a tick ago. Others may not have been announced yet, which would miss the recall.
+        """Whether it was sent at least a tick ago.
 
-        An instance ignores a recall of what it does not know, and nobody is asked for twice.
+        A newer candidate may not have been announced yet and miss the recall. An instance ignores recalls of unknown
+        requests, and no request is recalled twice.
         """
         return record.entered_s[PREFETCHED] <= now_s - self._config.scheduler.tick_s
 
     def _stranded(self, full: DecodeView, now_s: float) -> list[Record]:
-        """Late candidates that an instance has no room for, the last that came first."""
+        """Late candidates that an instance has no room for, latest first."""
         late = full.candidates[BufferKind.REQUESTS]
         if not late:
             return []
         too_many = len(full.decoding) + len(late) - self._config.decode.max_running
-        # Late candidates join before the batch, which therefore takes no room from them.
+        # Late candidates join before the batch, so the batch takes no room from them.
         free = full.free_blocks(self._config, self._block_size) + full.candidate_blocks[BufferKind.BATCH]
         found = []
         for record in reversed(late.values()):
@@ -74,7 +76,7 @@ class Rebalancer:
                 break
             if record.moved or not self._settled(record, now_s):
                 continue
-            if not record.recalled:  # else it is on its way back
+            if not record.recalled:  # otherwise it is already on its way back
                 found.append(record)
             too_many -= 1
             free += record.blocks

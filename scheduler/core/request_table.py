@@ -1,11 +1,11 @@
-"""Every open request and the one state that it is in.
+"""Every open request and its state.
 
     QUEUED ──► PREFILLING ──► WAITING ──► PREFETCHED ──► DECODING ──► ENDED
           │                      ▲            │             │
           └──── KV adopted ──────┴── Returned ┴─────────────┘        (and every state ──► ENDED)
 
-From PREFETCHED on only the decode instance decides about the request, until it gives it back. A request may jump from
-PREFETCHED to WAITING (given back before it joined), from DECODING to WAITING (evicted), and to ENDED from every state
+From PREFETCHED on only the decode instance decides about the request, until it returns it. A request may jump from
+PREFETCHED to WAITING (returned before it joined), from DECODING to WAITING (evicted), and to ENDED from every state
 (finished, cancelled, lost).
 """
 
@@ -42,24 +42,24 @@ LEGAL: dict[RequestState, tuple[RequestState, ...]] = {
 
 @dataclass(slots=True)
 class Record:
-    """One open request. `entered_s`: when it entered each state, for the last time."""
+    """One open request. `entered_s`: when it last entered each state."""
 
     meta: RequestMeta
     state: RequestState = RequestState.QUEUED
     entered_s: dict[RequestState, float] = field(default_factory=dict)
-    kv_tokens: int = 0  # as last reported: prefilled, or given back; of what an earlier epoch left, until then
+    kv_tokens: int = 0  # as last reported (prefilled or returned); before that, of the KV that an earlier epoch left
     blocks: int = 0  # of its KV in the pool or a buffer
-    shard: PoolShard | None = None  # of the pool, where its KV lies or lay last; None: not known
-    pool_tokens: int = 0  # of the copy in the pool, where there is one
-    prefill_tokens: int = 0  # what its prefill costs; 0 for all but the first of a group
-    prefill_id: str = ""  # where it is prefilled, or in whose buffer it is
-    decode_id: str = ""  # which decode instance decides about it
+    shard: PoolShard | None = None  # the shard that holds its KV, or held it last; None: not known
+    pool_tokens: int = 0  # of its copy in the pool, if there is one
+    prefill_tokens: int = 0  # cost of its prefill; 0 for all but the first of a group
+    prefill_id: str = ""  # the instance that prefills it, or whose buffer holds it
+    decode_id: str = ""  # the decode instance that decides about it
     buffer: BufferKind = BufferKind.BATCH
-    joined_iteration: int = 0  # how many iterations its decode instance was known to have done by then
-    first_token_due_s: float = 0.0  # when its prefill was predicted to be done; 0: nothing is to be learnt from it
-    cancelled: bool = False  # its end has been asked for
-    recalled: bool = False  # it has been asked back from its decode instance
-    moved: bool = False  # it came back when it was asked, and has not joined since
+    joined_iteration: int = 0  # iterations that its decode instance was known to have run when it joined
+    first_token_due_s: float = 0.0  # when its prefill was predicted to be done; 0: no prediction to learn from
+    cancelled: bool = False  # its cancellation was requested
+    recalled: bool = False  # it was recalled from its decode instance
+    moved: bool = False  # it was returned after a recall, and has not joined since
 
     @property
     def key(self) -> RequestKey:
@@ -67,7 +67,7 @@ class Record:
 
 
 class RequestTable:
-    """Records by key; counts by state; keys by gateway. `move` is the only way to change a state."""
+    """Records by key; counts by state; keys by gateway. Only `move` changes a state."""
 
     def __init__(self) -> None:
         self._records: dict[RequestKey, Record] = {}
@@ -79,27 +79,27 @@ class RequestTable:
         return len(self._records)
 
     def records(self) -> Iterable[Record]:
-        """Not to be changed while it is iterated over."""
+        """All records. Must not be changed during iteration."""
         return self._records.values()
 
     def get(self, key: RequestKey) -> Record | None:
         return self._records.get(key)
 
     def latest(self, request_id: str) -> RequestKey | None:
-        """The key, with its epoch, under which the request is open."""
+        """The key, including its epoch, under which the request is open."""
         return self._by_id.get(request_id)
 
     def of_gateway(self, gateway_id: str) -> list[RequestKey]:
         return list(self._by_gateway.get(gateway_id, ()))
 
     def gateways(self) -> set[str]:
-        """Those that own open requests."""
+        """The gateways that own open requests."""
         return set(self._by_gateway)
 
     def add(self, meta: RequestMeta, now_s: float) -> Record:
-        """A new request is QUEUED. Raises AccountingError where its id is open already, in whatever epoch."""
+        """Add a request in state QUEUED. Raises AccountingError if its id is already open, in any epoch."""
         if meta.key.request_id in self._by_id:
-            raise AccountingError(f"{meta.key} is open already", request_id=meta.key.request_id)
+            raise AccountingError(f"{meta.key} is already open", request_id=meta.key.request_id)
         record = Record(meta)
         record.entered_s[RequestState.QUEUED] = now_s
         self._records[meta.key] = record
@@ -109,7 +109,7 @@ class RequestTable:
         return record
 
     def move(self, record: Record, state: RequestState, now_s: float) -> None:
-        """Enter `state`, and leave the table with ENDED. Raises AccountingError for a transition that is not legal."""
+        """Enter `state`; ENDED removes the record. Raises AccountingError for an illegal transition."""
         if state not in LEGAL[record.state]:
             raise AccountingError(
                 f"{record.key}: {record.state.value} cannot become {state.value}", request_id=record.key.request_id

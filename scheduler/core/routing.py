@@ -1,4 +1,4 @@
-"""Which prefill instance computes a prompt: the one with the least predicted time to first token."""
+"""Chooses the prefill instance for a prompt: the one with the least predicted time to first token."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from alignedserve.scheduler.cost.pass_model import CostModel, LinearCostModel
 
 @dataclass(slots=True)
 class PrefillLoad:
-    """What one prefill instance has been given, and how fast it is, as its own chunks say."""
+    """The work that one prefill instance was given, and its speed as learned from its own chunks."""
 
     prefill_id: str
     cache_tokens: int = 0  # the longest prompt that it can take; 0: not known yet
     pending_tokens: int = 0
     cost: CostModel = field(default_factory=LinearCostModel)
-    home: PoolShard | None = None  # where it writes; kept by `Books.place`, since each prompt asks of all instances
+    home: PoolShard | None = None  # its shard; set by `CoreState.place`, since each prompt reads it of all instances
 
     def begin(self, tokens: int) -> None:
         self.pending_tokens += tokens
 
     def drop(self, tokens: int) -> None:
-        """A prompt was computed, or went without being computed."""
+        """A prompt was computed, or removed without being computed."""
         self.pending_tokens -= tokens
 
     def predicted_ttft_s(self, tokens: int) -> float:
@@ -33,10 +33,10 @@ class PrefillLoad:
 def able_to_prefill(
     loads: Iterable[PrefillLoad], tokens: int, queue_tokens: int, kept_tokens: int = 0
 ) -> list[PrefillLoad]:
-    """The instances that can be given a prompt of `tokens` now, `kept_tokens` of them not to be computed.
+    """The instances that can be given a prompt of `tokens` now, of which `kept_tokens` need no computing.
 
-    Handed out are at most `queue_tokens` ahead of computing, but to an idle instance always: what waits here can still
-    go elsewhere.
+    At most `queue_tokens` are dispatched ahead of computing, except to an idle instance: a prompt that waits here can
+    still go elsewhere.
     """
     work = tokens - kept_tokens
     return [
@@ -47,8 +47,8 @@ def able_to_prefill(
 
 
 def choose_prefill(able: Iterable[PrefillLoad], work_tokens: int) -> PrefillLoad | None:
-    """Of these the one with the least predicted time to first token; ties go to the least pending, then to the first.
+    """The instance with the least predicted time to first token; ties go to the least pending, then to the first.
 
-    None of none.
+    Returns None if `able` is empty.
     """
     return min(able, key=lambda load: (load.predicted_ttft_s(work_tokens), load.pending_tokens), default=None)

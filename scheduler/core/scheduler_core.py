@@ -1,7 +1,7 @@
 """The global scheduler's decisions: events in, actions out, no I/O and no clock.
 
-One decider for each request at each moment. Until it is prefilled the core decides: which prefill instance, which
-batch, which decode instance. From `Prefetch` on the decode instance does, until it says Finished, Lost or Returned.
+Each request has one decider at each moment. Until it is prefilled the core decides: which prefill instance, which
+batch, which decode instance. After `Prefetch` the decode instance decides, until it reports Finished, Lost or Returned.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STATES = {
 
 
 class SchedulerCore:
-    """Feed it every event in the order of arrival; carry out the actions in their order. One thread."""
+    """Pass it every event in order of arrival and carry out the actions in their order. One thread."""
 
     def __init__(self, config: Config, block_size: int) -> None:
         self._state = CoreState(config, block_size)
@@ -77,7 +77,10 @@ class SchedulerCore:
         }
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from the event. Duplicates, and messages about requests that are not open, do no harm."""
+        """The actions that follow from the event.
+
+        Duplicates, and messages about requests that are not open, are harmless.
+        """
         self.events_handled += 1
         self._handlers[type(event)](event, now_s)
         self._find_overdue(now_s)
@@ -91,7 +94,10 @@ class SchedulerCore:
 
     @property
     def policy(self) -> BatchPolicy:
-        """What forms batches; the simulator tells an oracle what no cluster knows."""
+        """The policy that forms batches.
+
+        The simulator tells an oracle policy output lengths, which no cluster knows.
+        """
         return self._state.policy
 
     def describe(self) -> dict[str, int]:
@@ -107,13 +113,13 @@ class SchedulerCore:
 
     @property
     def dropped_for_room(self) -> int:
-        """Requests whose KV had to be dropped, to be prefilled again: the last resort of a full pool."""
+        """Requests whose KV was dropped and prefilled again: the last resort of a full pool."""
         return self._relief.dropped_requests
 
     def alarm(self, now_s: float) -> str:
-        """What people should know of, with the figures; "" where there is nothing.
+        """Alarm text with figures for operators; "" if there is none.
 
-        The last resort of a full pool was needed lately; a policy of one's own lately answered what it must not.
+        Raised if the last resort of a full pool was needed lately, or a user-defined policy lately broke its contract.
         """
         policy = self._state.policy
         alarms = self._relief.alarm(now_s), policy.alarm(now_s) if isinstance(policy, GuardedPolicy) else ""
@@ -144,7 +150,7 @@ class SchedulerCore:
         return record.shard.pool_id if record is not None and record.shard is not None else ""
 
     def of_gateway(self, gateway_id: str) -> set[RequestKey]:
-        """Its open requests."""
+        """The gateway's open requests."""
         return set(self._state.table.of_gateway(gateway_id))
 
     def gateways(self) -> set[str]:
@@ -153,11 +159,11 @@ class SchedulerCore:
 
     @property
     def draining(self) -> frozenset[str]:
-        """Instances that are to end."""
+        """Draining instances."""
         return self._state.instances.draining
 
     def drained(self) -> list[str]:
-        """Draining instances that no request is with."""
+        """Draining instances that hold no request."""
         return self._state.instances.drained()
 
     def max_request_tokens(self) -> int:
@@ -165,7 +171,7 @@ class SchedulerCore:
         return self._admission.max_request_tokens()
 
     def room(self, now_s: float) -> Headroom:
-        """How many more requests would be accepted now: gateways refuse by it before they read one."""
+        """How many more requests would be accepted now. Gateways refuse by it before they read one."""
         return self._overload.room(now_s)
 
     def show_metrics(self, page: Page, now_s: float) -> None:
@@ -188,7 +194,7 @@ class SchedulerCore:
             page.gauge("predicted_tpot_seconds", meaning, outlook.tpot_s)
 
     def check_integrity(self) -> None:
-        """Recount everything. Raises AccountingError where the state do not match."""
+        """Recount everything. Raises AccountingError where two counts of the same thing differ."""
         self._state.check_integrity()
 
     # requests
@@ -198,7 +204,7 @@ class SchedulerCore:
         for meta in event.requests:
             known = self._state.table.latest(meta.key.request_id)
             if meta.key.request_id in group or (known is not None and known.epoch >= meta.key.epoch):
-                continue  # a duplicate, or older than what is open
+                continue  # a duplicate, or older than the open epoch
             if known is not None:
                 self._state.abandon(self._state.record(known), now_s)
             gone = meta.base_tokens and self._state.ledger.shard(meta.base_pool_id) is None  # with its node
@@ -219,7 +225,7 @@ class SchedulerCore:
             self._overload.accepted(record, len(group), now_s)
 
     def _full(self, group: tuple[RequestMeta, ...], now_s: float) -> AlignedServeError | None:
-        """Why a group is refused for load: only new ones are, never those that a gateway submits again."""
+        """The error if a group is refused for load. Only new groups are, never those that a gateway submits again."""
         if not self._state.config.scheduler.refuse_for_load or any(meta.key.epoch for meta in group):
             return None
         return self._admission.queue_full(len(group)) or self._overload.refusal(group, now_s)
@@ -231,7 +237,7 @@ class SchedulerCore:
         self._cancel(self._state.table.of_gateway(event.gateway_id), now_s)
 
     def _cancel(self, keys: Iterable[RequestKey], now_s: float) -> None:
-        """End at once what the core decides about; ask whoever decides about the others to end them."""
+        """End requests that the core decides about; ask the deciding process to end the others."""
         records = self._state.open(dict.fromkeys(keys))
         own = (RequestState.QUEUED, RequestState.WAITING)
         self._state.reject_cancelled([record for record in records if record.state in own], now_s)
@@ -243,7 +249,7 @@ class SchedulerCore:
     def _prefilled(self, event: events.Prefilled, now_s: float) -> None:
         record = self._state.table.get(event.key)
         if record is None or record.state is not RequestState.PREFILLING:
-            return  # where it is not open any more, its next epoch adopts what lies in the pool, or the audit finds it
+            return  # if it is not open any more, its next epoch adopts the copy in the pool, or the audit finds it
         prefill = self._state.instances.prefill.get(record.prefill_id)
         if prefill is not None and record.prefill_tokens:
             prefill.load.drop(record.prefill_tokens)
@@ -266,15 +272,16 @@ class SchedulerCore:
         if record is None or record.state not in (RequestState.PREFETCHED, RequestState.DECODING):
             return
         if event.from_buffer and record.state is RequestState.DECODING and event.kv_tokens <= record.kv_tokens:
-            # As long as it joined: that it was pulled went unheard, and it decodes on. Nothing tells for certain.
-            state.report_lost([record], "a buffer gave back what had been pulled from it", now_s)
+            # The KV is as long as when it joined: the message that it was pulled was lost, and it may still decode. The
+            # core cannot tell.
+            state.report_lost([record], "a buffer returned a request that had been pulled from it", now_s)
             return
         state.change(record.decode_id)
         shard = state.ledger.shard(event.pool_id)
         if shard is None:
             self._lose_with_node(record, event.pool_id, now_s)
             return
-        if record.state is RequestState.PREFETCHED:  # it never joined: it has waited all the while
+        if record.state is RequestState.PREFETCHED:  # it never joined: it has waited since its last start
             since_s = state.clock.stop(event.key)
             if not record.recalled:
                 state.instances.bounced(record.decode_id, record.prefill_id, record.buffer)
@@ -294,16 +301,16 @@ class SchedulerCore:
             self._prefetcher.place(record, now_s)
 
     def _joined(self, event: events.Joined, now_s: float) -> None:
-        strangers = []
+        unknown = []
         for key in event.keys:
             record = self._state.table.get(key)
             if record is None:
-                strangers.append(key)
+                unknown.append(key)
             elif record.state is RequestState.PREFETCHED and record.decode_id == event.decode_id:
                 self._state.join(record, now_s)
-        if strangers and event.decode_id in self._state.instances.decode:
-            # Lost or ended here while they were on their way there.
-            self._state.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
+        if unknown and event.decode_id in self._state.instances.decode:
+            # Requests that were lost or ended here while they were on their way there.
+            self._state.actions.append(CancelAt("decode", event.decode_id, tuple(unknown)))
 
     def _finished(self, event: events.Finished, now_s: float) -> None:
         for record in self._state.open(dict.fromkeys(event.keys)):
@@ -312,7 +319,7 @@ class SchedulerCore:
             self._state.end(record, now_s)
 
     def _learn_from(self, record: Record, now_s: float) -> None:
-        """A request has decoded to its end: for how many iterations, and how long it was here."""
+        """A request has decoded to its end: learn its number of iterations and its stay."""
         decode = self._state.instances.decode.get(record.decode_id)
         begun_s = record.entered_s.get(RequestState.PREFILLING)
         if decode is not None and begun_s is not None:
@@ -335,10 +342,10 @@ class SchedulerCore:
         self._state.place()
 
     def _instance_lost(self, event: events.InstanceLost, now_s: float) -> None:
-        """What an instance decided about is submitted again, in a new epoch: the old one may still be alive somewhere.
+        """Its requests are submitted again in a new epoch; the old one may still be running somewhere.
 
-        With a prefill instance go the prompts that it computed and the candidates in its buffers, which a decode
-        instance may just have taken over: only a new epoch tells the two apart.
+        With a prefill instance go the prompts that it computed and the candidates in its buffers. A decode instance may
+        just have taken over one of those candidates: only a new epoch tells the two apart.
         """
         state = self._state
         self._admission.sizes_changed()
@@ -351,7 +358,7 @@ class SchedulerCore:
             decode = state.instances.decode.pop(event.instance_id, None)
             if decode is not None:
                 keys = [*decode.decoding, *(key for held in decode.candidates.values() for key in held)]
-        elif event.role == "kv_pool":  # its memory stays, and a successor takes it over: nothing is lost
+        elif event.role == "kv_pool":  # its memory remains, and a successor takes it over: no data is lost
             state.ledger.lose(event.instance_id)
         state.place()
         state.report_lost(state.open(keys), f"{event.role} {event.instance_id} was lost", now_s)
@@ -388,7 +395,7 @@ class SchedulerCore:
     def _inventory_taken(self, event: events.InventoryTaken, now_s: float) -> None:
         if event.decode_id not in self._state.instances.decode:
             return
-        strangers = []
+        unknown = []
         for held in event.requests:
             key = held.meta.key
             known = self._state.table.latest(key.request_id)
@@ -397,9 +404,9 @@ class SchedulerCore:
             if known is None and event.restore:
                 self._state.restore(held, event.decode_id, now_s)
             else:
-                strangers.append(key)
-        if strangers:
-            self._state.actions.append(CancelAt("decode", event.decode_id, tuple(strangers)))
+                unknown.append(key)
+        if unknown:
+            self._state.actions.append(CancelAt("decode", event.decode_id, tuple(unknown)))
 
     def _pool_inventory_taken(self, event: events.PoolInventoryTaken, now_s: float) -> None:
         state = self._state
@@ -408,11 +415,11 @@ class SchedulerCore:
             return
         waiting = [record for record in shard.waiting.values() if record.key not in event.copies]
         gone = [record for record in waiting if record.entered_s[RequestState.WAITING] <= event.asked_s]
-        state.report_lost(gone, "the KV pool does not hold it any more", now_s)
+        state.report_lost(gone, "the KV pool no longer holds it", now_s)
         state.lose_kept(shard, event.copies, event.asked_s)
         state.drop_strays(shard, event.copies)
         restored = [record for record in state.open(event.copies) if state.ledger.committed_of(record.key) is None]
-        for record in restored:  # this core took them over without knowing what the pool has of them
+        for record in restored:  # this core adopted them without knowing their copies in the pool
             if record.state in (RequestState.PREFETCHED, RequestState.DECODING):
                 record.pool_tokens, blocks = event.copies[record.key]
                 record.shard = shard

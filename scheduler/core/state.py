@@ -1,4 +1,4 @@
-"""Everything that the core knows, and the moves that keep it consistent: who is in which state, where, and endings.
+"""The state of the core, and the operations that keep it consistent: state changes, places and endings of requests.
 
 Actions are collected here in the order in which they are to be carried out.
 """
@@ -46,11 +46,11 @@ class CoreState:
         return -(-tokens // self.block_size)
 
     def home(self, instance_id: str) -> PoolShard | None:
-        """The shard that the instance writes to; None where that is not known, or gone."""
+        """The shard that the instance writes to; None if it is not known, or gone."""
         return self.ledger.shard(self.instances.homes.get(instance_id, ""))
 
     def place(self) -> None:
-        """Instances have come, gone or moved, or shards have."""
+        """Instances or shards were added, removed or moved."""
         self.instances.placed()
         for view in self.instances.prefill.values():
             view.load.home = self.home(view.prefill_id)
@@ -60,14 +60,14 @@ class CoreState:
         return self.instances.decode_at(shard.pool_id) if self.ledger.named else self.instances.decode.values()
 
     def record(self, key: RequestKey) -> Record:
-        """The record of a request that is known to be open."""
+        """The record of an open request. Raises AccountingError if it is not open."""
         record = self.table.get(key)
         if record is None:
             raise AccountingError(f"{key} is not open", request_id=key.request_id)
         return record
 
     def open(self, keys: Iterable[RequestKey]) -> list[Record]:
-        """The records of those that are open."""
+        """The records of the requests that are open."""
         return [record for key in keys if (record := self.table.get(key)) is not None]
 
     def change(self, decode_id: str) -> None:
@@ -78,7 +78,7 @@ class CoreState:
         self.changed.update(dict.fromkeys(self.instances.decode))
 
     def take_actions(self) -> list[Action]:
-        """What is to be done; releases and forgetting last, each in one action."""
+        """The collected actions; releases and Forget come last, each merged into one action."""
         if self._released:
             self.actions.append(ReleasePool(tuple(self._released)))
             self._released = []
@@ -92,7 +92,7 @@ class CoreState:
     # moves between states
 
     def add(self, group: Sequence[RequestMeta], now_s: float) -> None:
-        """Open requests: QUEUED, or WAITING at once where the pool has all that a request needs to decode."""
+        """Open requests: QUEUED, or WAITING at once if the pool has all the KV that a request needs to decode."""
         for meta in group:
             record = self.table.add(meta, now_s)
             if meta.base_tokens:
@@ -110,7 +110,7 @@ class CoreState:
         self.queue.add([meta.key for meta in group], first.prefix_tokens, first.base_tokens, again=first.key.epoch > 0)
 
     def restore(self, held: HeldRequest, decode_id: str, now_s: float) -> None:
-        """A predecessor's request, as the decode instance that decides about it describes it."""
+        """Adopt a predecessor's request, as described by the decode instance that decides about it."""
         record = self.table.add(held.meta, now_s)
         record.kv_tokens, record.blocks = held.kv_tokens, held.blocks
         self.enter_pool(record, held.kv_tokens, held.blocks, None, now_s, now_s)
@@ -128,7 +128,7 @@ class CoreState:
         self.ledger.reserve(record.key, pool_blocks, self.home(prefill_id))
 
     def store(self, record: Record, own_blocks: int, shard: PoolShard) -> None:
-        """The shard holds its KV now, in so many blocks that are nobody else's; an older copy in another shard goes."""
+        """The shard now holds its KV, in `own_blocks` unshared blocks; an older copy in another shard is dropped."""
         older = self.ledger.commit(record.key, own_blocks, shard)
         if older is not None:
             self._drop(older, [record])
@@ -138,7 +138,7 @@ class CoreState:
     ) -> None:
         """PREFILLING, PREFETCHED or DECODING -> WAITING, since `since_s`.
 
-        `shard`: where it lies; None of a predecessor's requests, of which it is not known yet.
+        `shard`: where the KV is; None for a predecessor's request whose shard is not known yet.
         """
         self._detach(record)
         record.kv_tokens, record.blocks, record.pool_tokens, record.shard = kv_tokens, blocks, kv_tokens, shard
@@ -166,7 +166,10 @@ class CoreState:
             prefill.buffers[kind].take(record.blocks)
 
     def recall(self, records: list[Record]) -> None:
-        """Ask the decode instances of these to give back what has not joined. Each is asked once."""
+        """Ask the decode instances of these requests to return those that have not joined.
+
+        Each request is asked once.
+        """
         by_decode: dict[str, list[RequestKey]] = {}
         for record in records:
             if not record.recalled:
@@ -176,7 +179,7 @@ class CoreState:
             self.actions.append(Recall(decode_id, tuple(keys)))
 
     def join(self, record: Record, now_s: float) -> None:
-        """PREFETCHED -> DECODING: its copy in the pool could go now."""
+        """PREFETCHED -> DECODING: its copy in the pool may be dropped from now on."""
         self._detach(record)
         self.clock.decode(record.key, now_s)
         record.moved = record.recalled = False
@@ -192,7 +195,7 @@ class CoreState:
         self.change(record.decode_id)
 
     def _detach(self, record: Record) -> None:
-        """Out of the books of the state that it leaves, but for the clock and the ledger."""
+        """Remove the request from the accounting of the state that it leaves, except the clock and the ledger."""
         key = record.key
         prefill = self.instances.prefill.get(record.prefill_id)
         decode = self.instances.decode.get(record.decode_id)
@@ -224,9 +227,9 @@ class CoreState:
     # endings
 
     def end(self, record: Record, now_s: float, *, keep_copy: bool = False) -> None:
-        """The request is over: nothing of it stays here, and its copy in the pool goes.
+        """The request is over: remove it from the state, and release its copy in the pool.
 
-        `keep_copy`: it stays there, for the request's next epoch to adopt.
+        `keep_copy`: the copy remains, for the request's next epoch to adopt.
         """
         if record.state is RequestState.QUEUED:
             self.queue.cancel(record.key)
@@ -244,7 +247,7 @@ class CoreState:
         self._forgotten.append(record.key)
 
     def drop_copies(self, blocks: int, shard: PoolShard) -> None:
-        """Drop clean copies of what decodes (or is queued), oldest first, until `blocks` more of the shard are free."""
+        """Drop clean copies of running or queued requests, oldest first, until `blocks` more blocks are free."""
         records = [self.record(key) for key in self.ledger.drop_copies(blocks, shard)]
         if records:
             self._drop(shard, records)
@@ -257,9 +260,9 @@ class CoreState:
         self.actions.append(ReleasePool(keys, dropped=True, kv_tokens=lengths, pool_id=shard.pool_id))
 
     def drop_strays(self, shard: PoolShard, copies: Mapping[RequestKey, tuple[int, int]]) -> None:
-        """`copies`: what a shard was found to hold, as (KV tokens, blocks). Copies of other shards go there.
+        """Drop copies that belong to another shard. `copies`: the contents of a shard, as (KV tokens, blocks).
 
-        Only of what nobody but the core decides about: else it may be on its way here.
+        Only requests that the core alone decides about are considered: other copies may be on their way here.
         """
         if self.ledger.only is not None:
             return
@@ -279,13 +282,16 @@ class CoreState:
                 self._lose_kept(record)
 
     def lose_shard(self, shard: PoolShard, now_s: float) -> None:
-        """It has gone with its node, for good. What decodes, or lies in a buffer, needs its copy there no more."""
+        """A shard is gone for good with its node.
+
+        Requests that decode, or are in a buffer, no longer need their copy there.
+        """
         gone = list(shard.waiting.values())
         for record in self.open(shard.holders()):
             if record.state is RequestState.QUEUED:
                 self._lose_kept(record)
             elif record.state is RequestState.PREFETCHED and not record.prefill_id:
-                gone.append(record)  # its decode instance was to fetch it from there
+                gone.append(record)  # its decode instance was to copy it from there
             elif record.shard is shard:
                 record.pool_tokens = 0
         self.report_lost(gone, f"{shard.pool_id} has gone with its node", now_s)
@@ -297,14 +303,14 @@ class CoreState:
         self.queue.lose_kept(record.key)
 
     def refuse(self, group: Sequence[RequestMeta], error: AlignedServeError) -> None:
-        """Requests that were never opened."""
+        """Refuse requests that were never opened."""
         keys = tuple(meta.key for meta in group)
         self.actions.append(Reject(keys, error))
         self._released += [meta.key for meta in group if meta.base_tokens]
         self._forgotten += keys
 
     def reject(self, records: list[Record], error: AlignedServeError, now_s: float) -> None:
-        """End these, and tell the gateway why. No worker holds anything of them."""
+        """End these requests and tell the gateway why. No worker holds anything of them."""
         if not records:
             return
         self.actions.append(Reject(tuple(record.key for record in records), error))
@@ -315,9 +321,9 @@ class CoreState:
         self.reject(records, CancelledError("the request was cancelled"), now_s)
 
     def report_lost(self, records: list[Record], reason: str, now_s: float, *, keep_copy: bool = True) -> None:
-        """End these wherever they are; the gateway submits them again, but for those that were cancelled.
+        """End these requests wherever they are; the gateway submits them again, except those that were cancelled.
 
-        What the pool holds of them is kept for their next epoch, unless it has to make room.
+        The pool's copies are kept for their next epoch, unless they have to make room.
         """
         lost = tuple(record.key for record in records if not record.cancelled)
         if lost:
@@ -328,12 +334,12 @@ class CoreState:
             self.end(self.record(key), now_s, keep_copy=keep_copy)
 
     def abandon(self, record: Record, now_s: float) -> None:
-        """End it wherever it is, without a word to the gateway, which knows."""
+        """End it wherever it is, without a message to the gateway, which already knows."""
         self.cancel_at([record])
         self.end(record, now_s)
 
     def cancel_at(self, records: Iterable[Record]) -> None:
-        """Tell every live instance that may hold something of these: what is prefetched may be on either side."""
+        """Tell every live instance that may hold these requests: a prefetched one may be on either side."""
         holders: dict[tuple[str, str], list[RequestKey]] = {}
         for record in records:
             if record.prefill_id in self.instances.prefill:
@@ -344,9 +350,9 @@ class CoreState:
             self.actions.append(CancelAt(role, instance_id, tuple(keys)))
 
     def check_integrity(self) -> None:
-        """Recount everything. Raises AccountingError where two counts of the same thing differ."""
-        for book in (self.table, self.queue, self.ledger, self.policy, self.clock):
-            book.check_integrity()
+        """Recount everything. Raises AccountingError if two counts of the same thing differ."""
+        for part in (self.table, self.queue, self.ledger, self.policy, self.clock):
+            part.check_integrity()
         counts = self.table.counts
         decodes, prefills = self.instances.decode.values(), self.instances.prefill.values()
         waiting, prefetched = counts[RequestState.WAITING], counts[RequestState.PREFETCHED]

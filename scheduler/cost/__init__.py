@@ -1,1 +1,1 @@
-"""Cost models: what one forward pass of an instance takes, by the tokens and the lengths in it."""
+"""Cost models: the time of one forward pass of an instance, from the tokens and prefix lengths in it."""

@@ -1,4 +1,4 @@
-"""Reads a measured table: a CSV file whose errors name file, line and column."""
+"""Reads a measured table: a CSV file. Errors name file, line and column."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from alignedserve.errors import ConfigError
 
 
 def read_rows(path: Path, texts: Sequence[str], numbers: Sequence[str]) -> Iterator[tuple[list[str], list[float]]]:
-    """The named columns of each row, those of text and those of numbers (finite, at least 0), in the order asked for.
+    """The named columns of each row, first texts, then numbers (finite, at least 0), in the requested order.
 
-    Raises ConfigError for a file that cannot be read, has no such column or no row, and for a value that is no number.
+    Raises ConfigError for a file that cannot be read, lacks a column or has no row, and for a value that is not a
+    number.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.reader(file)
             header = next(rows, None)
             if header is None:
-                raise ConfigError(f"{path}: the table is empty; it begins with the names of its columns")
+                raise ConfigError(f"{path}: the table is empty; its first line must name its columns")
             for name in (*texts, *numbers):
                 if name not in header:
                     raise ConfigError(f"{path}:1: no column {name!r}; the columns are {', '.join(header)}")
@@ -32,7 +33,7 @@ def read_rows(path: Path, texts: Sequence[str], numbers: Sequence[str]) -> Itera
                 count += 1
                 if len(row) != len(header):
                     raise ConfigError(
-                        f"{path}:{rows.line_num}: {len(row)} values where the header names {len(header)} columns"
+                        f"{path}:{rows.line_num}: {len(row)} values, but the header names {len(header)} columns"
                     )
                 values = [row[place] for place in places]
                 words, figures = values[: len(texts)], values[len(texts) :]

@@ -1,4 +1,4 @@
-"""Fits a function on a coarse grid to measurements: least squares of relative errors, nothing below 0."""
+"""Fits a function on a coarse grid to measurements: least squares of relative errors, all values at least 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from alignedserve.scheduler.cost.grid import Axis, Floats
 
 SWEEPS = 400
-RIDGE = 1e-9  # of the largest diagonal element: what no measurement speaks of stays where it was
+RIDGE = 1e-9  # of the largest diagonal element: values without measurements stay where they were
 
 
 def hats(axes: Sequence[Sequence[float]], points: Floats) -> Floats:
@@ -28,9 +28,9 @@ def hats(axes: Sequence[Sequence[float]], points: Floats) -> Floats:
 
 
 def fit_bounded(features: Floats, times: Floats) -> Floats:
-    """The x at least 0 that minimises the relative errors of `features @ x` against `times`, squared and summed.
+    """The x >= 0 that minimises the sum of squared relative errors of `features @ x` against `times`.
 
-    Coordinate descent from the unbounded solution cut at 0: it converges to the optimum, since the problem is convex.
+    Coordinate descent from the unbounded solution cut at 0. It converges to the optimum, since the problem is convex.
     """
     a = features / times[:, None]
     gram = a.T @ a
@@ -49,7 +49,10 @@ def fit_bounded(features: Floats, times: Floats) -> Floats:
 
 
 def fit_grid(axes: Sequence[Sequence[float]], points: Floats, times: Floats, rising: bool = True) -> Floats:
-    """Values at the points of the grid `axes`, that fit `times` at `points`. `rising`: along every axis."""
+    """Values at the points of the grid `axes` that fit `times` at `points`.
+
+    `rising`: non-decreasing along every axis.
+    """
     values = fit_bounded(hats(axes, points), times).reshape([len(knots) for knots in axes])
     if rising:
         for axis in range(values.ndim):

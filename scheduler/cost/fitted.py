@@ -1,23 +1,23 @@
-"""A step cost in one JSON file: what `alignedserve profile` writes and what ships in `scheduler/cost/data`.
+"""A step cost in one JSON file, as written by `alignedserve profile` and as shipped in `scheduler/cost/data`.
 
     schema, version   "alignedserve-cost", 1
     name, model, device, attribution, licence      texts; the first is needed
     shape             layers, heads, kv_heads, head_dim, itemsize: as one device sees the model
     sm_count          thread blocks that run at once, for no_split; 0: not known
     dense             {tokens: [...], us: [...]}      all that depends on the tokens of a pass, all layers together
-    dense_decode      the same in passes without a prompt, where it differs (optional)
-    sequences         {requests: [...], us: [...]}    what depends on the number of requests (optional)
+    dense_decode      the same in passes without a prompt, if it differs (optional)
+    sequences         {requests: [...], us: [...]}    the part that depends on the number of requests (optional)
     attention         of one layer:
         decode        {requests: [...], length: [...], us: [[...]]}    equal lengths; the bytes read are their product
         chunk         {tokens: [...], cached: [...], us: [[...]]} and/or {token_us, pair_us}
         mixed         {tokens, cached, requests, length, us: [[[[...]]]]}   one chunk and decodes (optional: their sum)
-    no_split          that kernel, where it was measured: {decode: as above, block_bandwidth: bytes/s, alpha: buckets as
-                      in skew, for people} (optional)
+    no_split          that kernel, if it was measured: {decode: as above, block_bandwidth: bytes/s, alpha: buckets as
+                      in skew, for information} (optional)
     skew              {bounds: {axis: [...]}, buckets: [[chunk, requests, share, longest, cached, alpha], ...]}
-    hardware          fields of the simulator's Hardware; hardware_note says where they come from (optional)
+    hardware          fields of the simulator's Hardware; hardware_note names their source (optional)
     fit               errors of the fit (optional)
-    gpu               what a profile of a GPU measured beside passes, for people: memory_bytes, versions, backends by
-                      kernel mode, rates, bandwidth_by_blocks (bytes/s by thread blocks), links (bytes/s, seconds),
+    gpu               what a profile of a GPU measured besides passes, for information: memory_bytes, versions, backends
+                      by kernel mode, rates, bandwidth_by_blocks (bytes/s by thread blocks), links (bytes/s, seconds),
                       host_s (of the decode loop, by requests; not charged) (optional)
 
 Times in µs, linear between the points (`grid.py`); buckets as in `skew.py`.
@@ -46,7 +46,7 @@ SOURCE_KEYS = ("model", "device", "attribution", "licence", "hardware_note", "fi
 
 
 def load_fitted(path: Path) -> CostParts:
-    """Raises ConfigError that names the file and the place in it for whatever is missing or broken."""
+    """Read a fitted cost model. Raises ConfigError that names the file and the position of a missing or broken part."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -56,14 +56,14 @@ def load_fitted(path: Path) -> CostParts:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: broken JSON: {error.msg}") from error
     except RecursionError:
-        raise ConfigError(f"{path} is no cost model: JSON nested too deeply") from None
-    except ValueError as error:  # no text, or a number of thousands of digits
-        raise ConfigError(f"{path} is no JSON file: {error}") from error
+        raise ConfigError(f"{path} is not a cost model: its JSON is nested too deeply") from None
+    except ValueError as error:  # not text, or a number with thousands of digits
+        raise ConfigError(f"{path} is not a JSON file: {error}") from error
     return parts_from(raw, str(path), hashlib.sha256(content).hexdigest())
 
 
 def parts_from(raw: Any, where: str, digest: str) -> CostParts:
-    """The parts that a parsed file describes; `where` and `digest` are the file's, for errors and for `describe`."""
+    """The parts that a parsed file describes. `where` (its name) is for errors, `digest` for `describe`."""
     file = _Place(raw, where, "")
     if file.raw.get("schema") != SCHEMA or file.raw.get("version") != VERSION:
         raise ConfigError(
@@ -121,11 +121,11 @@ def _skew(place: _Place) -> SkewTable:
     alphas: dict[Bucket, float] = {}
     for number, entry in enumerate(buckets):
         if not isinstance(entry, list) or len(entry) != len(AXES) + 1:
-            raise place.error(f"buckets[{number}]", f"must be the numbers of {', '.join(AXES)}, and alpha")
+            raise place.error(f"buckets[{number}]", f"must be the bucket numbers of {', '.join(AXES)}, and alpha")
         *index, alpha = entry
         for axis, value in zip(AXES, index, strict=True):
             if not isinstance(value, int) or not 0 <= value <= len(bounds[axis]):
-                raise place.error(f"buckets[{number}]", f"there is no bucket {value!r} of {axis}")
+                raise place.error(f"buckets[{number}]", f"has {value!r}, which is not a bucket of {axis}")
         if not _is_number(alpha):
             raise place.error(f"buckets[{number}]", f"alpha must be a number, not {alpha!r}")
         alphas[(index[0], index[1], index[2], index[3], index[4])] = float(alpha)
@@ -160,7 +160,7 @@ class _Place:
         return float(value)
 
     def numbers(self, key: str, empty: bool = False) -> list[float]:
-        """Rising numbers."""
+        """A list of rising numbers."""
         values = self.raw.get(key)
         if not isinstance(values, list) or not all(_is_number(value) for value in values):
             raise self.error(key, "must be a list of numbers")

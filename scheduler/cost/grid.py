@@ -1,4 +1,4 @@
-"""Functions known at the points of a grid: linear between them, and past the last along the secant of its last octave.
+"""Functions known at the points of a grid: linear between them, and beyond along the secant of the last octave.
 
 Only comparisons and + - * / are used, in one order, so that a number and an array of it give the same bits.
 """
@@ -19,17 +19,17 @@ Floats = npt.NDArray[np.float64]
 
 
 def octave_start(knots: Sequence[float]) -> int:
-    """Index of the last knot at or below half of the last one: neighbours at the end of a table are mostly noise."""
+    """Index of the last knot at or below half of the last one: differences of the last neighbours are mostly noise."""
     return max(0, min(bisect_right(knots, knots[-1] / 2) - 1, len(knots) - 2))
 
 
 def check_knots(what: str, knots: Sequence[float]) -> None:
     if not knots or any(after <= before for before, after in pairwise(knots)):
-        raise ConfigError(f"{what}: a grid's points must rise, and there must be some; got {list(knots)}")
+        raise ConfigError(f"{what}: a grid needs at least one point, and points must rise; got {list(knots)}")
 
 
 class Curve:
-    """y(x), x rising. Below the first x it is the first y; past the last it never falls."""
+    """y(x), x rising. Constant below the first x; never falling past the last."""
 
     __slots__ = ("_arrays", "slopes", "values", "xs")
 
@@ -62,7 +62,7 @@ class Curve:
 
 
 class Axis:
-    """One axis of a grid: between which two points a value lies."""
+    """One axis of a grid: finds the two points that enclose a value."""
 
     __slots__ = ("_start", "points")
 
@@ -71,7 +71,10 @@ class Axis:
         self._start = octave_start(self.points)
 
     def place(self, x: float) -> tuple[int, int, float]:
-        """`(i, j, w)`: the value at x is `(1 - w) v[i] + w v[j]`; w is above 1 past the end, 0 before the start."""
+        """`(i, j, w)`: the value at x is `(1 - w) v[i] + w v[j]`.
+
+        Past the end w is above 1, before the start it is 0.
+        """
         points = self.points
         if x <= points[0]:
             return 0, 0, 0.0
@@ -83,7 +86,7 @@ class Axis:
 
 
 class Surface:
-    """z(x, y) as one `Curve` over y for each x: what one x costs to prepare is kept."""
+    """z(x, y) as one `Curve` over y for each x. The curve of each requested x is cached."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float], values: Sequence[Sequence[float]]) -> None:
         self.x = Axis(xs)
@@ -92,7 +95,7 @@ class Surface:
         self._curves: dict[float, Curve] = {}
 
     def curve(self, x: float) -> Curve:
-        """z(x, .). Between points x it is the weighted mean of their curves."""
+        """z(x, .). Between grid points it is the weighted mean of their curves."""
         found = self._curves.get(x)
         if found is None:
             i, j, w = self.x.place(x)
@@ -107,12 +110,12 @@ class Surface:
 
     @property
     def least(self) -> float:
-        """The value at the grid's origin: what a launch takes that has next to nothing to do."""
+        """The value at the grid's origin: the time of a launch with almost no work."""
         return self.values[0][0]
 
 
 class Grid4:
-    """A function of four arguments, of which the last is asked for at several values at once."""
+    """A function of four arguments, evaluated at several values of the last at once."""
 
     def __init__(self, axes: Sequence[Sequence[float]], values: Any) -> None:
         """`values`: nested sequences or an array, shaped as `axes`."""

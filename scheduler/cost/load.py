@@ -16,16 +16,17 @@ from alignedserve.scheduler.cost.step import KERNEL_MODES, StepCost
 from alignedserve.scheduler.cost.tables import load_tables
 
 _DATA = Path(__file__).parent / "data"
-WHOLE = ("_tokens", "_per_token", "_size")  # how the names of counts end
-SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize")  # of a folder of tables
+WHOLE = ("_tokens", "_per_token", "_size")  # suffixes of counts
+SHAPE_OPTIONS = ("layers", "heads", "kv_heads", "head_dim", "itemsize")  # for a folder of tables
 MODE_OPTIONS: dict[str, tuple[str, ...]] = {"split_kv": (), "no_split": ("block_bandwidth", "sm_count", "heads")}
 
 
 def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options: Any) -> MeasuredCost:
-    """The cost model called `source`: a name that ships, a JSON file, or a folder of measured tables.
+    """The cost model called `source`: a shipped name, a JSON file, or a folder of measured tables.
 
-    `options`: of the kernel mode (`no_split`: block_bandwidth in bytes/s, sm_count, heads), and for a folder the shape
-    of its model (layers, heads, kv_heads, head_dim, itemsize). Raises ConfigError for what is unknown or broken.
+    `options`: those of the kernel mode (`no_split`: block_bandwidth in bytes/s, sm_count, heads), and for a folder the
+    shape of its model (layers, heads, kv_heads, head_dim, itemsize). Raises ConfigError for unknown names and broken
+    files.
     """
     if kernel_mode not in KERNEL_MODES:
         raise ConfigError(f"unknown kernel mode {kernel_mode!r}; choose one of: {', '.join(KERNEL_MODES)}")
@@ -47,7 +48,7 @@ def load_step_cost(source: str | Path, kernel_mode: str = "split_kv", **options:
 
 
 def configured_cost(config: SchedulerConfig) -> StepCost | None:
-    """The cost model that the scheduler is configured with; None where there is none. Raises as `load_step_cost`."""
+    """The configured cost model of the scheduler, or None. Raises as `load_step_cost`."""
     if not config.cost_model:
         return None
     options: dict[str, float] = {}
@@ -57,7 +58,7 @@ def configured_cost(config: SchedulerConfig) -> StepCost | None:
 
 
 def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostParts:
-    """What `load_step_cost` builds upon. A folder of tables brings the hardware of the shipped model fitted to them."""
+    """The parts for `load_step_cost`. A folder of tables gets the hardware of the shipped model fitted to them."""
     path = Path(source)
     if path.is_dir():
         parts = load_tables(path, shape)
@@ -74,8 +75,8 @@ def load_parts(source: str | Path, shape: dict[str, int] | None = None) -> CostP
     if path.is_file():
         return load_fitted(path)
     raise ConfigError(
-        f"unknown cost model {str(source)!r}; choose one of: {', '.join(shipped_names())}, a JSON file that "
-        "`alignedserve profile` wrote, or a folder of measured tables"
+        f"unknown cost model {str(source)!r}; choose one of: {', '.join(shipped_names())}, a JSON file "
+        "written by `alignedserve profile`, or a folder of measured tables"
     )
 
 
@@ -85,7 +86,7 @@ def shipped_names() -> list[str]:
 
 
 def default_hardware(source: str | Path) -> dict[str, float | int]:
-    """Fields of the simulator's Hardware that come with a cost model; those that count things are whole numbers."""
+    """Fields of the simulator's Hardware that come with a cost model; counts are whole numbers."""
     found = load_parts(source).hardware
     return {name: int(value) if name.endswith(WHOLE) else value for name, value in found.items()}
 

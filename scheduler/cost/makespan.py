@@ -1,7 +1,7 @@
 """How long (request, head) jobs take on SMs that each run one at a time: list scheduling, longest first.
 
-A kernel starts its jobs in the order of the batch. Longest first is the best order for uneven ones, so what is lost to
-a straggler is never overstated.
+A kernel starts its jobs in the order of the batch. Longest first is the best order for uneven jobs, so the loss to
+stragglers is never overstated.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from itertools import groupby
 
 
 def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
-    """When the last of `heads` jobs for each length has ended on `workers` workers, in tokens. Exact; nothing: 0.
+    """When the last of `heads` jobs for each length has ended on `workers` workers, in tokens. Exact; no jobs: 0.
 
-    Each job goes to the worker that is free first. Equal jobs and workers free at the same time are taken as groups.
+    Each job goes to the worker that is free first. Equal jobs, and workers that become free together, are handled as
+    groups.
     """
     shift = workers.bit_length()
     several = (1 << shift) - 1
-    free = [workers]  # a heap of free at << shift | how many: one number is compared in half the time of two
+    free = [workers]  # a heap of (time free << shift | count): one number compares in half the time of a pair
     replace, push = heapq.heapreplace, heapq.heappush
     end = 0
     for length, equal in groupby(sorted(lengths, reverse=True)):
@@ -34,12 +35,12 @@ def makespan(lengths: Sequence[int], heads: int, workers: int) -> int:
         if count == jobs:
             replace(free, soonest + busy)
         else:
-            free[0] = soonest - jobs  # the least stays the least
+            free[0] = soonest - jobs  # the minimum stays the minimum
             push(free, soonest - count + jobs + busy)
         end = max(end, (soonest >> shift) + length)
     return end
 
 
 def makespan_bound(total: float, longest: float, heads: int, workers: int) -> float:
-    """No list schedule takes longer (Graham 1966): the shortest possible mean, and the longest job on top."""
+    """No list schedule takes longer (Graham 1966): the shortest possible mean plus the longest job."""
     return total * heads / workers + longest

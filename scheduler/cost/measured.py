@@ -1,4 +1,4 @@
-"""The step cost that `CostParts` give, in both kernel modes."""
+"""The step cost computed from `CostParts`, in both kernel modes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from alignedserve.scheduler.cost.parts import CostParts
 from alignedserve.scheduler.cost.skew import long_share
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 
-FEW_STEPS = 24  # below so many passes a loop is quicker than arrays
+FEW_STEPS = 24  # for fewer passes than this a loop is faster than arrays
 US = 1e-6
-DEFAULT_BLOCK_BANDWIDTH = 25e9  # bytes/s: an SM's even share of an H100's memory
+DEFAULT_BLOCK_BANDWIDTH = 25e9  # bytes/s: an SM's even share of an H100's memory bandwidth
 
 
 class MeasuredCost(StepCost):
-    """`split_kv`: unequal lengths cost `alpha` of the way from all-equal to all-as-long-as-the-longest.
+    """`split_kv`.
 
-    A pass of decodes depends on their number, total, longest and shortest only, so that a run of passes costs a few
-    array operations.
+    Unequal lengths cost `alpha` of the way from the time at equal lengths to that of the longest for all. A decode pass
+    depends only on the number, total, longest and shortest of its requests, so that a run of passes costs a few array
+    operations.
     """
 
     kernel_mode = "split_kv"
@@ -33,7 +34,7 @@ class MeasuredCost(StepCost):
     def __init__(self, parts: CostParts) -> None:
         self.parts = parts
         self._layers = float(parts.shape.layers)
-        self._fixed: dict[int, float] = {}  # decodes -> µs of all but attention
+        self._fixed: dict[int, float] = {}  # decodes -> µs without attention
 
     def step_s(self, chunks: Sequence[ChunkShape], lengths: Sequence[int]) -> float:
         if not lengths:
@@ -112,7 +113,7 @@ class MeasuredCost(StepCost):
         return at_mean + alpha * max(0.0, curve.at(longest) - at_mean)
 
     def _decode_run_us(self, lengths: Sequence[int], steps: int) -> Any:
-        """`_decode_us` of each pass; the share of long requests stays as it is while all grow."""
+        """`_decode_us` of each pass; the share of long requests stays constant while all grow."""
         count, total, longest, shortest = len(lengths), sum(lengths), max(lengths), min(lengths)
         grown = np.arange(steps, dtype=np.int64)
         curve = self.parts.decode.curve(count)
@@ -161,7 +162,7 @@ class MeasuredCost(StepCost):
     def _beside_us(self, tokens: float, cached: float, count: int, mean: float, longest: float) -> tuple[float, float]:
         """What decodes add to the attention of chunks: if all have the mean length, and if all have the longest.
 
-        Several chunks count as one with their tokens, behind what they have behind them on average.
+        Several chunks count as one with all their tokens, after their mean number of cached tokens.
         """
         mixed = self.parts.mixed
         if mixed is None:
@@ -188,11 +189,12 @@ class MeasuredCost(StepCost):
 
 
 class OneBlockCost(MeasuredCost):
-    """`no_split`: a (request, head) job is read by one thread block, at `block_bandwidth` bytes a second.
+    """`no_split`: each (request, head) job is read by one thread block, at `block_bandwidth` bytes/s.
 
-    Attention lasts as long as the jobs take on `sm_count` workers, or as the measured kernel takes for the same bytes
-    at equal lengths, whichever is longer: so it is never quicker than the memory. That is the kernel of this mode where
-    the parts have it, else the one that splits. `block_bandwidth`: by default the parts', or an even share of an H100.
+    Attention takes the longer of two times: that of the jobs on `sm_count` workers, and that of the measured kernel for
+    the same bytes at equal lengths. So it is never faster than the memory. The measured kernel is that of this mode if
+    the parts have it, else the splitting one. `block_bandwidth` defaults to the parts' value, or an even share of an
+    H100.
     """
 
     kernel_mode = "no_split"
@@ -210,8 +212,8 @@ class OneBlockCost(MeasuredCost):
         self._bandwidth = float(block_bandwidth or parts.block_bandwidth or DEFAULT_BLOCK_BANDWIDTH)
         if self._workers < 1:
             raise ConfigError(
-                f"{parts.name} does not say how many multiprocessors its device has: no_split needs sm_count, "
-                "which a folder of tables has in its meta.yaml"
+                f"cost model {parts.name} lacks the number of multiprocessors of its device: no_split needs "
+                "sm_count (for a folder of tables, in its meta.yaml)"
             )
         if not (self._bandwidth > 0.0 and self._heads > 0):
             raise ConfigError(f"block_bandwidth and heads must be above 0; got {self._bandwidth:g} and {self._heads}")
@@ -221,7 +223,7 @@ class OneBlockCost(MeasuredCost):
         return {"block_bandwidth": self._bandwidth, "sm_count": self._workers, "heads": self._heads}
 
     def run_s(self, lengths: Sequence[int], steps: int) -> list[float]:
-        """As many schedules as passes: which job waits for which changes as all grow."""
+        """One schedule for each pass: the order in which jobs wait changes as all grow."""
         return [self.step_s((), [length + step for length in lengths]) for step in range(steps)]
 
     def _decode_us(self, lengths: Sequence[int], total: int, longest: int, shortest: int) -> float:
@@ -235,7 +237,7 @@ class OneBlockCost(MeasuredCost):
         return np.array([self._balanced_us(count, mean) for mean in means.tolist()])
 
     def _equal_us(self, count: int, mean: float) -> float:
-        """Jobs of one length are done in rounds."""
+        """Jobs of equal length run in rounds."""
         rounds = -(-count * self._heads // self._workers)
         return self._launch_us + rounds * mean * self._token_us
 
@@ -249,7 +251,7 @@ class OneBlockCost(MeasuredCost):
     def _at_least_us(self, at_mean: float, lengths: Sequence[int], total: int, longest: int) -> float:
         bound = makespan_bound(total, longest, self._heads, self._workers)
         if self._launch_us + bound * self._token_us <= at_mean:
-            return at_mean  # no schedule of these jobs takes longer than the memory does
+            return at_mean  # no schedule of these jobs takes longer than the memory access
         return max(at_mean, self._launch_us + makespan(lengths, self._heads, self._workers) * self._token_us)
 
     @property

@@ -1,4 +1,4 @@
-"""What a step cost is put together from: the model's shape, and measured or fitted times of the parts of a pass."""
+"""The parts of a step cost: the model's shape, and measured or fitted times of the parts of a pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from alignedserve.scheduler.cost.step import ChunkShape
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """As one device sees it: with tensor parallelism, its share of the heads. `itemsize`: bytes of a KV element."""
+    """The model as one device sees it: with tensor parallelism, its share of the heads.
+
+    `itemsize`: bytes of a KV element.
+    """
 
     layers: int
     heads: int
@@ -23,7 +26,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers, on this device."""
+        """In all layers, on this device."""
         return self.layers * self.kv_heads * self.head_bytes_per_token
 
     @property
@@ -32,7 +35,7 @@ class ModelShape:
         return 2 * self.head_dim * self.itemsize
 
 
-# By the last part of the model's name, lower case: layers, heads, KV heads, width of a head (their config.json).
+# By the last part of the model's name, lower case: layers, heads, KV heads, head width (from their config.json).
 KNOWN_SHAPES: dict[str, ModelShape] = {
     "llama-2-7b": ModelShape(32, 32, 32, 128),
     "llama-2-13b": ModelShape(40, 40, 40, 128),
@@ -64,8 +67,8 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
     "opt-66b": ModelShape(64, 72, 72, 128),
     "opt-175b": ModelShape(96, 96, 96, 128),
 }
-_VARIANTS = re.compile(r"(-(instruct|chat|base|hf|it|v\d+(\.\d+)*|\d{4}))+$")  # ends of names, of the same shape
-# Streaming multiprocessors, by a part of the device's name (vendor data sheets); the first that is in it counts.
+_VARIANTS = re.compile(r"(-(instruct|chat|base|hf|it|v\d+(\.\d+)*|\d{4}))+$")  # suffixes of names with the same shape
+# Streaming multiprocessors (vendor data sheets), by a part of the device's name; the first match counts.
 KNOWN_SMS: dict[str, int] = {
     "rtx pro 6000": 188,
     "b200": 148,
@@ -87,13 +90,13 @@ KNOWN_SMS: dict[str, int] = {
 
 
 def known_shape(model: str) -> ModelShape | None:
-    """Of `ORGANISATION/NAME`, whichever variant of it; None where it is not known."""
+    """The shape of `ORGANISATION/NAME` in any variant; None if it is not known."""
     name = model.rsplit("/", 1)[-1].lower().removeprefix("meta-")
     return KNOWN_SHAPES.get(_VARIANTS.sub("", name))
 
 
 def known_sm_count(device: str) -> int:
-    """0 where the device is not known."""
+    """0 if the device is not known."""
     lower = device.lower()
     return next((count for name, count in KNOWN_SMS.items() if name in lower), 0)
 
@@ -102,7 +105,7 @@ def known_sm_count(device: str) -> int:
 class ChunkAttention:
     """Attention of one prompt chunk in one layer, µs: a surface over (tokens, cached tokens), a polynomial, or both.
 
-    `token_us`: for each new token; `pair_us`: for each pair of a new token and one that it attends to.
+    `token_us`: for each new token. `pair_us`: for each pair of a new token and a token that it attends to.
     """
 
     surface: Surface | None = None
@@ -113,7 +116,7 @@ class ChunkAttention:
         total = self.token_us * tokens + self.pair_us * tokens * (cached + tokens / 2.0)
         if self.surface is None:
             return total
-        # A chunk past the grid is computed as pieces, each behind those before it.
+        # A chunk wider than the grid is computed in pieces, each after the previous ones.
         widest = self.surface.x.points[-1]
         while tokens > widest:
             total += self.surface.at(widest, cached) - self.surface.least
@@ -121,7 +124,7 @@ class ChunkAttention:
         return total + self.surface.at(tokens, cached)
 
     def of_all(self, chunks: Sequence[ChunkShape]) -> float:
-        """Several chunks are one launch: what a launch takes with next to nothing to do counts once."""
+        """Several chunks are one launch: the time of an almost empty launch counts once."""
         floor = self.surface.least if self.surface is not None else 0.0
         return floor + sum(self.at(chunk.tokens, chunk.cached_tokens) - floor for chunk in chunks)
 
@@ -134,11 +137,11 @@ class ChunkAttention:
 class CostParts:
     """Times in µs. `dense`: all that depends on the tokens of a pass, by their number, all layers together.
 
-    `dense_decode`: the same where a pass holds decodes only, if that differs. `sequences`: what depends on the number
-    of requests. Attention is of one layer: `decode` over (requests, mean length), `chunk`, and `mixed` over (chunk
-    tokens, cached tokens, requests, length) where a chunk and decodes share a pass (absent: their sum). `hardware`:
+    `dense_decode`: the same for passes with decodes only, if that differs. `sequences`: the part that depends on the
+    number of requests. Attention is of one layer: `decode` over (requests, mean length), `chunk`, and `mixed` over
+    (chunk tokens, cached tokens, requests, length) for passes with a chunk and decodes (absent: their sum). `hardware`:
     fields of the simulator's Hardware that come with the measurement. `sm_count` 0: not known. `no_split`: `decode` of
-    the kernel of that mode; `block_bandwidth`: what one thread block of it reads, in bytes/s. None and 0: not measured.
+    that mode's kernel. `block_bandwidth`: bytes/s that one of its thread blocks reads. None and 0: not measured.
     """
 
     name: str

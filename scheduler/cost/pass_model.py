@@ -1,6 +1,6 @@
-"""How long a prefill or a decode iteration takes: the interface, and a linear model that learns as it goes.
+"""The time of a prefill or a decode iteration: the interface, and a linear model that learns online.
 
-Measured tables and the two kernel modes fit behind the same interface.
+Measured tables and the two kernel modes use the same interface.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-RIDGE = 1e-4  # how much the prior weighs, in observations of typical size
-OUTLIER = 4.0  # what took longer than so many times the prediction counts as that: a machine that stood still
+RIDGE = 1e-4  # weight of the prior, in observations of typical size
+OUTLIER = 4.0  # a pass longer than this multiple of its prediction counts as this multiple: the machine had stalled
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Sums over forward passes that an instance has measured.
 
-    Prefill: `tokens` prompt tokens computed, behind `cached_tokens` whose KV was there. Decode: `tokens` requests with
-    `cached_tokens` of prefix together. `seconds` is the time that the passes took, from boundary to boundary.
+    Prefill: `tokens` prompt tokens were computed, after `cached_tokens` with cached KV. Decode: `tokens` requests with
+    `cached_tokens` of prefix in total. `seconds`: the time of the passes, from boundary to boundary.
     """
 
     passes: int
@@ -30,34 +30,34 @@ class Passes:
 
 
 class CostModel(ABC):
-    """Predictions in seconds. Pure: the same question has the same answer until something new was observed."""
+    """Predictions in seconds. Pure: the same arguments give the same result until a new observation."""
 
     @abstractmethod
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
-        """To compute `tokens` prompt tokens behind `cached_tokens` whose KV is there already."""
+        """Time to compute `tokens` prompt tokens after `cached_tokens` with cached KV."""
 
     @abstractmethod
     def predict_iteration_s(self, lengths: Sequence[int]) -> float:
-        """One decode iteration of requests with these prefix lengths."""
+        """Time of one decode iteration of requests with these prefix lengths."""
 
     @abstractmethod
     def observe_chunks(self, passes: Passes) -> None:
-        """What prefill passes of this instance took."""
+        """Record the measured time of this instance's prefill passes."""
 
     @abstractmethod
     def observe_iterations(self, passes: Passes) -> None:
-        """What decode iterations of this instance took."""
+        """Record the measured time of this instance's decode iterations."""
 
     @property
     @abstractmethod
     def iteration_margin_s(self) -> float:
-        """What to add to a prediction of an iteration, that two of three have kept it lately."""
+        """The margin to add to a predicted iteration time so that two thirds of recent iterations met it."""
 
 
 class RunningQuantile:
-    """The value that a `share` of the latest observations lies below: follows them in steps, so one outlier is a step.
+    """Tracks the value that a `share` of the latest observations is below. It moves in steps: an outlier is one step.
 
-    A step is as long as observations deviate from the quantile on average.
+    The size of a step is proportional to the mean deviation of observations from the quantile.
     """
 
     def __init__(self, share: float = 2 / 3, gain: float = 0.1) -> None:
@@ -75,11 +75,11 @@ class RunningQuantile:
 
 
 class LinearFit:
-    """`y = w x`, fitted online by least squares in which older observations fade; no weight is below 0.
+    """`y = w x`, fitted online by least squares with exponential forgetting; no weight is below 0.
 
     `prior`: the weights before the first observation, and in directions that were never observed. `scale`: typical
-    values of x. `forget` in (0, 1]: the weight that an observation keeps at each later one. `late`: by how much y was
-    above the prediction.
+    values of x. `forget` in (0, 1]: the factor by which each new observation multiplies the weight of older ones.
+    `late`: by how much y exceeded the prediction.
     """
 
     def __init__(self, prior: Sequence[float], scale: Sequence[float], forget: float = 0.95) -> None:
@@ -98,7 +98,7 @@ class LinearFit:
 
     def observe(self, x: Sequence[float], y: float) -> None:
         predicted = self.predict(x)
-        if self._seen and predicted > 0.0:  # the prior's own error says nothing
+        if self._seen and predicted > 0.0:  # the error of the prior is not informative
             y = min(y, OUTLIER * predicted)
             self.late.observe(y - predicted)
         self._seen = True
@@ -110,9 +110,9 @@ class LinearFit:
         self.weights = [weight / scale for weight, scale in zip(solved, self._scale, strict=True)]
 
     def _fit(self) -> list[float]:
-        """Least squares; what would get a weight below 0 gets none, and the others are fitted again.
+        """Least squares in which negative weights are set to 0 and the others are fitted again.
 
-        More work never takes less time. Without this, noise in two features that move together would say so.
+        More work never takes less time, but noise in two correlated features could make it seem so.
         """
         used = list(range(len(self.weights)))
         solved = [0.0] * len(self.weights)
@@ -129,7 +129,7 @@ class LinearFit:
 
 
 def _solve(a: list[list[float]], b: list[float]) -> list[float]:
-    """The x of `a x = b` for a small, symmetric, positive definite `a`. Gaussian elimination; both are used up."""
+    """The x of `a x = b` for a small, symmetric, positive definite `a`. Gaussian elimination; overwrites both."""
     size = len(b)
     for i in range(size):
         for j in range(i + 1, size):
@@ -146,7 +146,7 @@ def _solve(a: list[list[float]], b: list[float]) -> list[float]:
 class LinearCostModel(CostModel):
     """A pass is linear in requests (or prompt tokens) and in the KV tokens that it reads. Learns from measurements.
 
-    `chunk_tokens`: the most that one prefill pass computes; longer prompts take several.
+    `chunk_tokens`: the most that one prefill pass computes; longer prompts take several passes.
     """
 
     def __init__(self, prefill_token_s: float = 1e-4, iteration_s: float = 1e-2, chunk_tokens: int = 512) -> None:
@@ -172,7 +172,7 @@ class LinearCostModel(CostModel):
 
 
 def _observe(fit: LinearFit, passes: Passes) -> None:
-    """Means of several passes are as good as one pass, since the model is linear."""
+    """The means of several passes are equivalent to one pass, since the model is linear."""
     count = passes.passes
     if count:
         fit.observe((1.0, passes.tokens / count, passes.cached_tokens / count), passes.seconds / count)

@@ -1,4 +1,4 @@
-"""What instances take: a measured step cost, corrected by what they report (`scheduler.cost_model`)."""
+"""A measured step cost, corrected by what the instances report (`scheduler.cost_model`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from alignedserve.config import Config
 from alignedserve.scheduler.cost.pass_model import OUTLIER, CostModel, LinearCostModel, Passes, RunningQuantile
 from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 
-FORGET = 0.95  # the weight that an observation keeps at each later one
+FORGET = 0.95  # the factor by which each new observation multiplies the weight of older ones
 PRIOR = 1.0  # the weight of the step cost itself, in observations
 
 
 class Factor:
-    """By how much passes take longer than predicted: a mean weighted by time, in which older passes fade."""
+    """The ratio of measured to predicted time: a mean in which older passes fade."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -24,7 +24,7 @@ class Factor:
         if predicted_s <= 0.0:
             return
         expected_s = self.value * predicted_s
-        if self._predicted:  # the prior's own error says nothing
+        if self._predicted:  # the error of the prior is not informative
             measured_s = min(measured_s, OUTLIER * expected_s)
             self.late.observe(measured_s - expected_s)
         # Relative to the prediction, so that a long pass weighs no more than a short one.
@@ -34,17 +34,17 @@ class Factor:
 
 
 class PriorCostModel(CostModel):
-    """A step cost, each of prefill and decode times a factor that is learnt online."""
+    """A step cost with one factor for prefill and one for decode, both learned online."""
 
     def __init__(self, cost: StepCost, chunk_tokens: int) -> None:
-        """`chunk_tokens`: the most that one prefill pass computes; longer prompts take several."""
+        """`chunk_tokens`: the most that one prefill pass computes; longer prompts take several passes."""
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._full_s: dict[int, float] = {}  # of a full prefill pass, by the cached tokens before it: mostly 0
         self._chunk, self._iteration = Factor(), Factor()
 
     def predict_prefill_s(self, tokens: int, cached_tokens: int = 0) -> float:
-        """As full passes and a last one, each behind `cached_tokens`: tokens that wait are of several prompts."""
+        """Full passes and a last one, each after `cached_tokens`: waiting tokens belong to several prompts."""
         full, rest = divmod(tokens, self._chunk_tokens)
         seconds = self._cost.step_s((ChunkShape(rest, cached_tokens),), ()) if rest else 0.0
         if full:
@@ -66,7 +66,7 @@ class PriorCostModel(CostModel):
             self._chunk.observe(self._cost.step_s((mean,), ()), passes.seconds / passes.passes)
 
     def observe_iterations(self, passes: Passes) -> None:
-        """Only sums are reported: as if all had the mean length, so what unequal lengths cost is in the factor."""
+        """Only sums are reported, so all lengths count as the mean; the factor absorbs the cost of unequal lengths."""
         if passes.passes and passes.tokens:
             requests = max(1, round(passes.tokens / passes.passes))
             lengths = [max(1, passes.cached_tokens // passes.tokens)] * requests
@@ -74,11 +74,14 @@ class PriorCostModel(CostModel):
 
 
 def cost_model_factory(config: Config) -> Callable[[], CostModel]:
-    """Makes the cost model of an instance that joins. Raises ConfigError for a `scheduler.cost_model` of no use."""
+    """Returns a factory for the cost model of a new instance.
+
+    Raises ConfigError for an unusable `scheduler.cost_model`.
+    """
     if config.scheduler.cost_model:
         from alignedserve.scheduler.cost.load import (
             configured_cost,
-        )  # numpy: not for a scheduler that learns as it goes
+        )  # imports numpy: not for a scheduler with the linear model
 
         cost = configured_cost(config.scheduler)
         if cost is not None:

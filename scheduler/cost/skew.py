@@ -1,4 +1,4 @@
-"""How much of the way from equal lengths to all-as-long-as-the-longest a split kernel goes: alpha, by bucket."""
+"""alpha, by bucket: where a split kernel's time is between equal lengths (0) and the longest for all (1)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Bucket = tuple[int, int, int, int, int]
 
 
 class SkewTable:
-    """`t = t_mean + alpha (t_max - t_mean)`: alpha by the chunk beside, requests, share of long ones, and the longest.
+    """`t = t_mean + alpha (t_max - t_mean)`: alpha by chunk in the pass, requests, share of long ones, and the longest.
 
-    `bounds[axis]`: upper bounds (inclusive) of the buckets but the last, which has none. `alphas`: by the numbers of
-    the buckets; a bucket that was not measured takes the nearest one that was. Between 0 (the kernel hides the
-    difference) and 1 (it is as slow as if all were the longest).
+    `bounds[axis]`: inclusive upper bounds of all buckets but the last, which has none. `alphas`: by bucket numbers; a
+    bucket that was not measured takes the nearest measured one. Alpha is between 0 (the kernel hides the difference)
+    and 1 (it is as slow as if all requests were the longest).
     """
 
     def __init__(self, bounds: Mapping[str, Sequence[float]], alphas: Mapping[Bucket, float]) -> None:
         if not alphas:
-            raise ConfigError("a table of skew has no bucket")
+            raise ConfigError("the skew table has no buckets")
         self.bounds = {axis: [float(bound) for bound in bounds[axis]] for axis in AXES}
         self._shape = tuple(len(self.bounds[axis]) + 1 for axis in AXES)
         table = np.full(self._shape, np.nan)
         for bucket, alpha in alphas.items():
             table[bucket] = min(1.0, max(0.0, alpha))
-        # A chunk beside changes the kernel's schedule most, then the number of requests: those are looked past last.
+        # The chunk affects the kernel's schedule most, then the number of requests: the search changes those axes last.
         for axis in (4, 2, 3, 1, 0):
             _fill_from_nearest(table, axis)
         self._values: list[float] = table.ravel().tolist()
@@ -60,7 +60,7 @@ class SkewTable:
 
 
 def _fill_from_nearest(table: npt.NDArray[np.float64], axis: int) -> None:
-    """Give what is unknown the nearest known value along `axis`, the lower of two that are as near."""
+    """Fill unknown values with the nearest known value along `axis`; of two equally near ones, the lower."""
     moved = np.moveaxis(table, axis, 0)
     known = moved.copy()
     for distance in range(1, len(moved)):
@@ -74,5 +74,5 @@ def _fill_from_nearest(table: npt.NDArray[np.float64], axis: int) -> None:
 
 
 def long_share(requests: int, total: int, longest: int, shortest: int) -> float:
-    """Share of the requests that would be the longest, were the others the shortest: equal lengths have 0."""
+    """Share of long requests if all are either the longest or the shortest; 0 for equal lengths."""
     return (total / requests - shortest) / (longest - shortest) if longest > shortest else 0.0

@@ -7,11 +7,11 @@
     meta.yaml         model, gpu, and the bounds of the buckets (skew_fit.bucket_axes)
 
 KV lengths are those before the pass: LLMServingSim's profiler gives each decode `kv_decode` computed tokens and one new
-(profiler/core/hooks/batch.py), each chunk `kv_prefill`.
+(profiler/core/hooks/batch.py), and each chunk `kv_prefill`.
 
-The tables are taken as those of the whole model (tensor-parallel degree 1); `hf_overrides` in meta.yaml, which may be
-those of another degree's run, is not read. A model whose shape is not known by name has it in meta.yaml, as
-`shape: {layers: 64, heads: 64, kv_heads: 8, head_dim: 128}`, and a GPU that is not known `sm_count`; options go first.
+The tables are taken as those of the whole model (tensor-parallel degree 1). `hf_overrides` in meta.yaml may describe a
+run of another degree and is not read. For a model whose shape is not known by name, meta.yaml needs `shape: {layers:
+64, heads: 64, kv_heads: 8, head_dim: 128}`; for an unknown GPU it needs `sm_count`. Options override both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Rows = Mapping[tuple[float, ...], float]
 
 FILES = ("attention.csv", "dense.csv", "meta.yaml", "per_sequence.csv", "skew_fit.csv")
 EXPERTS = "moe.csv"  # of a profile whose dense.csv lacks the experts
-ONCE = ("embedding", "final_layernorm")  # what a pass computes once, not in every layer
+ONCE = ("embedding", "final_layernorm")  # computed once a pass, not in every layer
 TWICE = ("layernorm",)  # before attention and before the feed-forward part
 ATTENTION_COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
 SKEW_COLUMNS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
@@ -44,7 +44,7 @@ SKEW_BOUNDS = {"requests": "n", "long_share": "skew_rate", "longest": "kv_big", 
 
 
 def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostParts:
-    """The parts that the tables in `folder` give. `shape`: fields of `ModelShape` instead of the known model's.
+    """The parts from the tables in `folder`. `shape`: fields of `ModelShape` that replace the known model's.
 
     Raises ConfigError for a missing or broken file, with its line and column, and for a model of unknown shape.
     """
@@ -52,7 +52,7 @@ def load_tables(folder: Path, shape: Mapping[str, int] | None = None) -> CostPar
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} has no {name}; measured tables are the files {', '.join(FILES)}")
     if (folder / EXPERTS).exists():
-        raise ConfigError(f"{folder} has {EXPERTS}: what a mixture of experts takes is not modelled")
+        raise ConfigError(f"{folder} has {EXPERTS}: mixture-of-experts models are not supported")
     meta = _read_meta(folder / "meta.yaml")
     model = _shape_of(meta, folder, shape or {})
     attention = {tuple(row[:4]): row[4] for _, row in read_rows(folder / "attention.csv", (), ATTENTION_COLUMNS)}
@@ -95,9 +95,9 @@ def attention_grids(rows: Rows, where: str) -> tuple[Surface, Surface, Grid4 | N
 
 
 def full_grid(rows: Rows) -> tuple[list[list[float]], Floats]:
-    """Axes and values of the smallest grid that holds every row; what was not measured is linear between neighbours.
+    """Axes and values of the smallest grid that contains every row; missing values are interpolated linearly.
 
-    Neighbours along the last axis are taken first: times are nearest to linear in the lengths.
+    Neighbours along the last axis are used first: times are closest to linear in the lengths.
     """
     dimensions = len(next(iter(rows)))
     axes = [sorted({key[axis] for key in rows}) for axis in range(dimensions)]
@@ -146,21 +146,23 @@ def _sum_of(path: Path, column: str, weights: Mapping[str, float], default: floa
 
 
 def _skew(path: Path, meta: Mapping[str, Any], meta_path: Path) -> SkewTable:
-    """Buckets of the chunk are the profiled chunks themselves: a chunk between two belongs to the nearer by ratio."""
+    """The chunk buckets are the profiled chunks: a chunk between two belongs to the nearer by ratio."""
     axes = meta.get("skew_fit", {}).get("bucket_axes", {})
     labels: list[list[str]] = []
     bounds: dict[str, list[float]] = {}
     for axis, name in SKEW_BOUNDS.items():
         bins, names = axes.get(f"{name}_bins"), axes.get(f"{name}_labels")
         if not isinstance(bins, list) or not isinstance(names, list) or len(bins) != len(names) + 1:
-            raise ConfigError(f"{meta_path}: skew_fit.bucket_axes needs {name}_bins and one {name}_labels fewer")
+            raise ConfigError(f"{meta_path}: skew_fit.bucket_axes needs {name}_bins, and one {name}_labels fewer")
         bounds[axis] = [float(x) for x in bins[1:-1]]
         labels.append([str(label) for label in names])
     found: dict[tuple[float, ...], float] = {}
     for number, (texts, figures) in enumerate(read_rows_signed(path)):
         for column, text, names in zip(SKEW_COLUMNS, texts, labels, strict=True):
             if text not in names:
-                raise ConfigError(f"{path}:{number + 2}: column {column!r} has {text!r}, no label of {meta_path.name}")
+                raise ConfigError(
+                    f"{path}:{number + 2}: column {column!r} has {text!r}, not a label of {meta_path.name}"
+                )
         places = [names.index(text) for text, names in zip(texts, labels, strict=True)]
         found[(figures[0], *places)] = figures[1]
     chunks = sorted({key[0] for key in found})
@@ -172,12 +174,12 @@ def _skew(path: Path, meta: Mapping[str, Any], meta_path: Path) -> SkewTable:
 
 
 def chunk_bound(below: float, above: float) -> float:
-    """Between two profiled chunks; between none and the smallest: none."""
+    """The bound between two profiled chunks; 0 between no chunk and the smallest."""
     return float((below * above) ** 0.5) if below else 0.0
 
 
 def read_rows_signed(path: Path) -> list[tuple[list[str], list[float]]]:
-    """Rows of skew_fit.csv. Alpha may be a little below 0, by noise; the other columns are as everywhere."""
+    """Rows of skew_fit.csv. Noise may put alpha slightly below 0; the other columns must be at least 0."""
     result: list[tuple[list[str], list[float]]] = []
     for texts, (chunk,) in read_rows(path, (*SKEW_COLUMNS, "alpha"), ("pc",)):
         if not re.fullmatch(r"-?\d+(\.\d*)?([eE]-?\d+)?", texts[-1].strip()):
@@ -196,7 +198,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(meta, dict):
-        raise ConfigError(f"{path} must hold keys and values")
+        raise ConfigError(f"{path} must be a mapping of keys to values")
     return meta
 
 
@@ -216,7 +218,7 @@ def _shape_of(meta: Mapping[str, Any], folder: Path, options: Mapping[str, int])
 
 
 def _count(raw: Mapping[str, Any], name: str, folder: Path) -> int:
-    """A whole number above 0; 0 where there is none."""
+    """A whole number above 0; 0 if it is absent."""
     value = raw.get(name)
     if name in raw and (type(value) is not int or value < 1):
         raise ConfigError(f"{folder / 'meta.yaml'}: {name} must be a whole number above 0, not {value!r}")

@@ -1,11 +1,11 @@
-"""Who holds which block of one store: free, owned or cached, counted by holders.
+"""The blocks of one store: free, owned or cached, with their holders.
 
     free ──allocate──► owned ──last release──► free
     free ──lease──► free, set aside for a writer ──assign_leased──► owned
-                          └──quarantine(writer)──► owned, by nobody ──end_quarantine──► free
+                          └──quarantine(writer)──► owned, without holder ──end_quarantine──► free
 
-`capacity = free + owned + cached` at every moment. A block under a lease is free until a
-holder is put in it; one under a lost writer's lease is owned, because that writer may still write to it.
+`capacity = free + owned + cached` at every moment. A leased block is free until a holder is assigned to it. A block
+under a lost writer's lease is owned, because that writer may still write to it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BlockState(enum.Enum):
 class BlockAllocator:
     """Hands out the blocks `0 .. capacity - 1` of the store `store_id`. One process, one thread, O(1) a block.
 
-    A holder holds a block once; a block may have several holders. Every misuse (releasing what is not held, holding
-    twice, assigning what was not leased) raises AccountingError and changes nothing.
+    A holder holds a block once; a block may have several holders. Every misuse (releasing a block that is not held,
+    holding one twice, assigning one that was not leased) raises AccountingError and changes nothing.
     """
 
     def __init__(self, capacity: int, store_id: str) -> None:
@@ -38,23 +38,23 @@ class BlockAllocator:
         self.capacity = capacity
         self.store_id = store_id
         self._free: list[int] = list(range(capacity - 1, -1, -1))  # a stack: the lowest number is on top
-        self._held: dict[Holder, dict[int, None]] = {}  # in the order in which they were taken
+        self._held: dict[Holder, dict[int, None]] = {}  # in order of allocation
         self._sole: list[Holder | None] = [None] * capacity
         self._shared: dict[int, dict[Holder, None]] = {}  # only blocks with two holders or more
         self._leases: dict[Writer, dict[int, None]] = {}
         self._quarantine: dict[Writer, dict[int, None]] = {}
         self._leased = 0
         self._quarantined = 0
-        self._owned = 0  # has a holder
+        self._owned = 0  # blocks with a holder
 
     @property
     def free_blocks(self) -> int:
-        """Blocks without a holder, leased ones among them."""
+        """Blocks without a holder, including leased ones."""
         return len(self._free) + self._leased
 
     @property
     def available_blocks(self) -> int:
-        """What `allocate` and `lease` can hand out now: free and not leased."""
+        """Blocks that `allocate` and `lease` can hand out now: free and not leased."""
         return len(self._free)
 
     @property
@@ -72,7 +72,7 @@ class BlockAllocator:
         return self.capacity - self.free_blocks - self.owned_blocks
 
     def allocate(self, count: int, holder: Holder) -> list[int] | None:
-        """`count` free blocks for `holder`, or None (and nothing changes) where fewer are available."""
+        """`count` free blocks for `holder`, or None (and nothing changes) if fewer are available."""
         if count > len(self._free):
             return None
         if count <= 0:
@@ -83,7 +83,7 @@ class BlockAllocator:
         return block_ids
 
     def allocate_one(self, holder: Holder) -> int | None:
-        """`allocate` of a single block: where all lengths are alike, every running request asks at once."""
+        """`allocate` for a single block: when all prefix lengths are alike, every running request needs one at once."""
         if not self._free:
             return None
         block = self._free.pop()
@@ -113,7 +113,7 @@ class BlockAllocator:
             held[block] = None
 
     def release(self, block_ids: Iterable[int], holder: Holder) -> None:
-        """`holder` holds these no more; those that nobody else holds are free."""
+        """Remove `holder` from these blocks. Blocks without any other holder become free."""
         block_ids = self._distinct(block_ids)
         if not block_ids:
             return
@@ -127,7 +127,7 @@ class BlockAllocator:
             del self._held[holder]
 
     def release_all(self, holder: Holder) -> int:
-        """`holder` holds nothing any more. Blocks that it held; 0 for one that held nothing."""
+        """Remove `holder` from all its blocks. Returns how many it held."""
         held = self._held.pop(holder, None)
         if held is None:
             return 0
@@ -143,15 +143,15 @@ class BlockAllocator:
         return 1 if self._sole[block] is not None else len(self._shared.get(block, ()))
 
     def holders_but(self, known: Container[Holder]) -> Holder | None:
-        """Somebody who holds blocks and is not among `known`; None where there is nobody."""
+        """A holder that is not among `known`; None if there is none."""
         return next((holder for holder in self._held if holder not in known), None)
 
     def blocks_of(self, holder: Holder) -> list[int]:
-        """In the order in which they were taken."""
+        """The blocks of a holder, in order of allocation."""
         return list(self._held.get(holder, ()))
 
     def lease(self, count: int, writer: Writer) -> list[int]:
-        """Set aside up to `count` blocks for `writer`: fewer where fewer are available, none in quarantine."""
+        """Set aside up to `count` blocks for `writer`: fewer if fewer are available, none in quarantine."""
         if writer in self._quarantine:
             return []
         count = min(count, len(self._free))
@@ -167,17 +167,17 @@ class BlockAllocator:
         return list(self._leases.get(writer, ()))
 
     def assign_leased(self, block_ids: Sequence[int], writer: Writer, holder: Holder) -> None:
-        """`holder` owns these, which `writer` had under its lease. Raises StaleError for a writer in quarantine."""
+        """Assign blocks from the lease of `writer` to `holder`. Raises StaleError for a writer in quarantine."""
         self._take_leased(block_ids, writer)
         self._give(block_ids, holder)
 
     def return_lease(self, block_ids: Sequence[int], writer: Writer) -> None:
-        """`writer` does not need these. Raises StaleError for a writer in quarantine."""
+        """Return unneeded blocks from the lease of `writer`. Raises StaleError for a writer in quarantine."""
         self._take_leased(block_ids, writer)
         self._free.extend(reversed(block_ids))
 
     def quarantine(self, writer: Writer) -> int:
-        """Count the blocks leased to a lost writer as owned until `end_quarantine`. How many; idempotent."""
+        """Count the blocks leased to a lost writer as owned until `end_quarantine`. Returns how many; idempotent."""
         if writer not in self._quarantine:
             leased = self._leases.pop(writer, {})
             self._quarantine[writer] = leased
@@ -186,7 +186,7 @@ class BlockAllocator:
         return len(self._quarantine[writer])
 
     def end_quarantine(self, writer: Writer) -> int:
-        """The lost writer is known to be dead: free its blocks. How many; 0 where it is not in quarantine."""
+        """Free the blocks of a lost writer that is known to be dead. Returns how many; 0 if it is not in quarantine."""
         blocks = self._quarantine.pop(writer, {})
         self._free.extend(blocks)
         self._quarantined -= len(blocks)
@@ -198,7 +198,7 @@ class BlockAllocator:
         return BlockState.FREE
 
     def check_integrity(self) -> None:
-        """Recount everything, O(capacity). Raises AccountingError where it does not add up."""
+        """Recount everything, O(capacity). Raises AccountingError if the counts do not match."""
         places: dict[int, str] = {}
 
         def place(blocks: Iterable[int], where: str) -> None:
@@ -265,7 +265,7 @@ class BlockAllocator:
 
     def _take_leased(self, block_ids: Sequence[int], writer: Writer) -> None:
         if writer in self._quarantine:
-            raise StaleError(f"{self.store_id}: the lease of {writer} has ended: it was declared lost")
+            raise StaleError(f"{self.store_id}: the lease of {writer} has ended: the writer was declared lost")
         leased = self._leases.get(writer, {})
         if any(block not in leased for block in self._distinct(block_ids)):
             raise AccountingError(f"{self.store_id}: {list(block_ids)[:8]} are not all leased to {writer}")

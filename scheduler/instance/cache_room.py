@@ -1,9 +1,9 @@
-"""How much room a decode cache has: for growth (when to evict) and for one request more (when to join).
+"""How much room a decode cache has: for growth (when to evict) and for another request (when to join).
 
-Two marks. The watermark is what has to stay free: one block for each request that can still
-grow, since aligned lengths cross block boundaries together, or a configured number. A join wants the watermark intact
-after `join_iterations` iterations of the whole batch: what has just joined does not cause an eviction right away, and
-what was evicted does not come straight back.
+There are two marks. The watermark is the number of blocks that must stay free: one for each request that can still
+grow, since aligned requests cross block boundaries together, or a configured number. A join requires that the watermark
+still holds after `join_iterations` iterations of the whole batch. So a join does not cause an eviction right away, and
+an evicted request does not return at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningR
 
 
 class Shortfall:
-    """Blocks that are missing for the next iteration plus the watermark, once every copy out has completed.
+    """Blocks missing for the next iteration plus the watermark, once every copy out has completed.
 
-    Looks at all that run once; whoever leaves is taken off.
+    Computed once over all running requests; leaving members are subtracted.
     """
 
     def __init__(self, batch: RunningBatch, watermark_blocks: int) -> None:
@@ -32,7 +32,7 @@ class Shortfall:
             self._look_at_all()
 
     def blocks(self) -> int:
-        """0 or less where none are missing."""
+        """The number of missing blocks; 0 or less if none are missing."""
         if self._plenty:
             return 0
         wanted = self._needed + (self._watermark_blocks or self._growing)
@@ -47,7 +47,7 @@ class Shortfall:
             self._growing -= (held + needs) * self._block_size < member.max_total_tokens
 
     def _look_at_all(self) -> None:
-        """As `leave`, written out: this runs in every plan of a full cache."""
+        """`leave` for all members, inlined: this runs in every plan of a full cache."""
         size = self._block_size
         needed = growing = 0
         for member in self._batch.present():
@@ -60,7 +60,7 @@ class Shortfall:
 
 
 class CacheRoom:
-    """What is left for joins in one plan. Where there is plenty it says so without looking at every request."""
+    """The room left for joins in one plan. If there is plenty, it is found without looking at every request."""
 
     def __init__(self, batch: RunningBatch, config: DecodeConfig) -> None:
         self._batch = batch
@@ -70,14 +70,14 @@ class CacheRoom:
         self._available = batch.allocator.available_blocks
         self._size = batch.size
         self.slots = config.max_running - batch.size
-        # The most that one request can ask for within `join_iterations`, and one block for the watermark.
+        # The most that one request can need within `join_iterations`, and one block for the watermark.
         self._most_growth = -(-config.join_iterations // self._block_size) + 1
         self._measured = False
-        self._growth = 0  # blocks that the batch asks for within `join_iterations`
+        self._growth = 0  # blocks that the batch needs within `join_iterations`
         self._growing = 0  # requests that can still grow after those
 
     def take(self, candidate: Candidate, resident_blocks: int) -> bool:
-        """Account for the candidate as joined. False, and nothing changes, where there is no room for it."""
+        """Account for the candidate as joined. Returns False, unchanged, if there is no room for it."""
         if self.slots <= 0 or self._missing(candidate, resident_blocks) > 0:
             return False
         need = self._blocks_for(candidate.kv_tokens + 1)
@@ -89,12 +89,12 @@ class CacheRoom:
         return True
 
     def never_enough(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> bool:
-        """Whether the candidate does not fit even if all of `victims` go: then their order need not be known."""
+        """Whether the candidate would not fit even without all `victims`; then they need not be sorted."""
         freed = self._batch.leaving_blocks() + sum(map(self._batch.own_blocks, victims))
         return self._blocks_for(candidate.kv_tokens + 1) > self._available + freed
 
     def victims_needed(self, candidate: Candidate, victims: Sequence[RunningRequest]) -> int:
-        """How many of `victims`, from the front, make room for the candidate; 0 where all of them would not."""
+        """How many of `victims`, from the front, must go to make room for the candidate; 0 if all are too few."""
         self._measure()
         missing_slots = 1 - self.slots - len(self._batch.leaving)
         freed = self._batch.leaving_blocks()
@@ -110,11 +110,11 @@ class CacheRoom:
         return 0
 
     def _missing(self, candidate: Candidate, resident_blocks: int) -> int:
-        """Blocks that are missing for the candidate to join; 0 or less where none are."""
+        """Blocks that are missing for the candidate to join; 0 or less if none are."""
         need = self._blocks_for(candidate.kv_tokens + 1)
         missing = need - resident_blocks - self._available
         if not self._size:
-            return missing  # nothing runs: the first that fits at all may join
+            return missing  # nothing runs: the first candidate that fits at all may join
         if not self._measured:
             most = missing + (self._size + 1) * self._most_growth + self._watermark_blocks
             if missing > 0 or most <= 0:
@@ -124,7 +124,7 @@ class CacheRoom:
         return missing + self._growth + soon + (self._watermark_blocks or self._growing + after)
 
     def _measure(self) -> None:
-        """`_growth_of` every member, written out: O(running requests), and this may run in every plan."""
+        """`_growth_of` for every member, inlined: O(running requests), and this may run in every plan."""
         if self._measured:
             return
         self._measured = True
@@ -150,7 +150,7 @@ class CacheRoom:
         self._growing += sign * after
 
     def _growth_of(self, kv_tokens: int, held_blocks: int, max_total_tokens: int) -> tuple[int, int]:
-        """Blocks asked for within `join_iterations`, and 1 where the request can still grow after those."""
+        """Blocks needed within `join_iterations`, and 1 if the request can still grow after those."""
         tokens = min(kv_tokens + self._join_iterations, max_total_tokens)
         blocks = max(self._blocks_for(tokens), held_blocks)
         return blocks - held_blocks, int(blocks * self._block_size < max_total_tokens)

@@ -1,6 +1,6 @@
-"""What waits in the two candidate buffers (paper, section 3.4), as a decode instance sees it: lengths, never KV.
+"""The candidates in the two candidate buffers (paper, section 3.4), as a decode instance sees them: without KV.
 
-Overdue candidates go first, of either buffer, in the order in which they are due; then the order of arrival.
+Overdue candidates of either buffer come first, earliest deadline first; the others follow in order of arrival.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.scheduler.instance.plan import Candidate
 
-MOST_EARLY_URGENT = 4096
+MOST_EARLY_OVERDUE = 4096
 
 
 class CandidateBuffers:
-    """The waiting candidates of one decode instance. O(1) a request; where it is overdue, O(log n) and a short move."""
+    """The candidates of one decode instance. O(1) for each; for overdue ones O(log n) and the move of a list's tail."""
 
     def __init__(self) -> None:
         self._normal: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}
         self._overdue: dict[BufferKind, dict[RequestKey, Candidate]] = {kind: {} for kind in BufferKind}
-        self._by_due: list[tuple[float, RequestKey]] = []  # those of both buffers that are overdue
+        self._by_due: list[tuple[float, RequestKey]] = []  # the overdue candidates of both buffers
         self._kind: dict[RequestKey, BufferKind] = {}
-        self._early_urgent: dict[RequestKey, float] = {}  # marked urgent before they were announced: when each is due
+        self._early_overdue: dict[RequestKey, float] = {}  # marked overdue before they were announced: when each is due
 
     def __len__(self) -> int:
         return len(self._kind)
@@ -38,9 +38,12 @@ class CandidateBuffers:
         return key in self._kind
 
     def add(self, candidate: Candidate) -> None:
-        """A candidate that is here already is replaced, and is as urgent as before at least; its place stays."""
+        """Add a candidate.
+
+        A known candidate is replaced in its place, and keeps its earlier deadline if it was overdue.
+        """
         key = candidate.key
-        due_s = min(candidate.due_s, self._early_urgent.pop(key, math.inf))
+        due_s = min(candidate.due_s, self._early_overdue.pop(key, math.inf))
         known = self._kind.get(key)
         if known is not None:
             was = self._overdue[known].get(key)
@@ -56,8 +59,8 @@ class CandidateBuffers:
         self._kind[key] = candidate.buffer
 
     def remove(self, key: RequestKey) -> Candidate | None:
-        """The candidate that was removed, or None where there is none (a later announcement is then not urgent)."""
-        self._early_urgent.pop(key, None)
+        """Remove and return the candidate; None if it is unknown. A later announcement is then not overdue."""
+        self._early_overdue.pop(key, None)
         kind = self._kind.pop(key, None)
         if kind is None:
             return None
@@ -68,31 +71,31 @@ class CandidateBuffers:
         return candidate
 
     def mark_overdue(self, key: RequestKey, due_s: float) -> None:
-        """The candidate goes first; also one that comes later, since the mark may overtake the announcement."""
+        """Give the candidate priority, even if it is announced later: the mark may overtake the announcement."""
         kind = self._kind.get(key)
         if kind is None:
-            self._early_urgent[key] = due_s
-            if len(self._early_urgent) > MOST_EARLY_URGENT:  # marks of requests that never came
-                del self._early_urgent[next(iter(self._early_urgent))]
+            self._early_overdue[key] = due_s
+            if len(self._early_overdue) > MOST_EARLY_OVERDUE:  # marks of requests that never came
+                del self._early_overdue[next(iter(self._early_overdue))]
             return
         candidate = self._normal[kind].get(key) or self._overdue[kind][key]
         if due_s < candidate.due_s:
             self.add(replace(candidate, due_s=due_s))
 
     def overdue(self) -> Iterator[Candidate]:
-        """Of both buffers, the one that is due first first. Not to be changed while it is iterated over."""
+        """The overdue candidates of both buffers, earliest deadline first. Must not be changed during iteration."""
         return (self._overdue[self._kind[key]][key] for _, key in self._by_due)
 
     def first_due_s(self) -> float:
-        """When the first of those that are overdue is due; infinite where none is overdue."""
+        """The earliest deadline of the overdue candidates; infinite if none is overdue."""
         return self._by_due[0][0] if self._by_due else math.inf
 
     def normal(self, kind: BufferKind) -> Iterable[Candidate]:
-        """Oldest first. Not to be changed while it is iterated over."""
+        """Oldest first. Must not be changed during iteration."""
         return self._normal[kind].values()
 
     def of(self, kind: BufferKind) -> Iterator[Candidate]:
-        """All of a buffer. Not to be changed while it is iterated over."""
+        """All candidates of a buffer. Must not be changed during iteration."""
         return chain(self._overdue[kind].values(), self._normal[kind].values())
 
     def count(self, kind: BufferKind) -> int:

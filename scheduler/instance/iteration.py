@@ -1,8 +1,8 @@
 """Algorithm 2, batch-level scheduling (paper, section 3.4), at every iteration boundary of one decode instance.
 
-    there is room      case 1: join from the candidate requests buffer
+    there is room      case 1: join from the candidate request buffer
                        case 2: it is empty: join from the candidate batch buffer, which begins a batch switch
-    there is too little case 3: evict the longest request, in a switch the longest of the old batch
+    there is too little case 3: evict the longest request, during a switch the longest of the old batch
 
 It runs in the decode worker and decides alone: no I/O, no clock, no call to another process.
 """
@@ -28,24 +28,26 @@ from alignedserve.scheduler.instance.plan import Candidate, Evict, GiveBack, Ite
 from alignedserve.scheduler.instance.running_batch import Phase, RunningBatch, RunningRequest
 from alignedserve.scheduler.instance.skip_ahead import count_blocked, count_quiet, pass_iterations
 
-MOST_MISFITS = 8  # candidates that do not fit and are passed over in one plan, for smaller ones behind them
-PAST_BATCHES = 8  # how many earlier batches are remembered: their late candidates do not begin a switch back
+# Candidates that are skipped in one plan because they do not fit, in favour of smaller ones behind them
+MOST_MISFITS = 8
+PAST_BATCHES = 8  # earlier batches that are remembered: their late candidates do not begin a switch back
 
 
 class CancelOutcome(enum.Enum):
     """Where a cancelled request was. Only WAITING leaves work for the caller: tell the candidate's source."""
 
     NOT_HERE = "not_here"
-    WAITING = "waiting"  # was a candidate, and is no more
+    WAITING = "waiting"  # was a candidate, and was removed
     RUNNING = "running"  # its blocks are free now
     COPYING = "copying"  # its blocks are free when the copy in flight has ended
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStatus:
-    """`running` counts requests whose copy in is in flight too; lengths are KV tokens, 0 where nothing runs.
+    """`running` includes requests whose copy in is in flight. Lengths are KV tokens, 0 if nothing runs.
 
-    `batch_shortest_tokens`, `batch_longest_tokens`: of those that the running batch was formed of, without late joins.
+    `batch_shortest_tokens`, `batch_longest_tokens`: of the requests that the running batch was formed from, without
+    late joins.
     """
 
     running: int
@@ -63,17 +65,17 @@ class IterationStatus:
 
 
 class IterationScheduler:
-    """Decides who joins, who is evicted and who runs. Called from one thread.
+    """Decides which requests join, are evicted and run. Called from one thread.
 
     The worker's loop: `plan`, start its copies, run its iteration, `advance`; `copied_in` and `copied_out` as copies
-    complete. `advance` may come when the iteration has only been launched: who ended with it, though taken to go on, is
-    told by `ended`, at most one plan later. Copies never delay an iteration: a joining request runs
-    after its copy, an evicted one's blocks stay owned until its copy. Every request's `max_total_tokens` must fit in
-    the cache (others are given back at once).
-    `starvation_after_s`: a candidate without an objective of its own that has waited here for so long goes first even
-    where nobody marked it urgent.
-    `join_window`: what runs and is within this share of a new batch's lengths belongs to it from then on: not
-    every new batch is a switch, and a switch ends sooner. None: every new batch is a switch from all that runs.
+    complete. `advance` may be called when the iteration has only been launched. A request that turns out to have ended
+    with it is reported by `ended`, at most one plan later. Copies never delay an iteration: a joining request runs
+    after its copy, and an evicted request's blocks stay owned until its copy has ended. Every request's
+    `max_total_tokens` must fit in the cache (others are returned at once). `starvation_after_s`: a candidate without
+    its own wait objective that has waited here for this long gets priority even if no mark from the scheduler came.
+    `join_window`: running requests within this share of a new batch's prefix lengths belong to that batch from then on.
+    So not every new batch is a switch, and a switch ends sooner. None: every new batch is a switch from all running
+    requests.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class IterationScheduler:
 
     @classmethod
     def configured(cls, config: Config, allocator: BlockAllocator, block_size: int) -> IterationScheduler:
-        """As a decode instance with this configuration has it."""
+        """The scheduler of a decode instance with this configuration."""
         settings = config.scheduler
         return cls(
             config.decode,
@@ -114,10 +116,10 @@ class IterationScheduler:
             join_window=settings.join_window,
         )
 
-    # what the worker tells
+    # events from the worker
 
     def offer(self, candidate: Candidate, now_s: float) -> None:
-        """The candidate waits, complete, in its buffer. Idempotent; ignored for one that has joined."""
+        """The candidate is complete in its buffer. Idempotent; ignored for a request that has joined."""
         key = candidate.key
         if self._batch.get(key) is not None or key in self._giving_back:
             return
@@ -132,23 +134,23 @@ class IterationScheduler:
         self._sweep |= candidate.buffer is BufferKind.REQUESTS and candidate.batch_id != self._batch_id
 
     def withdraw(self, key: RequestKey) -> bool:
-        """The candidate is gone at its source. False where it is no candidate (unknown, or it has joined)."""
+        """The candidate is gone at its source. Returns False if it is not a candidate (unknown, or joined)."""
         self._deadlines.discard(key)
         given_back = key in self._giving_back
         self._giving_back.pop(key, None)
         return self._waiting.remove(key) is not None or given_back
 
     def recall(self, keys: Iterable[RequestKey]) -> None:
-        """Give back those that have not joined, with the next plan."""
+        """Return those of these requests that have not joined, with the next plan."""
         for key in keys:
             if self._waiting.remove(key) is not None:
                 self._deadlines.discard(key)
                 self._giving_back[key] = None
 
     def mark_urgent(self, due_s: Mapping[RequestKey, float]) -> None:
-        """These are overdue, each since its threshold: they join first, the first due first.
+        """These requests are overdue: they join first, earliest deadline first.
 
-        In the batch buffer one stops late joins and begins the switch.
+        An overdue candidate in the candidate batch buffer stops late joins and begins the batch switch.
         """
         for key, key_due_s in due_s.items():
             if self._batch.get(key) is None and key not in self._giving_back:
@@ -165,15 +167,15 @@ class IterationScheduler:
         return CancelOutcome.COPYING
 
     def drain(self) -> None:
-        """From the next plan on: give every candidate back, evict what runs to the pool, let nobody join."""
+        """From the next plan on: return every candidate, evict running requests to the pool, and admit no joins."""
         self._draining = True
 
     def set_requests_buffer_lease(self, blocks: int) -> None:
-        """Free leased blocks of the candidate requests buffer now, without those of evictions already planned."""
+        """Free leased blocks of the candidate request buffer, without those of evictions already planned."""
         self._lease_blocks = blocks
 
     def copied_in(self, key: RequestKey) -> bool:
-        """The copy into the cache has completed. False where the request was cancelled meanwhile (and is gone)."""
+        """The copy into the cache has completed. Returns False if the request was cancelled meanwhile (and is gone)."""
         member = self._copying(key, Phase.ENTERING)
         if member.cancelled:
             self._batch.remove(member)
@@ -182,9 +184,10 @@ class IterationScheduler:
         return True
 
     def copied_out(self, key: RequestKey) -> bool:
-        """The eviction's copy has completed; a request in the requests buffer is a candidate again, without an offer.
+        """The eviction's copy has completed.
 
-        False where it was cancelled meanwhile: the caller frees the copy.
+        In the candidate request buffer the request is a candidate without an offer. Returns False if it was cancelled
+        meanwhile: the caller frees the copy.
         """
         member = self._copying(key, Phase.LEAVING)
         self._batch.remove(member)
@@ -205,9 +208,9 @@ class IterationScheduler:
         return True
 
     def copy_failed(self, key: RequestKey) -> bool:
-        """A copy has failed. True where the request runs on: it was leaving, and its KV is still here.
+        """A copy has failed. Returns True if the request runs on: it was leaving, and its KV is still here.
 
-        False where it is gone here, its blocks free: it was entering, or was cancelled meanwhile.
+        False if it is gone and its blocks are free: it was entering, or was cancelled meanwhile.
         """
         member = self._batch.get(key)
         if member is None or member.phase is Phase.RUNNING:
@@ -215,7 +218,7 @@ class IterationScheduler:
         if member.phase is Phase.ENTERING or member.cancelled:
             self._batch.remove(member)
             return False
-        member.iterations = 0  # it runs before it is evicted again
+        member.iterations = 0  # it must run before it is evicted again
         self._batch.move(member, Phase.RUNNING)
         return True
 
@@ -241,30 +244,30 @@ class IterationScheduler:
             self._switch_iterations += self._switching
 
     def ended(self, key: RequestKey) -> None:
-        """The request has ended with an iteration that `advance` took it to go on after. Its blocks are free.
+        """The request has ended with an iteration after which `advance` assumed that it continues. Its blocks are free.
 
-        An eviction that was planned since is undone: its copy must not have been started.
+        An eviction planned since then is undone: its copy must not have been started.
         """
         member = self._batch.get(key)
         if member is None or member.phase is Phase.ENTERING:
-            raise AccountingError(f"{key} does not run and cannot end", request_id=key.request_id)
+            raise AccountingError(f"{key} is not running and cannot end", request_id=key.request_id)
         if member.phase is Phase.LEAVING:
             self._evictions -= 1
             if not member.to_pool:
                 self._lease_blocks += self._batch.blocks_for(member.kv_tokens)
         self._batch.remove(member)
 
-    # what the worker does next
+    # decisions for the worker
 
     def plan(self, now_s: float) -> IterationPlan:
-        """The next iteration, and the copies to start beside it."""
+        """The next iteration, and the copies to start during it."""
         self._mark_overdue(now_s)
         evictions = self._leave(now_s) if self._draining else self._relieve(now_s)
         run, stalled = self._cover_next_tokens()
         joins = [] if self._draining else self._join(now_s, evictions)
-        if evictions:  # those evicted to make room for an overdue candidate do not run
+        if evictions:  # requests evicted to make room for an overdue candidate do not run
             run = [item for item in run if item.key in self._batch.running]
-        self._give_back_strangers()
+        self._give_back_unmatched()
         self._switching = self._batch.holds_others_than(self._batch_id)
         give_back = GiveBack(tuple(self._giving_back))
         self._giving_back.clear()
@@ -274,9 +277,9 @@ class IterationScheduler:
         )
 
     def quiet_iterations(self, most: int) -> int:
-        """After `plan`: how many iterations more, at most `most`, before a plan could do anything but cover tokens.
+        """After `plan`: the number of iterations, at most `most`, before a plan could do more than cover tokens.
 
-        As long as nothing is told here, nobody finishes, and it is before `deadline_s`. See `quiet.py`.
+        Valid while no event arrives, no request finishes, and it is before `deadline_s`. See `skip_ahead.py`.
         """
         waiting = len(self._waiting)
         if self._draining or self._sweep or self._giving_back or (waiting and self._decided):
@@ -287,11 +290,11 @@ class IterationScheduler:
         return most
 
     def deadline_s(self) -> float:
-        """When a candidate becomes overdue here; infinite where none can."""
+        """When the next candidate becomes overdue here; infinite if none can."""
         return self._deadlines.next_s()
 
     def pass_quietly(self, iterations: int) -> None:
-        """What so many rounds of `advance` and `plan` would do: at most as many as `quiet_iterations` has said."""
+        """Do the work of `iterations` rounds of `advance` and `plan`, at most the number of `quiet_iterations`."""
         pass_iterations(self._batch, iterations)
         self._iterations += iterations
         self._switch_iterations += iterations * self._switching
@@ -318,12 +321,12 @@ class IterationScheduler:
         return not (len(self._waiting) or self._giving_back or self._batch.size or self._batch.leaving)
 
     def check_integrity(self) -> None:
-        """Raises AccountingError where candidates, members and blocks do not match."""
+        """Raises AccountingError if candidates, members and blocks do not match."""
         if not set(self._deadlines) <= set(self._waiting):
-            raise AccountingError("waiting times are kept for others than candidates")
+            raise AccountingError("waiting times are kept for requests that are not candidates")
         both = [key for key in self._waiting if self._batch.get(key) is not None or key in self._giving_back]
         if both:
-            raise AccountingError(f"{both[0]} is a candidate and more than that")
+            raise AccountingError(f"{both[0]} is a candidate, but also a member or being returned")
         self._batch.check_integrity()
 
     # how it decides
@@ -336,10 +339,11 @@ class IterationScheduler:
         return since_s + (candidate.wait_objective_s or self._starvation_after_s)
 
     def _relieve(self, now_s: float) -> list[Evict]:
-        """Case 3: evict the longest until the free blocks, those on their way out included, reach the watermark.
+        """Case 3: evict the longest until the free blocks, including those on their way out, reach the watermark.
 
-        Of equals the one that joined last goes. One always stays: alone it has room, by the check in `offer`. Nobody
-        goes before its first iteration, for which it has a block: what leaves has grown since it came.
+        Of equals the last to join is evicted. One request always stays: alone it has room, by the check in `offer`. No
+        request is evicted before its first iteration, for which it has a block, so every evicted request has grown
+        since it joined.
         """
         evictions: list[Evict] = []
         running = self._batch.running
@@ -348,7 +352,7 @@ class IterationScheduler:
         shortfall = Shortfall(self._batch, self._config.watermark_blocks)
         victims: list[RunningRequest] | None = None
         while len(running) > 1:
-            crowded = len(running) > self._config.max_running  # after a copy out that failed
+            crowded = len(running) > self._config.max_running  # after a failed copy out
             if not crowded and shortfall.blocks() <= 0:
                 break
             if victims is None:
@@ -362,12 +366,12 @@ class IterationScheduler:
         return evictions
 
     def _leave(self, now_s: float) -> list[Evict]:
-        """Draining: candidates go back, and so does what runs; as in `_relieve`, after its first iteration."""
+        """Draining: return candidates, and evict running requests, as in `_relieve` after their first iteration."""
         self.recall(list(self._waiting))
         return [self._evict(member, now_s) for member in list(self._batch.running.values()) if member.iterations]
 
     def _claim(self, member: RunningRequest) -> tuple[bool, int]:
-        """The greatest is evicted first: the longest, of the old batch as long as that has members."""
+        """Sort key: the greatest is evicted first. The longest, of the old batch as long as that has members."""
         return member.batch_id != self._batch_id, member.kv_tokens
 
     def _evict(self, member: RunningRequest, now_s: float) -> Evict:
@@ -382,7 +386,7 @@ class IterationScheduler:
         return Evict(member.key, tuple(member.block_ids[:blocks]), member.kv_tokens, member.to_pool)
 
     def _cover_next_tokens(self) -> tuple[list[RunItem], int]:
-        """The requests that run, and how many must sit out for want of a block."""
+        """The requests that run, and the number that must skip the iteration for lack of a block."""
         size, cover = self._batch.block_size, self._batch.cover_next_token
         running = self._batch.running.values()
         run: list[RunItem] = [
@@ -391,31 +395,34 @@ class IterationScheduler:
         return run, len(running) - len(run)
 
     def _join(self, now_s: float, evictions: list[Evict]) -> list[Join]:
-        """Cases 1 and 2: overdue candidates, then the requests buffer, then, where that is empty, the batch buffer."""
+        """Cases 1 and 2: overdue candidates, then the candidate request buffer; if that is empty, the batch buffer."""
         joins: list[Join] = []
         waiting = self._waiting
         if not len(waiting):
             return joins
         room = CacheRoom(self._batch, self._config)
-        urgent = waiting.has_overdue(BufferKind.BATCH)
+        overdue_in_batch = waiting.has_overdue(BufferKind.BATCH)
         blocked = self._take(waiting.overdue(), room, joins)
         if blocked is not None:
             self._make_room(blocked, room, evictions, now_s)
             return joins
-        if not urgent:
+        if not overdue_in_batch:
             self._take(waiting.normal(BufferKind.REQUESTS), room, joins)
-        if urgent or not waiting.count(BufferKind.REQUESTS):
+        if overdue_in_batch or not waiting.count(BufferKind.REQUESTS):
             self._take(waiting.normal(BufferKind.BATCH), room, joins)
         return joins
 
     def _take(self, candidates: Iterable[Candidate], room: CacheRoom, joins: list[Join]) -> Candidate | None:
-        """Let candidates join while there is room. The overdue one that found none, if one did: it stops the others."""
+        """Let candidates join while there is room.
+
+        Returns the overdue candidate without room that blocked the others, or None.
+        """
         taken: list[Candidate] = []
         blocked = None
         misfits = 0
         for candidate in candidates:
             resident = self._batch.resident_blocks(candidate)
-            if resident is None:  # its group's prompt is on its way in: wait for it and share it
+            if resident is None:  # its group's prompt is being copied in: wait for it and share it
                 continue
             if not room.take(candidate, len(resident)):
                 misfits += 1
@@ -433,9 +440,10 @@ class IterationScheduler:
         return blocked
 
     def _enter_batch(self, candidate: Candidate) -> None:
-        """A candidate of a batch that was never the running one makes it that, and the others old: a batch switch.
+        """A candidate of a new batch makes that the running batch and the other members old: a batch switch.
 
-        Those that run and match the new batch belong to it from here on, as late joins would: nothing of them is old.
+        Running requests that match the new batch belong to it from here on, as late joins would; they do not count as
+        old.
         """
         if candidate.batch_id == self._batch_id:
             return
@@ -454,8 +462,8 @@ class IterationScheduler:
     def _make_room(self, candidate: Candidate, room: CacheRoom, evictions: list[Evict], now_s: float) -> None:
         """Evict for an overdue candidate, if that makes enough room.
 
-        Spared: those that were overdue when they joined and were due before it, and those that have only just joined.
-        Of the others that were overdue the one that was due last goes first, after all that were not.
+        Not evicted: requests that were overdue when they joined and were due before it, and requests that have only
+        just joined. Requests that were not overdue are evicted first, then the overdue ones, latest deadline first.
         """
         self._enter_batch(candidate)
         victims = [
@@ -469,8 +477,8 @@ class IterationScheduler:
         count = room.victims_needed(candidate, victims)
         evictions.extend(self._evict(member, now_s) for member in victims[:count])
 
-    def _give_back_strangers(self) -> None:
-        """The requests buffer passes to the new batch: candidates that neither belong to it nor match it go back."""
+    def _give_back_unmatched(self) -> None:
+        """The candidate request buffer passes to the new batch: candidates outside of it that do not match go back."""
         if not self._sweep or not self._batch.size:
             return
         self._sweep = False
@@ -489,5 +497,5 @@ class IterationScheduler:
     def _copying(self, key: RequestKey, phase: Phase) -> RunningRequest:
         member = self._batch.get(key)
         if member is None or member.phase is not phase:
-            raise AccountingError(f"{key} is not being copied, or the other way", request_id=key.request_id)
+            raise AccountingError(f"{key} is not being copied in this direction", request_id=key.request_id)
         return member

@@ -11,11 +11,11 @@ from alignedserve.scheduler.core.events import BufferKind
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that waits, its copy complete, in a candidate buffer (or in the pool, where buffers are left out).
+    """A request whose copy is complete in a candidate buffer (or in the pool, if buffers are bypassed).
 
-    `kv_tokens` tokens of KV; the first `shared_tokens` of them belong to the prompt that its group shares.
-    `due_s`: of one that is past the starvation threshold, when its objective ends or ended; infinite for all others.
-    It goes before density, the first due first. `wait_objective_s`: its own, 0 where it has none.
+    It has `kv_tokens` tokens of KV; the first `shared_tokens` belong to the prompt that its group shares. `due_s`: past
+    the starvation threshold, the end of its wait objective; else infinite. Overdue requests take priority over density,
+    earliest deadline first. `wait_objective_s`: its own, or 0.
     """
 
     key: RequestKey
@@ -35,9 +35,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Copy the candidate's KV into `block_ids` of the decode cache; enter the iteration once that has completed.
+    """Copy the candidate's KV into `block_ids` of the decode cache; it enters the iteration after the copy.
 
-    The first `resident_blocks` of them already hold the KV (shared with a running request of the same group).
+    The first `resident_blocks` blocks already hold the KV (shared with a running request of the same group).
     """
 
     key: RequestKey
@@ -47,7 +47,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Copy the request's `block_ids` out: to the candidate requests buffer, or to the pool, back under the scheduler.
+    """Copy the request's `block_ids` out: to the candidate request buffer, or to the pool, back to the scheduler.
 
     The blocks stay owned until `copied_out`.
     """
@@ -60,7 +60,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """The decode instance gives up a candidate that has not joined: it returns to the tree."""
+    """The decode instance returns candidates that have not joined to the scheduler's waiting requests."""
 
     keys: tuple[RequestKey, ...]
 
@@ -69,8 +69,8 @@ class GiveBack:
 class RunItem:
     """One request of the next iteration: computes position `kv_tokens`; `block_ids` cover `kv_tokens + 1` tokens.
 
-    The iteration scheduler's own book: to be read only, and only until `advance`. A copy for each request and each
-    iteration would be most of what a decision costs.
+    This is the iteration scheduler's own object: read it only, and only until `advance`. Copying every request in every
+    iteration would dominate the cost of a decision.
     """
 
     key: RequestKey
@@ -84,6 +84,6 @@ class IterationPlan:
     evictions: tuple[Evict, ...]
     give_back: GiveBack
     run: tuple[RunItem, ...]
-    stalled: int  # running requests that had to sit this iteration out for want of a block
+    stalled: int  # running requests that skip this iteration for lack of a block
     switching: bool
     batch_id: int

@@ -1,4 +1,4 @@
-"""Chunked prefill on one instance: several prompts share a forward pass, a long prompt is cut over several.
+"""Chunked prefill on one instance: several prompts share a forward pass, a long prompt is split over several.
 
 First come, first served (paper, section 3.2, step 1; the token budget is Sarathi-Serve's).
 """
@@ -28,7 +28,7 @@ class _Prompt:
     planned: int  # tokens in chunks handed out, computed or not
     computed: int
     started: bool = False  # holds its blocks
-    fetching: bool = False  # the KV of its first tokens is being brought
+    fetching: bool = False  # the KV of its first tokens is being fetched
     cancelled: bool = False
 
     @property
@@ -39,15 +39,15 @@ class _Prompt:
 class ChunkScheduler:
     """Decides which tokens the next forward pass of a prefill instance computes. No I/O.
 
-    A prompt starts only once the cache has room for all of it, so that started prompts always finish; while the first
-    in line finds no room nobody overtakes it. A prompt's blocks are held by its key in `allocator` from its first
-    chunk until `release` (or `cancel`): the worker releases them when their copy has been committed in the pool.
+    A prompt starts only when the cache has room for all of it, so that started prompts always finish. While the first
+    in the queue finds no room, no other overtakes it. A prompt's blocks are held by its key in `allocator` from its
+    first chunk until `release` (or `cancel`): the worker releases them when their copy has been committed in the pool.
     """
 
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
         self._allocator = allocator
         self._block_size = block_size
-        self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival; until every token is computed
+        self._prompts: dict[RequestKey, _Prompt] = {}  # in order of arrival, until every token is computed
         self._pending_tokens = 0
         self._to_fetch: list[RequestKey] = []
 
@@ -61,11 +61,11 @@ class ChunkScheduler:
         return len(self._prompts)
 
     def add(self, key: RequestKey, tokens: int, start: int = 0) -> None:
-        """Queue a prompt of `tokens` tokens, of which the KV of the first `start` will be brought from elsewhere.
+        """Queue a prompt of `tokens` tokens, of which the KV of the first `start` is fetched from elsewhere.
 
-        Such a one is in `take_fetches` once it has its blocks, and is computed after `fetched`.
+        A prompt with `start` is in `take_fetches` once it has its blocks, and is computed after `fetched`.
 
-        Raises InvalidRequestError where the cache could never hold it, AccountingError where it is here already.
+        Raises InvalidRequestError if the cache could never hold it, AccountingError if it is already here.
         """
         if key in self._prompts:
             raise AccountingError(f"{key} is already being prefilled", request_id=key.request_id)
@@ -104,14 +104,14 @@ class ChunkScheduler:
         return chunks
 
     def take_fetches(self) -> list[RequestKey]:
-        """Prompts that have got their blocks since the last call and wait for the KV of their first tokens."""
+        """Prompts that got their blocks since the last call and wait for the KV of their first tokens."""
         fetches, self._to_fetch = self._to_fetch, []
         return fetches
 
     def fetched(self, key: RequestKey, *, failed: bool = False) -> bool:
-        """The KV of a prompt's first tokens is in its blocks; `failed`: it is not, and they are computed instead.
+        """The KV of a prompt's first tokens is in its blocks; with `failed` it is not, and they are computed instead.
 
-        False for a prompt that was cancelled meanwhile.
+        Returns False for a prompt that was cancelled meanwhile.
         """
         prompt = self._prompts[key]
         prompt.fetching = False
@@ -125,13 +125,13 @@ class ChunkScheduler:
         return True
 
     def done(self, chunk: Chunk) -> bool:
-        """The chunk has been computed. True where that completes the prompt (whose blocks stay held).
+        """The chunk has been computed. Returns True if that completes the prompt (its blocks stay held).
 
-        False also for a prompt that was cancelled meanwhile: nothing must be done with its result.
+        Returns False also for a prompt that was cancelled meanwhile: its result must not be used.
         """
         prompt = self._prompts.get(chunk.key)
         if prompt is None or prompt.computed != chunk.start:
-            raise AccountingError(f"{chunk} was not next in line", request_id=chunk.key.request_id)
+            raise AccountingError(f"{chunk} was not the next chunk of its prompt", request_id=chunk.key.request_id)
         prompt.computed += chunk.count
         if not prompt.cancelled:
             self._pending_tokens -= chunk.count
@@ -145,9 +145,10 @@ class ChunkScheduler:
         return False
 
     def cancel(self, key: RequestKey) -> bool:
-        """Compute no more of this prompt; its blocks are freed now, or when what is in flight is done.
+        """Compute no more of this prompt. Its blocks are freed now, or when the work in flight has ended.
 
-        False where it is not (or no longer) being prefilled: blocks of a completed one stay held until `release`.
+        Returns False if it is not (or no longer) being prefilled: blocks of a completed prompt stay held until
+        `release`.
         """
         prompt = self._prompts.get(key)
         if prompt is None or prompt.cancelled:
@@ -163,7 +164,7 @@ class ChunkScheduler:
         return True
 
     def blocks_of(self, key: RequestKey) -> list[int]:
-        """The blocks of a started prompt, in order; until `release`."""
+        """The blocks of a started prompt, in order, until `release`."""
         return self._allocator.blocks_of(key)
 
     def release(self, key: RequestKey) -> None:
@@ -173,7 +174,7 @@ class ChunkScheduler:
         self._allocator.release_all(key)
 
     def check_integrity(self) -> None:
-        """Raises AccountingError where prompts, blocks and counters do not match."""
+        """Raises AccountingError if prompts, blocks and counters do not match."""
         pending = sum(p.tokens - p.computed for p in self._prompts.values() if not p.cancelled)
         if pending != self._pending_tokens:
             raise AccountingError(f"pending tokens: counted {self._pending_tokens}, recount {pending}")

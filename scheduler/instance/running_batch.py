@@ -3,7 +3,7 @@
     entering ──copy completed──► running ──evicted──► leaving ──copy completed──► (gone)
         └──copy failed──► (gone)    └──finished, cancelled──► (gone)   └──copy failed──► running
 
-Full blocks of a prompt that several answers share are counted once: a joining request takes over those that a member
+Full blocks of a prompt that several answers share are counted once: a joining request shares the blocks that a member
 of its group already holds.
 """
 
@@ -38,12 +38,12 @@ class RunningRequest(RunItem):
     phase: Phase
     iterations: int = 0  # since it joined
     left_s: float = 0.0  # when it was evicted
-    to_pool: bool = False  # leaving for the pool, not for the requests buffer
+    to_pool: bool = False  # evicted to the pool, not to the candidate request buffer
     cancelled: bool = False  # its blocks are freed when the copy in flight has ended
 
 
 class RunningBatch:
-    """Members by phase, their blocks, and what they will need. Takes blocks from `allocator`, under their keys."""
+    """Members by phase, their blocks, and their future needs. Takes blocks from `allocator`, under their keys."""
 
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
         self.allocator = allocator
@@ -53,27 +53,30 @@ class RunningBatch:
         self.leaving: dict[RequestKey, RunningRequest] = {}
         self._by_phase = (self.entering, self.running, self.leaving)
         self._groups: dict[str, dict[RequestKey, RunningRequest]] = {}
-        self._of_batch: dict[int, int] = {}  # candidate batch -> its members that run or are about to
+        self._of_batch: dict[int, int] = {}  # candidate batch -> number of its members that run or are entering
 
     @property
     def size(self) -> int:
-        """Requests that run or are about to."""
+        """Number of requests that run or are entering."""
         return len(self.running) + len(self.entering)
 
     def present(self) -> Iterator[RunningRequest]:
-        """Members that run or are about to, oldest first."""
+        """Members that run or are entering, oldest first."""
         return chain(self.running.values(), self.entering.values())
 
     def holds_others_than(self, batch_id: int) -> bool:
-        """Whether anything of another candidate batch runs or is about to: a switch."""
+        """Whether a member of another candidate batch runs or is entering: a batch switch."""
         return len(self._of_batch) > (batch_id in self._of_batch)
 
     def lengths(self, batch_id: int) -> list[int]:
-        """KV tokens of those of a candidate batch that run or are about to."""
+        """KV tokens of the members of a candidate batch that run or are entering."""
         return [member.kv_tokens for member in self.present() if member.batch_id == batch_id]
 
     def formed_lengths(self, batch_id: int) -> list[int]:
-        """KV tokens of those that the candidate batch was formed of: late joins would widen what joins late."""
+        """KV tokens of the requests that the candidate batch was formed from.
+
+        Late joins would widen the join window.
+        """
         return [
             member.kv_tokens
             for member in self.present()
@@ -81,7 +84,7 @@ class RunningBatch:
         ]
 
     def adopt(self, batch_id: int, shortest_tokens: int, longest_tokens: int) -> None:
-        """Members of other candidate batches whose length lies in the range belong to this one from here on."""
+        """Members of other candidate batches whose length is in the range belong to this batch from here on."""
         for member in chain(self.present(), self.leaving.values()):
             if shortest_tokens <= member.kv_tokens <= longest_tokens:
                 self._count(member, -1)
@@ -95,7 +98,7 @@ class RunningBatch:
         return -(-tokens // self.block_size)
 
     def resident_blocks(self, candidate: Candidate) -> list[int] | None:
-        """Leading blocks of the candidate's prompt that are in the cache already; None: they are being copied in."""
+        """Leading blocks of the candidate's prompt that are already in the cache; None: they are being copied in."""
         group = self._groups.get(candidate.group_id)
         if not group:
             return []
@@ -106,7 +109,7 @@ class RunningBatch:
         return None
 
     def join(self, candidate: Candidate, batch_id: int, resident: list[int]) -> Join:
-        """Give the candidate blocks for its KV and one token more. The caller has made sure that they are available."""
+        """Allocate blocks for the candidate's KV and one more token. The caller has checked that they are available."""
         key = candidate.key
         own = self.allocator.allocate(self.blocks_for(candidate.kv_tokens + 1) - len(resident), key)
         if own is None:
@@ -124,11 +127,11 @@ class RunningBatch:
         return Join(key, tuple(block_ids[:copied]), min(len(resident), copied))
 
     def cover_next_token(self, member: RunningRequest) -> bool:
-        """Make sure that the member has a block for its next token; False where none is available."""
+        """Make sure that the member has a block for its next token. Returns False if none is available."""
         return len(member.block_ids) * self.block_size > member.kv_tokens or self.take_block(member)
 
     def take_block(self, member: RunningRequest) -> bool:
-        """One block more for the member; False where none is available."""
+        """Allocate one more block for the member. Returns False if none is available."""
         block = self.allocator.allocate_one(member.key)
         if block is None:
             return False
@@ -143,7 +146,7 @@ class RunningBatch:
         self._count(member, 1)
 
     def remove(self, member: RunningRequest) -> None:
-        """The member ends here; its blocks are free but for those that its group shares."""
+        """The member ends here. Its blocks become free, except those that its group shares."""
         key = member.key
         del self._by_phase[member.phase][key]
         self._count(member, -1)
@@ -155,14 +158,14 @@ class RunningBatch:
                 del self._groups[member.candidate.group_id]
 
     def own_blocks(self, member: RunningRequest) -> int:
-        """Blocks that are free once the member has gone."""
+        """Blocks that become free when the member is removed."""
         group = self._groups.get(member.candidate.group_id)
         if group is None or len(group) == 1:
             return len(member.block_ids)
         return sum(1 for block in member.block_ids if self.allocator.holder_count(block) == 1)
 
     def leaving_blocks(self) -> int:
-        """Blocks that are free once every copy out has completed: a block is counted once, and not while it is kept."""
+        """Blocks that become free when every copy out has completed, without blocks that other members still hold."""
         if not self.leaving:
             return 0
         if all(self._is_alone(member) for member in self.leaving.values()):
@@ -187,19 +190,21 @@ class RunningBatch:
         return len(self._groups.get(member.candidate.group_id, ())) <= 1
 
     def check_integrity(self) -> None:
-        """Raises AccountingError where members and blocks do not match."""
+        """Raises AccountingError if members and blocks do not match."""
         for phase, in_phase in zip(Phase, self._by_phase, strict=True):
             for key, member in in_phase.items():
                 if member.phase is not phase or member.key != key:
-                    raise AccountingError(f"{key} is {member.phase.name} among those {phase.name}")
+                    raise AccountingError(f"{key} is {member.phase.name} but listed as {phase.name}")
                 if sorted(self.allocator.blocks_of(key)) != sorted(member.block_ids):
-                    raise AccountingError(f"{key}: its blocks are not those that it holds", request_id=key.request_id)
+                    raise AccountingError(
+                        f"{key}: its blocks are not those in the allocator", request_id=key.request_id
+                    )
                 if len(member.block_ids) < self.blocks_for(member.kv_tokens):
                     raise AccountingError(f"{key}: {len(member.block_ids)} blocks for {member.kv_tokens} tokens")
         grouped = {key for group in self._groups.values() for key in group}
         members = [member for phase in self._by_phase for member in phase.values()]
         if Counter(member.batch_id for member in self.present()) != self._of_batch:
-            raise AccountingError("members are not counted right by batch")
+            raise AccountingError("the member counts by batch do not match a recount")
         if grouped != {member.key for member in members if member.candidate.group_id} or not all(self._groups.values()):
             raise AccountingError("groups do not match the members")
         self.allocator.check_integrity()

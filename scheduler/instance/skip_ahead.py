@@ -1,8 +1,8 @@
-"""How many iterations may pass at a decode instance before its next plan could decide anything, and their passing.
+"""How many iterations a decode instance may run before its next plan could decide anything, and skipping them.
 
-A plan that decided nothing, asked again with the same candidates and less room, decides nothing again: as long as
-nobody comes, goes, ends or becomes overdue, a batch only grows. So iterations up to the next eviction can be counted
-instead of planned. What is counted is conservative: in doubt, the caller plans.
+A plan that decided nothing decides nothing again with the same candidates and less room. While no request joins,
+leaves, ends or becomes overdue, a batch only grows. So iterations up to the next eviction can be counted instead of
+planned. The count is conservative: in doubt, the caller plans.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from alignedserve.scheduler.instance.running_batch import RunningBatch, RunningR
 
 
 def count_quiet(batch: RunningBatch, config: DecodeConfig, most: int) -> int:
-    """Iterations, at most `most`, of which the batch can grow through without an eviction or a request that waits."""
+    """Iterations, at most `most`, that the batch can grow through without an eviction or a stalled request."""
     running = batch.running
     if len(running) > config.max_running:
         return 0
     growth = _growth(batch, most)
     available = batch.allocator.available_blocks
     spare = available
-    if len(running) > 1:  # one alone is never evicted
+    if len(running) > 1:  # a single request is never evicted
         spare = min(available, available + batch.leaving_blocks() - (config.watermark_blocks or batch.size))
     taken = 0
     for iteration, blocks in enumerate(growth):
@@ -30,11 +30,11 @@ def count_quiet(batch: RunningBatch, config: DecodeConfig, most: int) -> int:
 
 
 def count_blocked(batch: RunningBatch, config: DecodeConfig, due_s: float, most: int) -> int:
-    """Iterations, at most `most`, in which candidates that have just found no room find none.
+    """Iterations, at most `most`, during which candidates that have just found no room continue to find none.
 
-    Room shrinks as long as every request can still grow past all that a join looks ahead to. An overdue candidate may
-    have others evicted once they have run for `join_iterations`, but for those that were overdue and due before it.
-    `due_s`: when the first of the overdue candidates is due; infinite where there is none.
+    Room shrinks as long as every request can still grow beyond what a join looks ahead to. An overdue candidate may
+    evict others once they have run for `join_iterations`, except those that were overdue and due before it. `due_s`:
+    the earliest deadline of the overdue candidates; infinite if there is none.
     """
     for member in batch.present():
         most = min(most, member.max_total_tokens - member.kv_tokens - config.join_iterations - batch.block_size)
@@ -44,9 +44,9 @@ def count_blocked(batch: RunningBatch, config: DecodeConfig, due_s: float, most:
 
 
 def pass_iterations(batch: RunningBatch, iterations: int) -> None:
-    """Every running request has grown by `iterations` tokens, and has a block for the next one.
+    """Let every running request grow by `iterations` tokens, with a block for the next one.
 
-    Blocks are taken in the order in which plans would have taken them. The caller has counted that there are enough.
+    Blocks are taken in the order in which plans would have taken them. The caller has checked that there are enough.
     """
     size = batch.block_size
     crossings: list[tuple[int, int, RunningRequest]] = []
@@ -68,7 +68,7 @@ def _order(crossing: tuple[int, int, RunningRequest]) -> tuple[int, int]:
 
 
 def _growth(batch: RunningBatch, most: int) -> list[int]:
-    """Blocks that running requests take in the plan of now (0, but for those it could not cover) and in each after."""
+    """Blocks that running requests take in the current plan (0, unless some are uncovered) and in each later one."""
     size = batch.block_size
     first = [0] * (most + 1)
     for member in batch.running.values():

@@ -1,1 +1,1 @@
-"""Batch-formation policies: each is a `BatchPolicy` (`base.py`), and has its names in `scheduler/systems.py`."""
+"""Batch-formation policies: each is a `BatchPolicy` (`base.py`); its names are in `scheduler/systems.py`."""

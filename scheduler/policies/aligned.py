@@ -11,7 +11,7 @@ from alignedserve.scheduler.batch_generator import BatchGenerator
 from alignedserve.scheduler.policies.base import BatchLimits, BatchPolicy, Entry
 from alignedserve.scheduler.quad_tree import QuadTree
 
-MOST_LOOKED_AT = 1024  # of a leaf of which only some match: it may hold many thousands that do not
+MOST_LOOKED_AT = 1024  # entries read of a leaf that matches only in part: it may hold many thousands that do not match
 
 
 class AlignedPolicy(BatchPolicy):
@@ -37,7 +37,7 @@ class AlignedPolicy(BatchPolicy):
         return shortest_tokens <= tokens <= longest_tokens
 
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
-        """The nearest to the middle of the range first, oldest first within a leaf."""
+        """Nearest to the middle of the range first; oldest first within a leaf."""
         tree = self.tree
         first, last = tree.leaf_of(shortest_tokens), tree.leaf_of(longest_tokens)
         middle = (first + last) // 2
@@ -49,7 +49,7 @@ class AlignedPolicy(BatchPolicy):
             at_end = leaf in (first, last)
             for entry in islice(tree.oldest(leaf), MOST_LOOKED_AT) if at_end else tree.oldest(leaf):
                 if len(found) >= limits.max_requests or blocks + entry.blocks > limits.max_blocks:
-                    return found  # outside of the range too: the leaf may hold thousands that are
+                    return found  # also for entries outside the range: the leaf may hold thousands of them
                 if not at_end or shortest_tokens <= entry.tokens <= longest_tokens:
                     found.append(entry)
                     blocks += entry.blocks

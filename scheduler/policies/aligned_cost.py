@@ -1,16 +1,16 @@
-"""Of several candidate batches, the one of which a cost model predicts the most tokens a second.
+"""Of several candidate batches, chooses the one with the most predicted tokens a second.
 
-`aligned` takes the densest range of at least N requests. While nobody is overdue, that one is compared, by the
-predicted time of an iteration of what runs and the batch together, with wider and narrower ranges about it, its
-neighbours, the range nearest to what runs, the shortest requests, and the range of the oldest one. Each is a contiguous
-range within K.
+`aligned` takes the densest range of at least N requests. While no request is overdue, that batch is compared with
+others: wider and narrower ranges around it, its neighbours, the range nearest to the running batch, the shortest
+requests, and the range of the oldest request. Each is a contiguous range within K. The criterion is the predicted time
+of an iteration of the running batch and the new batch together.
 
-With an overdue request the pool is in arrears: all of it is to be served, so what counts is the work done a second
-(`TokenWorth`). The batch holds the overdue request, and beside it whatever does most: its neighbours, a range near
-what runs or elsewhere, or the oldest requests.
+With an overdue request the pool is in arrears: all of it must be served, so the criterion is the work done a second
+(`TokenWorth`). The batch contains the overdue request and the addition that yields the most: its neighbours, a range
+near the running batch or elsewhere, or the oldest requests.
 
-With an objective for TPOT every request within it counts alike: so tokens a second decide, in arrears too. A batch
-whose own iterations would miss it is taken only where all do; then the quickest.
+With an objective for TPOT every request within it counts alike, so the criterion is tokens a second, in arrears too. A
+batch whose own iterations would miss the objective is taken only if all do; then the fastest.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class AlignedCostPolicy(AlignedPolicy):
-    """The cost model is `scheduler.cost_model`. Without one it is the instance's own linear model, learnt as it goes:
+    """The cost model is `scheduler.cost_model`. Without one it is the instance's own linear model, learned online.
 
-    that knows bytes, but not what unequal lengths cost, so that what runs has no say in which range is next.
+    The linear model knows bytes, but not the cost of unequal lengths, so that the running batch does not affect the
+    choice.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -44,8 +45,8 @@ class AlignedCostPolicy(AlignedPolicy):
         self._ages = AgeOrder()
         self._instance: InstanceState | None = None
         self._cost: StepCost | None = None
-        self._learns = True  # whether instances know by how much their iterations differ from `_cost`
-        self._worths: dict[tuple[int, int], TokenWorth] = {}  # of `_cost`, by cache and most requests
+        self._learns = True  # whether instances learn by how much their iterations differ from `_cost`
+        self._worths: dict[tuple[int, int], TokenWorth] = {}  # of `_cost`, by cache tokens and maximum requests
         if config.cost_model:
             from alignedserve.scheduler.cost.load import configured_cost
 
@@ -59,8 +60,8 @@ class AlignedCostPolicy(AlignedPolicy):
     def look_at(self, instance: InstanceState) -> None:
         if self._instance is None and self._cost is None:
             logger.warning(
-                "policy aligned-cost has no scheduler.cost_model: the linear model that is learnt as it goes does not "
-                "know what unequal lengths cost"
+                "policy aligned-cost has no scheduler.cost_model: the linear model, which is learned online, does not "
+                "know the cost of unequal lengths"
             )
         self._instance = instance
 
@@ -85,10 +86,10 @@ class AlignedCostPolicy(AlignedPolicy):
         self.tree.stamp({self.tree.leaf_of(entry.tokens) for entry in batch}, now_s)
         return batch
 
-    # while nobody is overdue
+    # while no request is overdue
 
     def _others(self, first: Selection, limits: BatchLimits) -> Iterator[Selection]:
-        """What could be instead of `first`, with enough requests."""
+        """Alternatives to `first` with enough requests."""
         select, tree = self._generator.select, self.tree
         taken = self._leaves_of(first)
         about = next(tree.oldest(min(taken))).key
@@ -99,7 +100,7 @@ class AlignedCostPolicy(AlignedPolicy):
         return (other for other in found if other.requests >= limits.min_requests)
 
     def _elsewhere(self, taken: Collection[int]) -> Iterator[int]:
-        """Leaves to form a batch around: beside those `taken`, the shortest, near what runs, the oldest."""
+        """Leaves to form a batch around: beside those `taken`, the shortest, near the running batch, the oldest."""
         tree = self.tree
         last = tree.leaf_of(tree.max_tokens)
         found = [
@@ -118,7 +119,7 @@ class AlignedCostPolicy(AlignedPolicy):
     # in arrears
 
     def _form_in_arrears(self, first: Selection, limits: BatchLimits, seed: RequestKey) -> list[Entry]:
-        """`first`, a wider range about the seed, or the seed and what does most work beside it; then the seed leads."""
+        """The best of `first`, a wider range around the seed, and the seed with the best other requests."""
         entry = self.tree.entry(seed)
         around = [first, self._generator.select(replace(limits, min_requests=limits.max_requests), seed)]
         beside = list(self._beside(entry, limits))
@@ -131,7 +132,7 @@ class AlignedCostPolicy(AlignedPolicy):
         return [entry, *(other for other in others if other is not entry)]
 
     def _beside(self, seed: Entry, limits: BatchLimits) -> Iterator[Selection]:
-        """The oldest requests, and ranges as wide as fit with the seed, some of which may hold it themselves."""
+        """The oldest requests, and ranges as wide as fit with the seed, some of which may contain it."""
         most_blocks, most_requests = limits.max_blocks - seed.blocks, limits.max_requests - 1
         if most_blocks <= 0 or most_requests <= 0:
             return
@@ -140,11 +141,11 @@ class AlignedCostPolicy(AlignedPolicy):
         oldest = self.tree.oldest
         for leaf in self._all_over(limits):
             found = self._generator.select(rest, next(oldest(leaf)).key)
-            if found.blocks <= most_blocks:  # a request alone may be larger
+            if found.blocks <= most_blocks:  # a single request may be larger
                 yield found
 
     def _all_over(self, limits: BatchLimits) -> Iterator[int]:
-        """Leaves to form a range around: the shortest, the longest, on both sides of what runs, the densest."""
+        """Leaves to form a range around: the shortest, the longest, on both sides of the running batch, the densest."""
         tree = self.tree
         last = tree.leaf_of(tree.max_tokens)
         found = [tree.leaves_between(0, last), tree.leaves_between(0, last, leftwards=True)]
@@ -158,7 +159,7 @@ class AlignedCostPolicy(AlignedPolicy):
         return (leaf for leaf in dict.fromkeys(leaves) if leaf is not None)
 
     def _oldest(self, seed: Entry, limits: BatchLimits) -> Selection:
-        """In the order in which they came, up to the first that does not fit."""
+        """The oldest requests in order of arrival, up to the first that does not fit."""
         found = Selection(limits)
         for key in self._ages:
             entry = self.tree.entry(key)
@@ -175,7 +176,7 @@ class AlignedCostPolicy(AlignedPolicy):
         return {*batch.leaves, *batch.cut}
 
     def _best(self, lengths: Sequence[Sequence[int]], rate: Callable[[Sequence[int]], float]) -> int:
-        """Of batches of these lengths the one with the highest rate that meets the objective; of equals the first."""
+        """The index of the batch with the highest rate that meets the objective; of equals the first."""
         best: Sequence[int] = range(len(lengths))
         if self._objective_s:
             alone_s = [self._corrected_s(of_one) for of_one in lengths]
@@ -184,15 +185,18 @@ class AlignedCostPolicy(AlignedPolicy):
         return best[rates.index(max(rates))]
 
     def _rate(self, lengths: Sequence[int]) -> float:
-        """Tokens a second, with what runs; where nothing is known of iterations yet, their number."""
+        """Tokens a second together with the running batch.
+
+        While iteration times are unknown: the number of requests.
+        """
         running = [] if self._instance is None else self._instance.lengths()
         together = [*running, *lengths]
         return len(together) / (self._iteration_s(together) or 1.0)
 
     def _work_rate(self, max_requests: int) -> Callable[[Sequence[int]], float]:
-        """Work (with an objective tokens) a second, of the batch and of what runs as much as has room beside it.
+        """Work (with an objective: tokens) a second of the batch and of as many running requests as fit beside it.
 
-        The longest of those is counted with them: it is what a straggler costs.
+        The longest running requests are counted first, because they determine the cost of stragglers.
         """
         worth = None if self._objective_s else self._worth(max_requests)
         running = [] if self._instance is None else sorted(self._instance.lengths(), reverse=True)
@@ -210,7 +214,7 @@ class AlignedCostPolicy(AlignedPolicy):
         return rate
 
     def _worth(self, max_requests: int) -> TokenWorth:
-        """Kept where the cost never changes."""
+        """The worths; cached if the cost never changes."""
         cache_tokens = 0 if self._instance is None else self._instance.cache_tokens
         if self._cost is None:
             return TokenWorth(self._iteration_s, cache_tokens, max_requests, self.tree.max_tokens)
@@ -225,9 +229,10 @@ class AlignedCostPolicy(AlignedPolicy):
         return 0.0 if self._instance is None else self._instance.cost.predict_iteration_s(lengths)
 
     def _corrected_s(self, lengths: Sequence[int]) -> float:
-        """With what the instance's iterations took of their prediction: an objective is in seconds of this machine.
+        """The predicted time, corrected by the instance's measured iterations.
 
-        Among batches for one instance that changes no order, so rates do without it.
+        An objective is in seconds of this machine. For batches of one instance the correction does not change the
+        order, so rates are computed without it.
         """
         if self._learns and self._instance is not None:
             return self._instance.cost.predict_iteration_s(lengths)
@@ -236,4 +241,4 @@ class AlignedCostPolicy(AlignedPolicy):
     def check_integrity(self) -> None:
         super().check_integrity()
         if len(self._ages) != len(self.tree) or any(key not in self.tree for key in self._ages):
-            raise AccountingError("the order of age does not match the requests that wait")
+            raise AccountingError("the order of age does not match the waiting requests")

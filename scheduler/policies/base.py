@@ -1,7 +1,7 @@
-"""The contract of a batch-formation policy: it keeps the requests that wait in the pool and chooses who is next.
+"""The contract of a batch-formation policy: it keeps the requests that wait in the pool and chooses the next ones.
 
-The core calls it, from one thread. It never learns a request's output length, and knows no instance: what fits is told
-with each question. Nothing leaves a policy on its own: the core removes what it has prefetched.
+The core calls it from one thread. A policy never knows a request's output length, nor any instance: the limits come
+with each call. Requests leave a policy only when the core removes those it has prefetched.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["BatchLimits", "BatchPolicy", "Entry", "InstanceState", "as_many_as_f
 
 @dataclass(frozen=True, slots=True)
 class InstanceState:
-    """What runs at the decode instance that the next batch is for: its number of requests and their lengths in tokens.
+    """The running batch of the decode instance that the next batch is for: number of requests, lengths in tokens.
 
-    `cost`: what was learnt from its iterations. `cache_tokens`: what its cache holds; 0: not known.
+    `cost`: the model learned from its iterations. `cache_tokens`: capacity of its cache; 0: not known.
     """
 
     requests: int
@@ -36,13 +36,13 @@ class InstanceState:
     cache_tokens: int = 0
 
     def lengths(self) -> list[int]:
-        """Lengths with this number, extremes and (but for those) mean."""
+        """Lengths with this number of requests, these extremes and (except for them) this mean."""
         extremes = [self.shortest_tokens, self.longest_tokens][: self.requests]
         return extremes + [self.mean_tokens] * (self.requests - len(extremes))
 
 
 def as_many_as_fit(entries: Iterable[Entry], limits: BatchLimits) -> list[Entry]:
-    """The first of these, in their order, up to the first that is too many or too large."""
+    """The first of these entries, in their order, before the first that exceeds a limit."""
     found: list[Entry] = []
     blocks = 0
     for entry in entries:
@@ -54,54 +54,54 @@ def as_many_as_fit(entries: Iterable[Entry], limits: BatchLimits) -> list[Entry]
 
 
 class BatchPolicy(ABC):
-    """Seven methods. Each is at most logarithmic in the number of waiting requests, plus the size of its answer."""
+    """Seven methods. Each is at most logarithmic in the number of waiting requests, plus the size of its result."""
 
     BY_LENGTH: ClassVar[bool] = True
-    """Decode instances specialise by length; else each request goes to the one with the least load."""
+    """Decode instances specialise by length. If False, each request goes to the instance with the least load."""
 
     NEEDS_OUTPUT_LENGTHS: ClassVar[bool] = False
-    """An oracle, which the simulator tells how long answers will be; no cluster can."""
+    """An oracle, which the simulator tells the output lengths. It cannot serve in a cluster."""
 
     @abstractmethod
     def __init__(self, config: SchedulerConfig) -> None:
-        """Empty."""
+        """Create an empty policy."""
 
     @abstractmethod
     def insert(self, entry: Entry) -> None:
-        """A request waits. Raises AccountingError where it does already."""
+        """Add a waiting request. Raises AccountingError if it is already waiting."""
 
     @abstractmethod
     def remove(self, key: RequestKey) -> None:
-        """It waits no more. Raises AccountingError where it did not."""
+        """Remove a request. Raises AccountingError if it is not waiting."""
 
     @abstractmethod
     def totals(self) -> tuple[int, int]:
-        """(requests, blocks) that wait."""
+        """(requests, blocks) that are waiting."""
 
     @abstractmethod
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        """The next candidate batch, in the order in which they should join; empty only where nothing waits.
+        """The next candidate batch, in the order in which its requests should join.
 
-        At most `limits.max_blocks`, but for a request that is larger: that is a batch alone. With a `seed` (the
-        overdue one that was due first) the batch holds it, whatever else.
+        Empty only if no request is waiting. At most `limits.max_blocks`, except that a larger request is a batch alone.
+        With a `seed` (the overdue request with the earliest deadline) the batch contains it.
         """
 
     @abstractmethod
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
-        """Whether a request of this length may join a running batch late; the lengths include the join window."""
+        """Whether a request of this prefix length may join a running batch late; the range includes the join window."""
 
     @abstractmethod
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
         """Waiting requests that match a running batch, best first; all of them fit."""
 
     def look_at(self, instance: InstanceState) -> None:
-        """The instance that the next `form` is for. Most policies do not care."""
+        """The instance that the next `form` is for. Most policies ignore it."""
         return
 
     def use_cost(self, cost: StepCost) -> None:
-        """A measured cost of iterations, instead of `scheduler.cost_model`: the simulator's own. Most do not care."""
+        """The simulator's measured cost of iterations, in place of `scheduler.cost_model`. Most policies ignore it."""
         return
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises AccountingError where its books do not match."""
+        """Raises AccountingError if its state is inconsistent."""

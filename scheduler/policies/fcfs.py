@@ -1,4 +1,4 @@
-"""First come, first served, whatever the lengths: how DistServe's decode stage admits."""
+"""First come, first served, whatever the prefix lengths, as DistServe's decode stage admits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FcfsPolicy(BatchPolicy):
 
     def insert(self, entry: Entry) -> None:
         if entry.key in self._entries:
-            raise AccountingError(f"{entry.key} waits already", request_id=entry.key.request_id)
+            raise AccountingError(f"{entry.key} is already waiting", request_id=entry.key.request_id)
         self._entries[entry.key] = entry
         self._order.add(entry.key, entry.since_s)
         self._blocks += entry.blocks
@@ -29,7 +29,7 @@ class FcfsPolicy(BatchPolicy):
     def remove(self, key: RequestKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
-            raise AccountingError(f"{key} does not wait", request_id=key.request_id)
+            raise AccountingError(f"{key} is not waiting", request_id=key.request_id)
         self._order.remove(key, entry.since_s)
         self._blocks -= entry.blocks
 
@@ -37,14 +37,14 @@ class FcfsPolicy(BatchPolicy):
         return len(self._entries), self._blocks
 
     def form(self, limits: BatchLimits, seed: RequestKey | None, now_s: float) -> list[Entry]:
-        """The oldest that fit; before them the seed, which with an objective of its own need not be the oldest."""
+        """The seed, then the oldest that fit. With its own wait objective the seed need not be the oldest."""
         oldest = self._order.first()
         if oldest is None:
             return []
         return self._oldest(limits, seed) or [self._entries[seed or oldest[1]]]
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
-        """Any length does."""
+        """Every prefix length matches."""
         return True
 
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
@@ -55,7 +55,7 @@ class FcfsPolicy(BatchPolicy):
         if [since_s for since_s, _ in ages] != sorted(entry.since_s for entry in self._entries.values()):
             raise AccountingError("the order of arrival does not match the requests")
         if self._blocks != sum(entry.blocks for entry in self._entries.values()):
-            raise AccountingError("the blocks that wait do not match a recount")
+            raise AccountingError("the waiting blocks do not match a recount")
 
     def _oldest(self, limits: BatchLimits, seed: RequestKey | None = None) -> list[Entry]:
         order = chain((seed,) if seed is not None else (), (key for key in self._order if key != seed))

@@ -1,8 +1,8 @@
-"""A policy that is not ours, kept from taking the scheduler down or from losing a request.
+"""Guards a user-defined policy so that it can neither crash the scheduler nor lose a request.
 
-What it answers is checked: requests that wait, each once, within the limits, with the seed. Where it raises, or answers
-something else, the oldest requests that fit are taken in its place, it is counted, and people are told. The simulator
-asks for an error instead: there somebody is trying the policy out.
+Its results are checked: waiting requests only, each once, within the limits, with the seed. If it raises or returns
+anything else, the oldest requests that fit are used instead, the fault is counted, and an alarm is raised. The
+simulator raises an error instead, since it is used to try policies out.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from alignedserve.scheduler.policies.fcfs import FcfsPolicy
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-MOST_FAULTS = 16  # after which it is not asked any more
+MOST_FAULTS = 16  # after this many it is no longer called
 
 
 class BadAnswerError(ValueError):
-    """An answer against the rules of the contract."""
+    """A result that violates the contract."""
 
 
 class GuardedPolicy(BatchPolicy):
-    """`strict`: raise ConfigError at its first fault. `fault`: the last one, "" where there was none."""
+    """`strict`: raise ConfigError at its first fault. `fault`: the latest one, "" if there was none."""
 
     def __init__(self, config: SchedulerConfig, name: str, kind: type[BatchPolicy]) -> None:
-        """Raises ConfigError where the policy cannot be made."""
+        """Raises ConfigError if the policy cannot be created."""
         try:
             self.inner = kind(config)
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"policy {name!r} cannot be created: {type(error).__name__}: {error}") from error
         self.BY_LENGTH = bool(kind.BY_LENGTH)  # type: ignore[misc]
         self.strict = False
         self.faults = 0
@@ -52,13 +52,13 @@ class GuardedPolicy(BatchPolicy):
         self._lately = LastMinute()
 
     def alarm(self, now_s: float) -> str:
-        """What to tell people: for a minute after a fault was noticed here; always, once it is not asked any more."""
+        """Alarm text, for a minute after a fault was noticed here, and always once the policy is no longer called."""
         self._lately.add(now_s, self.faults - self._noticed)
         self._noticed = self.faults
         if self._trusted and not self._lately.count(now_s):
             return ""
-        state = "" if self._trusted else "; it is not asked any more"
-        return f"policy {self._name}: {self.faults} faults, the last: {self.fault}{state}"
+        state = "" if self._trusted else "; it is no longer called"
+        return f"policy {self._name}: {self.faults} faults, the latest: {self.fault}{state}"
 
     def insert(self, entry: Entry) -> None:
         self._oldest.insert(entry)
@@ -93,41 +93,44 @@ class GuardedPolicy(BatchPolicy):
         self._ask("use_cost", lambda: self.inner.use_cost(cost))
 
     def check_integrity(self) -> None:
-        """Of the guard's own books; that the policy is wrong about its own is a fault of it."""
+        """Checks the guard's own state. An inconsistent state of the policy is a fault of the policy."""
         self._oldest.check_integrity()
         self._ask("check_integrity", self.inner.check_integrity)
 
     def _checked(self, answer: Iterable[Entry], limits: BatchLimits, seed: RequestKey | None) -> list[Entry]:
-        """A candidate batch. Raises BadAnswerError for what is none."""
+        """The checked candidate batch. Raises BadAnswerError if it is invalid."""
         found = list(answer)
-        if len(found) == 1 and found[0].key in self._entries:  # alone it may be larger than the limits
+        if len(found) == 1 and found[0].key in self._entries:  # a single request may exceed the limits
             batch = [self._entries[found[0].key]]
         else:
             batch = self._waiting(found, limits)
         if not batch and self._entries:
-            raise BadAnswerError("it is empty although requests wait")
+            raise BadAnswerError("it is empty although requests are waiting")
         if seed is not None and all(entry.key != seed for entry in batch):
             raise BadAnswerError(f"it lacks the overdue request {seed}")
         return batch
 
     def _waiting(self, answer: Iterable[Entry], limits: BatchLimits) -> list[Entry]:
-        """As this knows them, within the limits. Raises BadAnswerError."""
+        """The guard's own entries for these, within the limits. Raises BadAnswerError."""
         keys = [entry.key for entry in answer]
         if unknown := [key for key in keys if key not in self._entries]:
-            raise BadAnswerError(f"it holds {unknown[0]}, which does not wait")
+            raise BadAnswerError(f"it contains {unknown[0]}, which is not waiting")
         if len(set(keys)) < len(keys):
-            raise BadAnswerError("it holds a request twice")
+            raise BadAnswerError("it contains a request twice")
         entries = [self._entries[key] for key in keys]
         blocks = sum(entry.blocks for entry in entries)
         if len(entries) > limits.max_requests or blocks > limits.max_blocks:
             raise BadAnswerError(
-                f"{len(entries)} requests with {blocks} blocks are more than {limits.max_requests} with "
+                f"{len(entries)} requests with {blocks} blocks exceed the limit of {limits.max_requests} with "
                 f"{limits.max_blocks}"
             )
         return entries
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """It was not told of a change: from here on its books are wrong."""
+        """Report a change to the policy.
+
+        If that fails, its state is wrong from here on, and it is no longer trusted.
+        """
         faults = self.faults
         self._ask("insert or remove", call)
         self._trusted = self._trusted and self.faults == faults
@@ -144,12 +147,12 @@ class GuardedPolicy(BatchPolicy):
             if self.strict:
                 raise ConfigError(f"policy {self._name!r}, {self.fault}") from error
             self._trusted = self.faults < MOST_FAULTS
-            instead = "the oldest requests go first instead"
+            instead = "the oldest requests are used instead"
             logger.warning("policy %s, %s: %s", self._name, self.fault, instead, exc_info=raised)
             return None
 
 
 def place_of(error: BaseException) -> str:
-    """` (FILE:LINE)` where it was raised."""
+    """` (FILE:LINE)` where the error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,4 +1,4 @@
-"""An upper bound to compare with, in the simulator only: it is told output lengths, and takes the fewest left first."""
+"""An upper bound for comparison, in the simulator only: it knows output lengths, and takes the fewest left first."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ class OraclePolicy(QueuePolicy):
         self._final_tokens: Mapping[str, int] = {}
 
     def reveal(self, final_tokens: Mapping[str, int]) -> None:
-        """By request id: the tokens, prompt and answer, with which the request will end. Before the first insert."""
+        """Tokens, prompt and answer, with which each request will end, by request id.
+
+        Call it before the first insert.
+        """
         self._final_tokens = final_tokens
 
     def rank(self, entry: Entry) -> tuple[int, float]:
-        """Tokens left, waiting since. Raises ConfigError for a request whose end it was not told."""
+        """(tokens left, waiting since). Raises ConfigError for a request with unknown output length."""
         final = self._final_tokens.get(entry.key.request_id)
         if final is None:
-            raise ConfigError(f"policy oracle was not told the end of {entry.key.request_id}: simulator only")
+            raise ConfigError(f"policy oracle: {entry.key.request_id} has no known output length: simulator only")
         return final - entry.tokens, entry.since_s

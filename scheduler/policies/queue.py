@@ -1,4 +1,4 @@
-"""A policy that is an order: say where a request stands in it, and it is a policy."""
+"""A policy defined by a sort order: a subclass only ranks requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _Place = tuple[Any, RequestKey]
 
 
 class QueuePolicy(BatchPolicy):
-    """Keeps the requests that wait sorted by `rank`; a batch is read off the front, as many as fit.
+    """Keeps the waiting requests sorted by `rank`; a batch is as many requests from the front as fit.
 
-    Finding a place is logarithmic; making room for it moves up to a pointer a waiting request (1 ms for a million).
+    Finding a place is logarithmic; making room for it moves up to one pointer for each waiting request (1 ms for a
+    million).
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -29,11 +30,11 @@ class QueuePolicy(BatchPolicy):
 
     @abstractmethod
     def rank(self, entry: Entry) -> Any:
-        """What requests are sorted by, least first; the same for the same entry, always. Ties: by key."""
+        """Sort key of a request, least first. It must never change for the same entry. Ties: by key."""
 
     def insert(self, entry: Entry) -> None:
         if entry.key in self._entries:
-            raise AccountingError(f"{entry.key} waits already", request_id=entry.key.request_id)
+            raise AccountingError(f"{entry.key} is already waiting", request_id=entry.key.request_id)
         insort(self._order, self._place(entry))
         self._entries[entry.key] = entry
         self._blocks += entry.blocks
@@ -41,7 +42,7 @@ class QueuePolicy(BatchPolicy):
     def remove(self, key: RequestKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
-            raise AccountingError(f"{key} does not wait", request_id=key.request_id)
+            raise AccountingError(f"{key} is not waiting", request_id=key.request_id)
         del self._order[bisect_left(self._order, self._place(entry))]
         self._blocks -= entry.blocks
 
@@ -54,7 +55,7 @@ class QueuePolicy(BatchPolicy):
         return as_many_as_fit(order, limits) or list(islice(chain(first, self), 1))  # too large: a batch alone
 
     def matches(self, tokens: int, shortest_tokens: int, longest_tokens: int) -> bool:
-        """Any length does."""
+        """Every prefix length matches."""
         return True
 
     def matching(self, shortest_tokens: int, longest_tokens: int, limits: BatchLimits) -> list[Entry]:
@@ -63,12 +64,12 @@ class QueuePolicy(BatchPolicy):
 
     def check_integrity(self) -> None:
         if self._order != sorted(map(self._place, self._entries.values())):
-            raise AccountingError("the order does not match the requests that wait")
+            raise AccountingError("the order does not match the waiting requests")
         if self._blocks != sum(entry.blocks for entry in self._entries.values()):
-            raise AccountingError("the blocks that wait do not match a recount")
+            raise AccountingError("the waiting blocks do not match a recount")
 
     def __iter__(self) -> Iterator[Entry]:
-        """Those that wait, in order."""
+        """The waiting requests, in order."""
         return (self._entries[key] for _, key in self._order)
 
     def _place(self, entry: Entry) -> _Place:

@@ -1,6 +1,6 @@
 """The files of a simulation: requests as CSV, iterations as Parquet, the summary as JSON, all with their provenance.
 
-Byte for byte the same for the same command, code and inputs: nothing in them says when or where they were made.
+They are identical, byte for byte, for the same command, code and inputs: they contain no time or place of creation.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ COLUMNS = (
 
 
 class OutputFolder:
-    """Takes runs as they end and keeps none of them. A context: its end closes the files."""
+    """Writes runs as they end and keeps none of them. A context manager that closes the files."""
 
     def __init__(self, folder: Path, provenance: Provenance) -> None:
-        """Raises ConfigError where the folder cannot be written to, or pyarrow is not installed."""
+        """Raises ConfigError if the folder cannot be written to, or pyarrow is not installed."""
         self._folder = folder
         arrow = _arrow()
         try:

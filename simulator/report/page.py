@@ -1,4 +1,4 @@
-"""The report of a simulation: one HTML page that needs nothing but itself."""
+"""The report of a simulation: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _section(title: str, body: str, text: str = "") -> str:
 
 
 def _table(chosen: Mapping[str, Mapping[str, Any]], logged: Mapping[str, Any]) -> str:
-    """`logged`: the same figures of the cluster whose log was replayed, some of them; empty: there is none."""
+    """`logged`: some of the same figures of the cluster whose log was replayed; empty if there is none."""
     columns = {**chosen, "in the log": logged} if logged else chosen
     head = "".join(f"<th>{html.escape(policy)}</th>" for policy in columns)
     rows = []
@@ -112,13 +112,13 @@ def _loads(chosen: Mapping[str, Mapping[str, Any]], objectives: Objectives) -> l
     wanted = {"TTFT": objectives.ttft_s, "TPOT": objectives.tpot_s}
     asked = [f"{name} within {value:g} s" for name, value in wanted.items() if value is not None]
     if not asked:
-        text = "No objective was given: --slo-ttft and --slo-tpot set them."
+        text = "No objective was given; set --slo-ttft and --slo-tpot."
         return [*sections, _section("SLO attainment against rate", "", text)]
     sections.append(
         _section(
             "SLO attainment against rate",
             plots.lines(against_rate("slo_attainment"), axis, "share of requests", 1.05),
-            f"Requests with {' and '.join(asked)}; refused ones count as missed.",
+            f"Requests with {' and '.join(asked)}; refused requests count as missed.",
         )
     )
     if any(len(metrics["by_rate"]) > 1 for metrics in chosen.values()):

@@ -1,4 +1,4 @@
-"""The plots of a report, each an SVG element to be put into a page: no scripts, no fonts, nothing from a network."""
+"""The plots of a report, each an SVG element for the page: no scripts, no fonts, no network access."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ TPOT_DEFINITIONS = {
     "gaps": "all gaps, pooled\n(Sarathi-Serve)",
     "seconds": "iterations\n(AlignedServe)",
 }
-Point = tuple[float | None, float | None]  # None: not known, and not drawn
+Point = tuple[float | None, float | None]  # None: not known, and not plotted
 _OF_TOKENS = ("ttft", "second_token", "tpot", "tpot_without_pool_wait", "gap_p99", "longest_tenth", "gaps")
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What is kept of a run for its curves. `quantiles`: by name, at 201 levels from 0 to 1. `heat`: tokens by length
-    and time; `edges_s`, `edges_tokens`: its bins.
+    """The data of a run that its curves need. `quantiles`: by name, at 201 levels from 0 to 1.
+
+    `heat`: tokens by length and time; `edges_s`, `edges_tokens`: its bins.
     """
 
     policy: str
@@ -70,7 +71,7 @@ class Drawn:
 
 
 def check_matplotlib() -> None:
-    """Raises ConfigError, saying what to install."""
+    """Raises ConfigError that names what to install."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -78,7 +79,7 @@ def check_matplotlib() -> None:
 
 
 def bars(groups: Mapping[str, Mapping[str, float | None]], labels: Mapping[str, str]) -> str:
-    """A panel a metric (`labels`: its axis), a bar a policy. `groups`: policy to metrics."""
+    """A panel for each metric (`labels`: its axis), a bar for each policy. `groups`: policy to metrics."""
 
     def draw(axes: Axes, metric: str) -> None:
         policies = list(groups)
@@ -99,7 +100,7 @@ def lines(
     ylabel: str,
     top: float | None = None,
 ) -> str:
-    """`series`: policy to points. `top`: where the axis ends."""
+    """`series`: policy to points. `top`: upper end of the axis."""
 
     def draw(axes: Axes, _: str) -> None:
         for number, (policy, points) in enumerate(series.items()):
@@ -113,7 +114,10 @@ def lines(
 
 
 def cumulative(drawn: Sequence[Drawn], curves: Mapping[str, str]) -> str:
-    """A panel a curve (name to label), a line a policy; seconds on a logarithmic axis where they span decades."""
+    """A panel for each curve (name to label), a line for each policy.
+
+    The axis in seconds is logarithmic over decades.
+    """
 
     def draw(axes: Axes, name: str) -> None:
         found = [(one.policy, one.quantiles[name]) for one in drawn if name in one.quantiles]
@@ -159,7 +163,7 @@ def occupancy(drawn: Sequence[Drawn], capacity_blocks: int) -> str:
 
 
 def _dash(number: int) -> str:
-    """Lines that lie on each other are told apart."""
+    """Line style that distinguishes overlapping lines."""
     return ("-", "--", "-.", ":")[number % 4]
 
 
@@ -182,7 +186,7 @@ def _panels(names: Sequence[str], draw: Callable[[Axes, str], None], across: int
 
 
 def _svg(figure: Figure) -> str:
-    """Without what an SVG file has before its element: a page has its own."""
+    """The SVG element without the file header, which does not belong in a page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()

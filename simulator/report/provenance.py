@@ -1,4 +1,4 @@
-"""Where a result comes from: what every output of a simulation carries, so that it can be made again."""
+"""Provenance: the origin that every output of a simulation records, so that it can be reproduced."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Provenance:
 
 
 def command_of(argv: Sequence[str]) -> str:
-    """The command as it is recorded: `DIR` for its folder, so that the same run has the same bytes in any."""
+    """The recorded command, with `DIR` for its output folder, so that the same run has the same bytes in any folder."""
     words, before = ["alignedserve"], ""
     for word in argv:
         words.append("DIR" if before == "--out" else "--out=DIR" if word.startswith("--out=") else word)
@@ -53,8 +53,9 @@ def command_of(argv: Sequence[str]) -> str:
 
 
 def own_commit() -> str:
-    """The commit of the code that runs: of its checkout (with "-dirty" for changes to tracked files), or of what pip
-    installed; "unknown" for a package that was built from an archive.
+    """The commit of the running code, or "unknown" for a package that was built from an archive.
+
+    It is that of its checkout (with "-dirty" for changes to tracked files), or of what pip installed.
     """
     folder = Path(__file__).resolve().parent
     commit = _git(folder, "rev-parse", "HEAD")
@@ -65,7 +66,7 @@ def own_commit() -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where there is no git, or it is no checkout."""
+    """Output of git; None if there is no git, or the folder is not a checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
@@ -82,7 +83,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _installed_commit() -> str:
-    """As pip notes it for a package that it installed from a repository (PEP 610)."""
+    """The commit that pip recorded for a package installed from a repository (PEP 610)."""
     try:
         noted = metadata.distribution("alignedserve").read_text("direct_url.json")
         return str(json.loads(noted or "{}")["vcs_info"]["commit_id"])

@@ -1,4 +1,4 @@
-"""What a simulated run leaves behind, from which every summary, table and plot is made."""
+"""The results of a simulated run, from which every summary, table and plot is made."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from alignedserve.simulator.workload import Arrival
 class RequestResult:
     """One request. Seconds of the virtual clock.
 
-    `token_s`: when each output token came, in order; empty for a refused one. `pool_wait_s`: from the end of prefill
-    (or an eviction) to the next decode iteration, summed; 0 in colocated systems. `stages_s`: further stages, by name.
+    `token_s`: when each output token came, in order; empty for a refused request. `pool_wait_s`: from the end of
+    prefill (or an eviction) to the next decode iteration, summed; 0 in colocated systems. `stages_s`: further stages,
+    by name.
     """
 
     arrival: Arrival
@@ -27,10 +28,10 @@ class RequestResult:
 
 @dataclass(slots=True)
 class StepColumns:
-    """Every pass of every instance, a column each: equal lengths. Seconds, tokens.
+    """Every pass of every instance, in columns of equal length. Seconds, tokens.
 
     `balanced_s`: the same bytes at equal lengths (`StepCost.balanced_step_s`); `seconds - balanced_s` is the bubble.
-    `gap_s`: scheduling and moves charged before the pass. `switching`: 1 in a batch switch.
+    `gap_s`: scheduling and copies charged before the pass. `switching`: 1 in a batch switch.
     """
 
     instance: array[int] = field(default_factory=lambda: array("H"))

@@ -1,4 +1,4 @@
-"""Every pass of every instance, kept while the run goes on, and put together afterwards."""
+"""Every pass of every instance, recorded during the run and merged afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignedserve.simulator.report.results import StepColumns
 
 @dataclass(slots=True)
 class StepRecorder:
-    """The passes of one instance, a column each. `add_decodes` is called once for many of them."""
+    """The passes of one instance, in columns. `add_decodes` is called once for many of them."""
 
     start_s: array[float] = field(default_factory=lambda: array("d"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
@@ -39,7 +39,7 @@ class StepRecorder:
     def add_mixed(
         self, start_s: float, seconds: float, balanced_s: float, tokens: int, lengths: tuple[int, int, int, int]
     ) -> None:
-        """One pass of prompt tokens and decodes, either perhaps none. `lengths` as in `add_decodes`, of this pass."""
+        """One pass of prompt tokens and decodes; either may be none. `lengths` as in `add_decodes`, of this pass."""
         self.start_s.append(start_s)
         self.seconds.append(seconds)
         self.balanced_s.append(balanced_s)
@@ -56,9 +56,9 @@ class StepRecorder:
         lengths: tuple[int, int, int, int],
         switching: bool,
     ) -> None:
-        """Passes of the same requests, each one token longer every time.
+        """Passes of the same requests, whose lengths grow by one token in each.
 
-        `lengths`: how many they are, and the shortest, the longest and the sum of their lengths in the first pass.
+        `lengths`: their number, and the shortest, longest and sum of their lengths in the first pass.
         """
         count, shortest, longest, total = lengths
         passes = len(start_s)
@@ -74,9 +74,9 @@ class StepRecorder:
 
 
 def merge(recorders: Sequence[StepRecorder], gaps_s: Sequence[float]) -> StepColumns:
-    """All passes in the order of their start, those that start together in the order of their instances.
+    """All passes in order of their start; simultaneous passes in order of their instances.
 
-    `gaps_s`: of each recorder, what was charged before each of its passes.
+    `gaps_s`: the time charged before each pass, for each recorder.
     """
     columns = StepColumns()
     start_s = np.concatenate([np.array(recorder.start_s) for recorder in recorders])

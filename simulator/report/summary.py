@@ -1,4 +1,7 @@
-"""The figures of one run. Units are in the names; what cannot be said of a run (no token, no objective) is None."""
+"""The figures of one run. Units are in the names.
+
+Figures that a run does not have (no token, no objective) are None.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request must keep to count for goodput, in seconds; None: any time will do."""
+    """The objectives that a request must meet to count for goodput, in seconds; None: no objective."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -33,7 +36,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Passes with decode requests in them, a row each. `bubble`: predicted time less that of equal lengths."""
+    """Passes with decode requests, one row each. `bubble`: predicted time minus that of equal lengths."""
 
     seconds: Floats
     bubble: Floats
@@ -45,7 +48,7 @@ class PassTimes:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run's figures, and the columns from which its plots are drawn; both without the warm-up."""
+    """A run's figures, and the columns from which its plots are drawn, both without the warm-up."""
 
     metrics: dict[str, Metric]
     tokens: TokenTimes
@@ -53,7 +56,9 @@ class Measured:
 
 
 def measure(run: RunResult, objectives: Objectives, warmup_s: float = 0.0) -> Measured:
-    """Requests that arrived, tokens that came and passes that began before `warmup_s` are left out of every figure but
+    """The figures of a run.
+
+    Requests that arrived, tokens that came and passes that began before `warmup_s` are excluded from every figure but
     `makespan_s`.
     """
     counted = [request for request in run.requests if request.arrival.arrival_s >= warmup_s]
@@ -93,7 +98,7 @@ def _latencies(tokens: TokenTimes) -> dict[str, Metric]:
 
 
 def _stages(requests: Sequence[RequestResult]) -> dict[str, Metric]:
-    """Of those that were served, the mean time in each stage, repetitions included; 0 in one that nobody was in."""
+    """Mean time in each stage over served requests, including repetitions; 0 for a stage that none of them entered."""
     served = [request.stages_s for request in requests if len(request.token_s)]
     return {f"stage_{stage}_mean_s": _mean(np.array([of.get(stage, 0.0) for of in served])) for stage in Stage}
 
@@ -133,7 +138,10 @@ def _throughput(run: RunResult, warmup_s: float, span_s: float, passes: PassTime
 
 
 def _attainment(tokens: TokenTimes, objectives: Objectives, arrived: int, span_s: float) -> dict[str, Metric]:
-    """Shares of all requests that arrived, refused ones too. One token has no TPOT to miss."""
+    """Shares of all requests that arrived, including refused ones.
+
+    A request with one token cannot miss a TPOT objective.
+    """
     early = tokens.ttft <= (np.inf if objectives.ttft_s is None else objectives.ttft_s)
     steady = ~(tokens.tpot > (np.inf if objectives.tpot_s is None else objectives.tpot_s))
     good = int((early & steady).sum())
@@ -165,7 +173,7 @@ def _integers(steps: StepColumns, name: str) -> NDArray[np.int64]:
 
 
 def spread(name: str, values: Floats) -> dict[str, Metric]:
-    """Mean, percentiles (linear between ranks) and the largest, in seconds."""
+    """Mean, percentiles (linear between ranks) and maximum, in seconds."""
     values = values[~np.isnan(values)]
     found: dict[str, Metric] = {f"{name}_mean_s": _mean(values)}
     levels = np.percentile(values, _PERCENTILES) if len(values) else [None] * len(_PERCENTILES)

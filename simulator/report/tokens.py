@@ -1,4 +1,4 @@
-"""Token times of a run as columns: what every latency is computed from, whichever of its definitions is meant."""
+"""Token times of a run as columns: the basis of every latency, in each of its definitions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LONG_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """Requests that got their tokens, a row each. Seconds; NaN where a request has too few tokens for the value.
+    """Requests that got their tokens, one row each. Seconds; NaN if a request has too few tokens for the value.
 
     `gaps`: all times between two tokens of one answer, pooled. `gap_p99`: the 99th percentile of a request's own gaps
     (Apt-Serve). `longest_tenth`: the mean of the longest tenth of them, at least one (Mooncake). `tpot`: the mean of
-    them, (last - first) / (n - 1) (DistServe); `tpot_without_pool_wait`: the same less what it waited in the pool.
+    them, (last - first) / (n - 1) (DistServe). `tpot_without_pool_wait`: the same minus its wait in the pool.
     """
 
     arrival: Floats
@@ -36,7 +36,7 @@ class TokenTimes:
     gaps: Floats
     stamps: Floats
     lengths: NDArray[np.int64]
-    """Of every token: when it came, and the prefix that its pass read; the first token of an answer has its prompt."""
+    """Of every token: when it came, and the prefix that its pass read; for the first token of an answer, its prompt."""
 
 
 def token_times(requests: Sequence[RequestResult]) -> TokenTimes:

@@ -1,4 +1,4 @@
-"""Traces: who arrives when, with how many tokens. `read_trace` knows a file's format by its content."""
+"""Traces: arrival times and token counts of requests. `read_trace` detects a file's format from its content."""
 
 from alignedserve.simulator.traces.load import Load
 from alignedserve.simulator.traces.mix import Mix, is_mix

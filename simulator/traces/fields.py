@@ -1,4 +1,4 @@
-"""Values of a trace as numbers; what cannot be read is a TraceError that names file, line and column."""
+"""Parses the values of a trace. Invalid values raise TraceError, which names file, line and column."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKENS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value stands. `column`: the field's number in a CSV line, the character's in a JSON line; from 1."""
+    """The position of a value. `column`: number of the field in a CSV line, of the character in a JSON line; from 1."""
 
     file: str
     line: int
@@ -46,13 +46,13 @@ def tokens_of(value: object, place: Place, least: int = 1) -> int:
 
 
 def seconds_of(value: object, place: Place) -> float:
-    """A finite time in whatever unit the file has."""
+    """A finite time in the unit of the file."""
     number = _float(value) if isinstance(value, str) else value
     if isinstance(number, bool) or not isinstance(number, int | float):
         place.fail(f"{_shown(value)} is not a time")
     try:
         found = float(number)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         found = math.inf
     if not math.isfinite(found):
         place.fail(f"{_shown(value)} is not a time")
@@ -60,7 +60,7 @@ def seconds_of(value: object, place: Place) -> float:
 
 
 def objective_of(value: object, place: Place) -> float:
-    """A request's objective for its wait in seconds; 0 where there is none (null, an empty field)."""
+    """A request's wait objective in seconds; 0 if there is none (null, an empty field)."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return 0.0
     seconds = seconds_of(value, place)
@@ -71,7 +71,7 @@ def objective_of(value: object, place: Place) -> float:
 
 
 def stamp_of(text: str, place: Place) -> datetime:
-    """A calendar time; without a zone it counts as UTC, only differences matter."""
+    """A calendar time. Without a zone it counts as UTC, since only differences matter."""
     try:
         stamp = datetime.fromisoformat(text.strip())
     except ValueError:
@@ -90,5 +90,5 @@ def _shown(value: object) -> str:
     try:
         text = repr(value)
     except RecursionError:
-        text = "what is nested so deeply"
+        text = "a value that is nested too deeply"
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,4 +1,4 @@
-"""How fast requests come: arrivals drawn from a renewal process, or a trace's own, stretched."""
+"""Arrival rates: arrivals drawn from a renewal process, or a trace's own arrivals, stretched."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NoReturn
 
 from alignedserve.errors import ConfigError
 
-LONGEST_S = 366 * 86_400.0  # of a workload's arrivals: far beyond, a tick is too short to move virtual time
+LONGEST_S = 366 * 86_400.0  # of a workload's arrivals: far beyond this, a tick is too short to advance virtual time
 _LEAST_CV, _MOST_CV = 1e-6, 1e3
-_INSTANT_S = 1e-9  # a trace no longer than this has nothing to stretch
+_INSTANT_S = 1e-9  # a trace no longer than this cannot be stretched
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`rate_per_s`: mean arrivals a second; None: a trace's own times, or all at time zero where it has none.
+    """`rate_per_s`: mean arrivals a second; None: a trace's own times, or all at time zero if it has none.
 
-    `cv`: coefficient of variation of the time between two made arrivals: 1 (None) is Poisson, another one Gamma, 0 even
-    spacing. `limit`: only the first so many requests.
+    `cv`: coefficient of variation of the time between two generated arrivals: 1 (None) is Poisson, 0 is even spacing,
+    other values are Gamma. `limit`: only the first `limit` requests.
     """
 
     rate_per_s: float | None = None
@@ -33,7 +33,7 @@ class Load:
         if self.cv is not None and self.cv != 0 and not _LEAST_CV <= self.cv <= _MOST_CV:
             raise ConfigError(f"--cv must be 0, or between {_LEAST_CV:g} and {_MOST_CV:g}, not {self.cv:g}")
         if self.cv is not None and self.rate_per_s is None:
-            raise ConfigError("--cv says how unevenly requests arrive, and needs --rate: without it all come at once")
+            raise ConfigError("--cv needs --rate: without a rate all requests arrive at once")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"--limit must be at least 1, not {self.limit}")
 
@@ -46,7 +46,7 @@ class Load:
     def draw(self, count: int, seed: int) -> list[float]:
         """`count` arrival times in seconds, the first at 0.
 
-        One seed draws the same arrivals at every rate, only closer together: two rates differ by nothing else.
+        A seed draws the same arrivals at every rate, only scaled, so that two rates differ in nothing else.
         """
         if self.rate_per_s is None or count == 0:
             return [0.0] * count
@@ -58,7 +58,7 @@ class Load:
         return self._checked([time / rate for time in accumulate(gaps, initial=0.0)])
 
     def stretch(self, arrivals_s: Sequence[float]) -> list[float]:
-        """A trace's own arrivals, faster or slower, so that their mean rate is `rate_per_s`."""
+        """A trace's own arrivals, scaled so that their mean rate is `rate_per_s`."""
         span_s = arrivals_s[-1] if arrivals_s else 0.0
         if self.rate_per_s is None or span_s < _INSTANT_S:
             return list(arrivals_s)
@@ -73,4 +73,4 @@ class Load:
         return arrivals_s
 
     def _too_slow(self) -> NoReturn:
-        raise ConfigError(f"at {self.rate_per_s:g} requests a second the last would arrive after more than a year")
+        raise ConfigError(f"at {self.rate_per_s:g} requests a second the last one would arrive after more than a year")

@@ -1,4 +1,4 @@
-"""What the requests of a log took in the cluster that wrote it, to hold a simulation of it against."""
+"""Measured figures of a request log, to compare a simulation with the cluster that wrote it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignedserve.simulator.report.summary import spread
 
 
 class LogFigures:
-    """Named as a simulation's, in seconds: tokens from arrival at the scheduler, TPOT = (last - first) / (n - 1)."""
+    """Named like a simulation's, in seconds: tokens from arrival at the scheduler, TPOT = (last - first) / (n - 1)."""
 
     def __init__(self) -> None:
         self._ttft: list[float] = []
@@ -23,7 +23,7 @@ class LogFigures:
         self._begin, self._end = math.inf, -math.inf
 
     def add(self, entry: Mapping[str, Any], arrival_s: float, tokens: int) -> None:
-        """A line of the log. One without time stamps, or that another gateway had begun, is left out."""
+        """Add a line of the log. Lines without time stamps, and of requests begun by another gateway, are skipped."""
         first, last = (_seconds(entry, f"{which}_token_unix_s") for which in ("first", "last"))
         submitted = arrival_s if entry.get("epoch") else _seconds(entry, "queue_unix_s")  # of the last epoch
         if first is None or last is None or submitted is None or entry.get("resumed"):
@@ -38,7 +38,7 @@ class LogFigures:
             spent.append(_seconds(entry, f"{stage}_s") or 0.0)
 
     def describe(self) -> dict[str, object] | None:
-        """None where no line says what it took."""
+        """The figures; None if no line has any."""
         if not self._ttft:
             return None
         return {

@@ -1,4 +1,4 @@
-"""Synthetic mixes of short and long requests, as the paper's evaluation has them."""
+"""Synthetic mixes of short and long requests, as in the paper's evaluation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def is_mix(source: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mix(Trace):
-    """`short` is the share of short requests, met exactly (rounded to whole requests); lengths are uniform, both ends
-    included.
+    """`short`: the share of short requests, met exactly (rounded to whole requests).
+
+    Lengths are uniform, both ends included.
     """
 
     short: float = 0.95
@@ -39,7 +40,7 @@ class Mix(Trace):
 
     @classmethod
     def parse(cls, source: str) -> Mix:
-        """`mix:short=0.95,requests=2000`, every key optional. Raises ConfigError."""
+        """Parse `mix:short=0.95,requests=2000`; every key is optional. Raises ConfigError."""
         known = {entry.name: entry for entry in fields(cls) if entry.init}
         given: dict[str, float | int] = {}
         for part in filter(None, source.removeprefix(PREFIX).removeprefix("mix").split(",")):
@@ -50,20 +51,20 @@ class Mix(Trace):
             try:
                 given[name] = kind(text)
             except ValueError:
-                raise ConfigError(f"{source}: {name}={text!r} is no {kind.__name__}") from None
+                raise ConfigError(f"{source}: {name}={text!r} is not of type {kind.__name__}") from None
         mix = replace(cls(), **given)  # type: ignore[arg-type]  # by name, as their fields say
         mix._check(source)
         return mix
 
     def _check(self, source: str) -> None:
         if not 0 <= self.short <= 1:
-            raise ConfigError(f"{source}: short is a share, between 0 and 1")
+            raise ConfigError(f"{source}: short must be a share between 0 and 1")
         if not 1 <= self.requests <= _MOST_REQUESTS:
             raise ConfigError(f"{source}: requests must be between 1 and {_MOST_REQUESTS}")
         for name in ("short", "long", "output"):
             low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
             if not 1 <= low <= high:
-                raise ConfigError(f"{source}: {name}_min ({low}) must be at least 1, {name}_max ({high}) at least that")
+                raise ConfigError(f"{source}: {name}_min ({low}) must be at least 1, {name}_max ({high}) no less")
             if high >= MAX_TOKENS:
                 raise ConfigError(f"{source}: {name}_max must be less than {MAX_TOKENS} tokens")
 

@@ -1,4 +1,4 @@
-"""Reads a trace file; its content says which format it has."""
+"""Reads a trace file and detects its format from its content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from alignedserve.simulator.traces.trace import LengthsTrace, TimedTrace, Trace,
 
 
 def read_trace(source: str) -> Trace:
-    """A file, or the specification of a mix. Raises TraceError with file, line and column."""
+    """Read a file, or the specification of a mix. Raises TraceError with file, line and column."""
     if is_mix(source):
         return Mix.parse(source)
     raw = _bytes(source)
@@ -24,13 +24,13 @@ def read_trace(source: str) -> Trace:
     found = (records if start[0] in "{[" else tables).parse(text, source)
     if not found.rows:
         last = text.count("\n") + 1
-        raise TraceError(f"{source}, line {last}, column 1: it has no requests", file=source, line=last, column=1)
+        raise TraceError(f"{source}, line {last}, column 1: the file has no requests", file=source, line=last, column=1)
     if not found.timed:
         return LengthsTrace(source, found.format, digest, tuple(found.rows))
     rows, ordered = in_order(found.rows)
     notes = tuple(found.notes)
     if not ordered and not found.any_order:
-        notes += ("the trace is not in order of time: it was sorted",)
+        notes += ("the trace is not ordered by time; it was sorted",)
     return TimedTrace(source, found.format, digest, rows, notes, found.measured)
 
 

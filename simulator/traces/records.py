@@ -1,4 +1,4 @@
-"""Traces as JSON lines: Mooncake's, and the log that our own gateways write (`--request-log`)."""
+"""Traces as JSON lines: Mooncake's, and the request log of our gateways (`--request-log`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REQUEST_LOG = ("arrival_unix_s", "input_tokens", "output_tokens")
 
 
 def parse(text: str, file: str) -> Found:
-    """Raises TraceError."""
+    """Parse the file. Raises TraceError."""
     read: _Reader | None = None
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -33,7 +33,7 @@ def parse(text: str, file: str) -> Found:
 
 
 class _Record:
-    """One line. Values are asked for by key; a place is where the key stands."""
+    """One line. Values are accessed by key; a value's place is the position of its key."""
 
     def __init__(self, line: str, file: str, number: int) -> None:
         self._line = line
@@ -44,11 +44,11 @@ class _Record:
         except json.JSONDecodeError as error:
             Place(file, number, error.colno).fail(f"not JSON: {error.msg}")
         except RecursionError:
-            Place(file, number, 1).fail("not a trace: JSON nested too deeply")
-        except ValueError:  # of Python's limit on the digits of a whole number
+            Place(file, number, 1).fail("not a trace: its JSON is nested too deeply")
+        except ValueError:  # Python's limit on the digits of an integer
             most = sys.get_int_max_str_digits()
             found = re.search(rf"\d{{{most + 1}}}", line)
-            Place(file, number, found.start() + 1 if found else 1).fail(f"a number of more than {most} digits")
+            Place(file, number, found.start() + 1 if found else 1).fail(f"a number with more than {most} digits")
         if not isinstance(self.values, dict):
             Place(file, number, 1).fail("a line must hold a JSON object")
 
@@ -77,7 +77,7 @@ class _Mooncake:
         if not isinstance(blocks, list | tuple) or not all(type(block) is int for block in blocks):
             record.place("hash_ids").fail("must be a list of whole numbers")
         self._blocks += len(blocks)
-        for position, block in enumerate(blocks):  # a prefix ends at the first block that nobody had before
+        for position, block in enumerate(blocks):  # a prefix ends at the first block that no earlier request had
             if block not in self._seen:
                 self._seen.update(blocks[position:])
                 break
@@ -87,8 +87,8 @@ class _Mooncake:
         if self._hits:
             share = self._hits / self._blocks
             self._found.notes.append(
-                f"prefix hits were not used: {self._hits} of {self._blocks} prompt blocks of the whole trace "
-                f"({share:.1%}) repeat an earlier request's prefix, and every prompt is computed whole"
+                f"prefix hits are not simulated: {self._hits} of {self._blocks} prompt blocks of the whole trace "
+                f"({share:.1%}) repeat an earlier request's prefix, but every prompt is computed in full"
             )
         return self._found
 
@@ -106,7 +106,7 @@ class _RequestLog:
         if not isinstance(given, str | int | None):
             record.place("request_id").fail("must be text or a whole number")
         request_id = "" if given is None else str(given)
-        if request_id in self._ids:  # one that went on through another gateway
+        if request_id in self._ids:  # a request that continued through another gateway
             request_id = ""
         self._ids.add(request_id)
         arrival_s = seconds_of(*record.get("arrival_unix_s"))
@@ -135,7 +135,5 @@ def _choose(record: _Record) -> _Reader:
         return _Mooncake()
     if not keys & set(_REQUEST_LOG):
         shown = ", ".join(sorted(keys)[:8])
-        record.place("").fail(
-            f"the keys {shown} are of no trace that is known here; a line has {trace_formats.JSONL_KEYS}"
-        )
+        record.place("").fail(f"the keys {shown} match no known trace format; a line has {trace_formats.JSONL_KEYS}")
     return _RequestLog()

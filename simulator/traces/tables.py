@@ -1,4 +1,4 @@
-"""Traces as CSV: a header names the columns, which may stand in any order and beside others."""
+"""Traces as CSV: a header names the columns, in any order and among others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignedserve.simulator.traces.trace import Row
 
 @dataclass(slots=True)
 class Found:
-    """What was read. `any_order`: the format does not promise order of time. `measured`: as in TimedTrace."""
+    """The parsed trace. `any_order`: the format does not promise order of time. `measured`: as in TimedTrace."""
 
     format: str
     timed: bool
@@ -26,7 +26,10 @@ class Found:
     measured: Mapping[str, object] | None = None
 
     def add(self, row: Row, place: Place) -> None:
-        """`place`: of its arrival. Raises TraceError for one so far from the first that virtual time would not pass."""
+        """`place`: of its arrival.
+
+        Raises TraceError if it is more than a year from the first, too far for virtual time.
+        """
         first_s = self.rows[0].arrival_s if self.rows else row.arrival_s
         if not abs(row.arrival_s - first_s) <= LONGEST_S:
             place.fail("the arrival is more than a year from the first line's")
@@ -36,11 +39,11 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class _Format:
     name: str
-    arrival: str  # its column; "" for none
+    arrival: str  # its column, or ""
     inputs: str
     outputs: str
     seconds: Callable[[str, Place], float] = seconds_of
-    objective: str = ""  # a column that may be missing; "" for none
+    objective: str = ""  # an optional column, or ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -59,7 +62,7 @@ _ALL = (_AZURE, _PLAIN, _LENGTHS)
 
 
 def parse(text: str, file: str) -> Found:
-    """Raises TraceError."""
+    """Parse the file. Raises TraceError."""
     lines = _lines(text, file)
     try:
         number, header = next(lines)
@@ -71,10 +74,10 @@ def parse(text: str, file: str) -> Found:
     if chosen is None:
         shown = ",".join(names)
         Place(file, number, 1).fail(
-            f"the header {shown!r} is of no trace that is known here; a header has {trace_formats.CSV_HEADERS}"
+            f"the header {shown!r} matches no known trace format; a header has {trace_formats.CSV_HEADERS}"
         )
     found = Found(chosen.name, timed=bool(chosen.arrival))
-    wanted = filter(None, (*chosen.columns, chosen.objective))  # "" would be the column that a table's index has
+    wanted = filter(None, (*chosen.columns, chosen.objective))  # "" would match the column of a table's index
     at = {name: known[name] for name in wanted if name in known}
     for number, cells in lines:
         column = at[chosen.arrival] if chosen.arrival else 0
@@ -86,7 +89,7 @@ def parse(text: str, file: str) -> Found:
 def _row(chosen: _Format, at: Mapping[str, int], names: list[str], cells: list[str], file: str, line: int) -> Row:
     if len(cells) != len(names):
         Place(file, line, min(len(cells), len(names)) + 1).fail(
-            f"the line has {len(cells)} fields, the header {len(names)}"
+            f"the line has {len(cells)} fields, but the header has {len(names)}"
         )
 
     def cell(column: str) -> tuple[str, Place]:
@@ -100,7 +103,7 @@ def _row(chosen: _Format, at: Mapping[str, int], names: list[str], cells: list[s
 
 
 def _lines(text: str, file: str) -> Iterator[tuple[int, list[str]]]:
-    """Every line that says something, with its number."""
+    """Every line that is not empty or a comment, with its number."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         try:

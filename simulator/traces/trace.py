@@ -1,4 +1,4 @@
-"""What a trace is once it has been read, and how a workload is made of it."""
+"""A parsed trace, and how a workload is made from it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from alignedserve.simulator.workload import Arrival, Workload
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request as a file has it. `arrival_s` on the file's own clock; `request_id` "" where it names none.
+    """A request of the file. `arrival_s`: on the file's own clock. `request_id`: "" if the file names none.
 
-    `wait_objective_s`: 0 where it has none.
+    `wait_objective_s`: 0 if it has none.
     """
 
     input_tokens: int
@@ -28,13 +28,16 @@ class Row:
 
 
 class Trace(ABC):
-    """A source of workloads. `timed`: it has arrivals of its own."""
+    """A source of workloads. `timed`: it has its own arrivals."""
 
     timed: bool
 
     @abstractmethod
     def workload(self, load: Load, seed: int) -> Workload:
-        """The same for the same arguments. Arrivals begin at 0. Raises ConfigError for a load that it cannot have."""
+        """The workload; the same for the same arguments. Arrivals begin at 0.
+
+        Raises ConfigError for an impossible load.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
@@ -43,9 +46,9 @@ class Trace(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TimedTrace(Trace):
-    """Requests with arrival times of their own. Rows in order of time, the first at 0.
+    """Requests with their own arrival times. Rows are ordered by time, the first at 0.
 
-    `measured`: figures of the cluster that the trace is a log of, where it says them.
+    `measured`: figures of the cluster that wrote the log, if the trace is one that has them.
     """
 
     source: str
@@ -58,12 +61,12 @@ class TimedTrace(Trace):
 
     def workload(self, load: Load, seed: int) -> Workload:
         if load.cv is not None:
-            raise ConfigError(f"--cv is for arrivals that are made; {self.source} has its own (--rate stretches them)")
+            raise ConfigError(f"--cv is for generated arrivals; {self.source} has its own (--rate stretches them)")
         rows = self.rows[: load.limit]
         times = load.stretch([row.arrival_s for row in rows])
         notes = self.notes
         if load.rate_per_s is not None:
-            notes += (f"arrivals of the trace stretched to {load.rate_per_s:g} requests a second on average",)
+            notes += (f"arrivals of the trace were stretched to {load.rate_per_s:g} requests a second on average",)
         return Workload(_arrivals(rows, times), {**self.describe(), "requests": len(rows)}, notes)
 
     def describe(self) -> dict[str, object]:
@@ -73,7 +76,7 @@ class TimedTrace(Trace):
 
 @dataclass(frozen=True, slots=True)
 class LengthsTrace(Trace):
-    """Lengths alone. Which ones, and in which order, is drawn from the seed: neighbours in a file are often alike."""
+    """Lengths only. The seed shuffles them, because neighbours in a file are often similar."""
 
     source: str
     format: str
@@ -107,7 +110,7 @@ def _arrivals(rows: Iterable[Row], times: Iterable[float]) -> tuple[Arrival, ...
 
 
 def _made_up(number: int, taken: set[str]) -> str:
-    """`rNUMBER`, or where a request of the trace is called that, with a stroke behind it, or more."""
+    """`rNUMBER`, with one or more apostrophes appended if a request of the trace already has that name."""
     name = f"r{number}"
     while name in taken:
         name += "'"
@@ -116,7 +119,7 @@ def _made_up(number: int, taken: set[str]) -> str:
 
 
 def in_order(rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
-    """Sorted by arrival, ties as in the file, moved to begin at 0. The second: whether they had been in order."""
+    """Rows sorted by arrival, ties as in the file, shifted to begin at 0; and whether they were already in order."""
     ordered = sorted(rows, key=lambda row: row.arrival_s)
     first = ordered[0].arrival_s if ordered else 0.0
     moved = tuple(replace(row, arrival_s=row.arrival_s - first) for row in ordered)

@@ -1,4 +1,4 @@
-"""A part of scattered blocks, gathered into contiguous bytes and scattered from them: layer by layer of each block."""
+"""Gathers a part of scattered blocks into contiguous bytes, and scatters it from them: layer by layer of each block."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from alignedserve.transfer.handles import slice_block_bytes
 from alignedserve.transfer.host_channel import cut_view
 from alignedserve.transfer.runs import IdArray, part_cut
 
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 class PackedBlocks(ABC):
-    """Of one store. Used by one thread at a time; it keeps the store's memory, whoever closes the store."""
+    """The blocks of one store. Used by one thread at a time. Keeps the store's memory even if the store is closed."""
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
@@ -49,19 +49,19 @@ class PackedBlocks(ABC):
 
     @abstractmethod
     def now(self) -> Any:
-        """What has been given to the device by the calling thread: for `Portion.ready`."""
+        """A mark of the device work submitted by the calling thread, for `Portion.ready`."""
 
     @abstractmethod
     def read(self, part: StoreSlice, ids: IdArray, packed: torch.Tensor, ready: Any) -> None:
-        """Gather into `packed`, uint8 `[len(ids) * width_bytes]` in host memory. Returns when it is there."""
+        """Gather into `packed`, uint8 `[len(ids) * width_bytes]` in host memory. Returns when it is complete."""
 
     @abstractmethod
     def write(self, part: StoreSlice, ids: IdArray, packed: torch.Tensor, ready: Any) -> None:
-        """Scatter from `packed`, which is as in `read`. Returns when it has been read and is there."""
+        """Scatter from `packed`, as in `read`. Returns when it is complete."""
 
 
 def packed_blocks(store: BlockStore) -> PackedBlocks:
-    """Raises TransferError for a store whose memory is not of this process."""
+    """Raises TransferError for a store whose memory is not in this process."""
     if isinstance(store, HostBlockStore):
         return HostBlocks(store)
     if isinstance(store, DeviceBlockStore):
@@ -70,7 +70,7 @@ def packed_blocks(store: BlockStore) -> PackedBlocks:
 
 
 class HostBlocks(PackedBlocks):
-    """In host memory."""
+    """Blocks in host memory."""
 
     def __init__(self, store: HostBlockStore) -> None:
         super().__init__(store)
@@ -103,9 +103,9 @@ class HostBlocks(PackedBlocks):
 
 
 class DeviceBlocks(PackedBlocks):
-    """In a tensor. On a GPU `read` and `write` go through a staging buffer on it, on a stream of their own.
+    """Blocks in a tensor. On a GPU `read` and `write` use a staging buffer on it, on their own stream.
 
-    With a tensor on "cpu" everything works too, without streams: that is how it is tested where there is no GPU.
+    With a tensor on "cpu" everything works too, without streams, for tests without a GPU.
     """
 
     def __init__(self, store: DeviceBlockStore) -> None:
@@ -154,17 +154,17 @@ class DeviceBlocks(PackedBlocks):
             self._settle()
 
     def upload(self, ids: IdArray) -> torch.Tensor:
-        """`ids` where the blocks are, int64; from page-locked memory, in the current stream."""
+        """`ids` on the blocks' device, int64; from page-locked memory, in the current stream."""
         tensor = torch.from_numpy(np.ascontiguousarray(ids))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
 
     def gather(self, part: StoreSlice, ids: torch.Tensor, packed: torch.Tensor) -> None:
-        """Into `packed`, uint8 on the blocks' device: one kernel, in the current stream."""
+        """Gather into `packed`, uint8 on the blocks' device: one kernel, in the current stream."""
         view = self._view(part)
         torch.index_select(view, 0, ids, out=self._like(view, ids, packed))
 
     def scatter(self, part: StoreSlice, ids: torch.Tensor, packed: torch.Tensor) -> None:
-        """From `packed`, uint8 on the blocks' device: one kernel, in the current stream."""
+        """Scatter from `packed`, uint8 on the blocks' device: one kernel, in the current stream."""
         view = self._view(part)
         view.index_copy_(0, ids, self._like(view, ids, packed))
 
@@ -173,7 +173,7 @@ class DeviceBlocks(PackedBlocks):
         return packed.view(view.dtype).view(ids.numel(), *view.shape[1:])
 
     def _view(self, part: StoreSlice) -> torch.Tensor:
-        """`[capacity, width]`, or `[capacity, rows, width]` where rows lie apart, in the widest words that fit."""
+        """`[capacity, width]`, or `[capacity, rows, width]` if rows are apart, in the widest words that fit."""
         if part not in self._views:
             cut, blocks = part_cut(self.store, part), self._blocks
             sizes = (blocks.stride(0), blocks.data_ptr(), cut.begin_bytes, cut.stride_bytes, cut.width_bytes)

@@ -1,4 +1,4 @@
-"""The channel between a store of this process and one of the other process of the pair."""
+"""The channel between a store of this process and a store of the other process of the pair."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from alignedserve.transfer.paired.transport import Portion
 
 
 class PairedChannel(QueuedChannel):
-    """Asks the other process to take part in each copy, which then runs over the pair's connection of that direction.
+    """Asks the other process to take part in each copy, which then uses the pair's connection of that direction.
 
-    A copy that is asked for while the pair is not connected waits for it, as long as the client allows.
+    A copy that is requested while the pair is not connected waits for the connection, as long as the client allows.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class PairedChannel(QueuedChannel):
         *,
         max_pending: int = MAX_PENDING_COPIES,
     ) -> None:
-        """One of the stores is remote. Raises TransferError where that is not so, and like `common_part`."""
+        """One of the stores must be remote. Raises TransferError if not, and like `common_part`."""
         self._client = client
         self._push = isinstance(destination, RemoteBlockStore)
         if self._push == isinstance(source, RemoteBlockStore):
@@ -41,7 +41,7 @@ class PairedChannel(QueuedChannel):
 
     @property
     def waits_for_peer(self) -> bool:
-        """Also while it waits for its turn: whose it is has a channel of its own, that says this for itself."""
+        """True also while it waits for its turn: the channel whose turn it is reports its own state."""
         return not self._blocks.busy
 
     def _ready(self) -> Any:
@@ -58,4 +58,4 @@ class PairedChannel(QueuedChannel):
         self._client.copy(store.store_id, remote, portion, push=self._push)
 
     def _end(self, copy: Copy, begun: None) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: `_begin` has completed the copy."""

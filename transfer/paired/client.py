@@ -1,4 +1,4 @@
-"""The asking end of a pair: a decode instance's, or a reader's of a shard. Whoever has the stream drives it."""
+"""The requesting end of a pair: of a decode instance, or of a reader of a shard. The owner of the stream drives it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CHECKSUMS_S = 30.0
 
 
 class PairClient:
-    """Copies of one pair, over one session after another: a session begins with a stream, and ends with it.
+    """Copies of one pair, over consecutive sessions. A session begins and ends with a stream.
 
-    `begin`, `on_event` and `broke` are called by whoever has the stream; `copy` and `checksums` by any thread, and they
-    block. What is asked for while there is no session waits for the next, until there has been none for `away_s`.
+    `begin`, `on_event` and `broke` are called by the owner of the stream; `copy` and `checksums` by any thread, and
+    they block. A request without a session waits for the next one, until there has been none for `away_s`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PairClient:
         away_s: float,
         read_only: bool = False,
     ) -> None:
-        """`peer`: its id, for messages. `read_only`: it is never pushed to, so that one connection is enough."""
+        """`peer`: its id, for messages. `read_only`: nothing is pushed to it, so that one connection suffices."""
         self.peer = peer
         self._lanes = (PULL,) if read_only else (PULL, PUSH)
         self._process, self._wiring, self._geometry, self._away_s = process, wiring, geometry, away_s
@@ -50,7 +50,7 @@ class PairClient:
         self._session: ClientSession | None = None
         self._away_since: float | None = time.monotonic()  # None: connected
         self._doubtful = -1  # the last session in which a push failed
-        self._opened = 0  # sessions that the peer has opened, which ended what it did in those before
+        self._opened = 0  # sessions that the peer has opened; opening one ends its work in earlier ones
         self._closed = False
         self._connecting: threading.Thread | None = None
         self._turns = {lane: Turns() for lane in self._lanes}
@@ -58,7 +58,7 @@ class PairClient:
 
     @property
     def settled(self) -> bool:
-        """Whether the peer writes nothing of a push that has failed: it has opened another session since."""
+        """Whether the peer no longer writes for a failed push: it has opened another session since."""
         return self._opened > self._doubtful
 
     @property
@@ -66,7 +66,7 @@ class PairClient:
         return self._wiring.channel
 
     def hello(self) -> pc.PairCommand:
-        """What the stream begins with."""
+        """The first command of a stream."""
         return pc.PairCommand(
             hello=pc.PairHello(
                 process=self._process,
@@ -80,7 +80,7 @@ class PairClient:
     def begin(self, send: Callable[[pc.PairCommand], None], on_trouble: Callable[[], None]) -> None:
         """A stream is about to open. Both callables may be called by any thread and must not block.
 
-        `on_trouble`: the session is of no more use; the stream is to be ended, and another begun.
+        `on_trouble`: the session is unusable; the stream must be ended, and another begun.
         """
         with self._changed:
             self.sessions += 1
@@ -94,7 +94,7 @@ class PairClient:
             with self._changed:
                 self._opened = session.number
                 self._changed.notify_all()
-                if not self._closed:  # else nobody would wait for the thread
+                if not self._closed:  # else no call would join the thread
                     name = f"pair-{self.peer}"
                     self._connecting = threading.Thread(target=self._connect, args=(session,), name=name, daemon=True)
                     self._connecting.start()
@@ -114,12 +114,12 @@ class PairClient:
     def copy(self, store_id: str, remote_ids: IdArray, portion: Portion, *, push: bool) -> None:
         """Copy blocks of the peer's store to those of the portion, or (`push`) the other way.
 
-        Raises TransferError. Neither side's blocks are used any more when it returns or raises; but after a push that
-        failed the peer's may be, until `settled`.
+        Raises TransferError. When it returns or raises, neither side's blocks are used any more, except that after a
+        failed push the peer's may be, until `settled`.
         """
         lane = PUSH if push else PULL
         if lane not in self._lanes:
-            raise TransferError(f"stores of {self.peer} can only be read from here: {store_id} is not written to")
+            raise TransferError(f"stores of {self.peer} are read-only here: {store_id} cannot be written to")
         with self._turns[lane]:
             session = self._wait_up()
             try:
@@ -136,17 +136,17 @@ class PairClient:
                 raise TransferError(f"a copy with {self.peer} failed: {error!r}") from error
 
     def checksums(self, store_id: str, block_ids: Sequence[int]) -> list[int]:
-        """Of blocks of the peer's store, as it computes them. Raises TransferError."""
+        """Checksums of blocks of the peer's store, computed by the peer. Raises TransferError."""
         return self._wait_up().checksums(store_id, block_ids)
 
     def shut(self) -> None:
-        """Copies that wait fail, and none begins any more; idempotent. Does not block."""
+        """Fail waiting copies and begin no more; idempotent. Does not block."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Copies that wait or are under way fail; idempotent. May block for a moment."""
+        """Fail waiting and running copies; idempotent. May block for a moment."""
         self.shut()
         self.broke("it was closed")
         if self._connecting is not None:  # a process that ends while Gloo's threads are being joined is aborted
@@ -155,8 +155,8 @@ class PairClient:
     def _connect(self, session: ClientSession) -> None:
         try:
             session.connect()
-        except Exception as error:  # whatever it was, a session must follow
-            logger.warning("no connection to %s yet: %s", self.peer, error)
+        except Exception as error:  # on any error another session must follow
+            logger.warning("not connected to %s yet: %s", self.peer, error)
             session.trouble(str(error))
             return
         with self._changed:
@@ -176,12 +176,12 @@ class PairClient:
                 since_s = max(self._away_since, begun_s) if connecting else self._away_since
                 left = since_s + self._away_s - now
                 if self._closed or left <= 0:
-                    why = "the pair was closed" if self._closed else f"there was none for {self._away_s:g} s"
+                    why = "the pair was closed" if self._closed else f"none for {self._away_s:g} s"
                     raise TransferError(f"there is no connection to {self.peer}: {why}")
                 self._changed.wait(left)
 
     def _wait_settled(self) -> None:
-        """Until that is so, or there has been no session for `away_s`."""
+        """Wait until `settled`, or until there has been no session for `away_s`."""
         with self._changed:
             while not (self.settled or self._closed):
                 left = (self._away_since or time.monotonic()) + self._away_s - time.monotonic()
@@ -191,7 +191,7 @@ class PairClient:
 
 
 class ClientSession:
-    """One stream's time. Its connections come up after the peer has opened it."""
+    """The session of one stream. Its connections are made after the peer has opened it."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class ClientSession:
         self._broken = ""
 
     def connect(self) -> None:
-        """Raises TransferError where the connections do not come about."""
+        """Raises TransferError if the connections cannot be made."""
         for lane in self._lanes:
             transport = open_transport(self._wiring, lane, self._rendezvous)
             with self._changed:
@@ -234,7 +234,7 @@ class ClientSession:
         with self._changed:
             reply = self._replies.get(message.number)
             if reply is None:
-                return  # of a copy that is through: nobody waits for the peer's end of a pull
+                return  # of a copy that is complete: the peer's end of a pull is not awaited
             if kind == "accepted":
                 reply.accepted = True
             else:
@@ -242,7 +242,7 @@ class ClientSession:
             self._changed.notify_all()
 
     def copy(self, store_id: str, remote_ids: IdArray, portion: Portion, lane: str) -> None:
-        """Raises CopyRefusedError, after which the session goes on, or another error, after which it must not."""
+        """Raises CopyRefusedError, after which the session continues, or another error, after which it must not."""
         part = portion.part
         with self._reply() as (number, reply):
             self._send(
@@ -289,12 +289,12 @@ class ClientSession:
                 del self._replies[number]
 
     def trouble(self, reason: str) -> None:
-        """It is of no more use."""
+        """The session is unusable: end it, and report it."""
         self.end(reason)
         self._on_trouble()
 
     def end(self, reason: str) -> None:
-        """What waits or is under way fails; idempotent."""
+        """Fail waiting and running requests; idempotent."""
         with self._changed:
             self.up = False
             self._broken = self._broken or reason
@@ -316,19 +316,19 @@ class ClientSession:
 
 @dataclass(slots=True)
 class _Reply:
-    """What the peer has said to one request."""
+    """The peer's reply to one request."""
 
     accepted: bool = False
     end: pc.CopyEnded | pc.Checksums | None = None
 
     def require_well(self) -> None:
-        """Raises CopyRefusedError where it ended with a failure."""
+        """Raises CopyRefusedError if it ended with a failure."""
         if self.end is not None and self.end.HasField("failure"):
             raise CopyRefusedError(_cause(self.end.failure))
 
 
 class CopyRefusedError(Exception):
-    """The peer took no part, or says that it failed without harm to the session. `cause` is what it said."""
+    """The peer took no part, or reports a failure that leaves the session usable. `cause` is the reported error."""
 
     def __init__(self, cause: TransferError) -> None:
         super().__init__(str(cause))
@@ -336,7 +336,7 @@ class CopyRefusedError(Exception):
 
 
 class Turns:
-    """A lock that is had in the order in which it was asked for: no channel of a pair starves another."""
+    """A lock that is granted in the order of requests, so that no channel of a pair starves another."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

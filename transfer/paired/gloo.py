@@ -1,7 +1,8 @@
 """Gloo over TCP: between nodes without NCCL, and between any two processes for tests. Through host memory.
 
-A dead peer ends what waits for it at once, as its kernel closes the connection; one that is stopped, or whose node is
-gone, after `silent_s` a piece. (`ProcessGroupGloo.abort` ends no wait of another thread: seen with torch 2.13.)
+If a peer dies, its kernel closes the connection, which ends waits for it at once. A peer that is stopped, or whose node
+is gone, ends them after `silent_s` a piece. (`ProcessGroupGloo.abort` ends no wait of another thread: seen with torch
+2.13.)
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from alignedserve.transfer.paired.transport import Portion, Transport, Wiring
 
 logger = logging.getLogger(__name__)
 
-_dist: Any = dist  # its process groups have no types
+_dist: Any = dist  # its process groups are untyped
 
 
 class _Addresses(Store):
-    """What Gloo finds its peer by: brought there over the pair's stream, so that no port is open to everybody."""
+    """The addresses by which Gloo finds its peer, sent over the pair's stream, so that no store port has to be open."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
         super().__init__()
         self._rendezvous, self._name, self._timeout_s = rendezvous, name, timeout_s
-        self.own = b""  # what was said of this end: the address that it listens on is in it
+        self.own = b""  # what this end published, including its listening address
 
     def set(self, key: str, value: Any) -> None:
         said = value.encode() if isinstance(value, str) else bytes(value)
@@ -47,7 +48,7 @@ class _Addresses(Store):
 
 
 class GlooTransport(Transport):
-    """A group of two ranks, and two host buffers: a piece is gathered or scattered while the next one is under way."""
+    """A group of two ranks, and two host buffers: a piece is gathered or scattered while the next one is in flight."""
 
     def __init__(self, wiring: Wiring, name: str, rendezvous: Rendezvous) -> None:
         """As `open_transport`."""
@@ -65,10 +66,10 @@ class GlooTransport(Transport):
             raise TransferError(f"Gloo could not connect ({name}, at {wiring.host}): {error}") from error
         self._meet(name, rendezvous)
         if not close_door(store.own):
-            logger.warning("the port that Gloo listens on for %s stays open to everybody who reaches it", name)
+            logger.warning("the port on which Gloo listens for %s stays open to other processes", name)
 
     def _meet(self, name: str, rendezvous: Rendezvous) -> None:
-        """Both ends show each other that they have the stream, too. Raises TransferError where one has not."""
+        """Both ends prove to each other that they share the stream. Raises TransferError if one cannot."""
         key = f"{name}/secret"
         if self._rank == 0:
             rendezvous.set(key, secrets.token_bytes(SECRET_BYTES))
@@ -117,7 +118,7 @@ class GlooTransport(Transport):
             raise self._failed(error) from error
 
     def abort(self) -> None:
-        self._group = None  # the connection closes with the last one who uses it
+        self._group = None  # the last user of the group closes the connection
 
     def _live(self) -> Any:
         group = self._group
@@ -126,7 +127,7 @@ class GlooTransport(Transport):
         return group
 
     def _buffer(self, portion: Portion, slot: int, count: int) -> torch.Tensor:
-        """Of `count` blocks. A larger one is made for a part whose single block needs it."""
+        """A buffer for `count` blocks. It is enlarged for a part of which a single block needs it."""
         needed = portion.staging_bytes(self._piece_bytes)
         if not self._buffers or self._buffers[0].numel() < needed:
             pinned = portion.blocks.on_gpu
@@ -134,7 +135,7 @@ class GlooTransport(Transport):
         return self._buffers[slot][: count * portion.blocks.width_bytes(portion.part)]
 
     def _settle(self, works: list[Any], slot: int) -> None:
-        """Wait for the work of a slot, if there is one. Raises RuntimeError."""
+        """Wait for the work of a slot, if there is any. Raises RuntimeError."""
         work, works[slot] = works[slot], None
         if work is not None:
             work.wait(self._silent)

@@ -1,7 +1,7 @@
-"""Gloo's connections and who else reaches them (docs/adr/0041).
+"""Protection of Gloo's connections against other processes (docs/adr/0041).
 
-Gloo listens on the node's address, asks nobody who he is, and takes the first who connects for the peer. It keeps every
-further connection open as well, and ends the process when there are too many.
+Gloo listens on the node's address without authentication, and takes the first process that connects for the peer. It
+also keeps every further connection open, and ends the process when there are too many.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _RETURN_NOTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)  # a classic BPF program: 
 
 
 def proof(secret: bytes, name: str, rank: int) -> bytes:
-    """What the end of this rank shows over the connection `name`: the secret came over the pair's own stream."""
+    """The proof sent by the end of this rank over the connection `name`; the secret came over the pair's stream."""
     return hmac.digest(secret, f"{name} {rank}".encode(), hashlib.sha256)
 
 
 def check_proof(shown: bytes, secret: bytes, name: str, rank: int) -> None:
-    """Raises TransferError where somebody else has connected."""
+    """Raises TransferError if another process has connected."""
     if not hmac.compare_digest(shown, proof(secret, name, rank)):
-        raise TransferError(f"whoever connected for {name} is not the other process of this pair")
+        raise TransferError(f"the process that connected for {name} is not the other process of this pair")
 
 
 def close_door(address: bytes) -> bool:
-    """Have the kernel drop what still wants to connect to a listening socket of this process; open connections go on.
+    """Make the kernel drop new connections to a listening socket of this process; open connections are kept.
 
-    `address`: bytes that contain the socket's, as the kernel has it. Returns whether there was such a socket: closing
-    it would end the process, since Gloo goes on to accept.
+    `address`: bytes that contain the socket's address in the kernel's form. Returns whether there was such a socket. It
+    is not closed, since Gloo continues to accept on it and would end the process.
     """
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), _borrowed(int(entry.name)) as listener:
@@ -54,7 +54,10 @@ def close_door(address: bytes) -> bool:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A descriptor of somebody else. No duplicate: while there is one, a socket that Gloo closes stays in its epoll."""
+    """Use a descriptor that another owner holds. It is not duplicated.
+
+    A duplicate would keep a socket that Gloo closes in its epoll.
+    """
     found = socket.socket(fileno=descriptor)
     try:
         yield found

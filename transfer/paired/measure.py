@@ -1,4 +1,4 @@
-"""What a channel between two places of this machine reaches: scattered blocks, both ways, between two processes."""
+"""Measures a channel between two places of this machine: scattered blocks, both ways, between two processes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from alignedserve.transfer.topology import CUDA_IPC, CUDA_STAGED, SHARED_MEMORY
 
 GEOMETRY = KvGeometry("measure", "float32", layers=8, kv_heads=8, head_dim=64, block_size=16)
 BLOCKS = 128
-"""Of half a MiB each; a copy moves half of them."""
+"""Half a MiB each; a copy moves half of them."""
 REPEATED = 5
 PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes a second: the best of some copies, of those that this process asks for to its own store, and from it."""
+    """Bytes a second: the best of some copies requested by this process, to its own store and from it."""
 
     to_ours: float
     from_ours: float
@@ -43,9 +43,9 @@ class Bandwidth:
 def measure_channel(
     channel: str, ours: str, theirs: str, *, geometry: KvGeometry = GEOMETRY, blocks: int = BLOCKS
 ) -> Bandwidth:
-    """Between a store of this process on the device `ours`, and one on `theirs`: of another process, but for PCIe.
+    """Measure between a store of this process on `ours` and one on `theirs`, of another process except for PCIe.
 
-    Raises TransferError and RuntimeError where the channel does not work.
+    Raises TransferError and RuntimeError if the channel does not work.
     """
     spec = PeerSpec(geometry, blocks, channel=channel, stores=("peer/store",), device=theirs, silent_s=PATIENCE_S)
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def _paired(spec: PeerSpec, local: BlockStore, ours: str) -> Iterator[tuple[Chan
 
 @contextlib.contextmanager
 def _attached(spec: PeerSpec, channel: str) -> Iterator[BlockStore]:
-    """A store of another process; host memory beside a device is this process's own, which PCIe cannot tell."""
+    """A store of another process. For PCIe the host memory is this process's own, which makes no difference."""
     if channel in (CUDA_IPC, CUDA_STAGED):
         with PeerProcess(spec) as peer:
             assert peer.handles[0].kind == CUDA

@@ -1,6 +1,6 @@
-"""NCCL through a communicator of two ranks: one peer's death takes no other pair. Not yet run on a GPU.
+"""NCCL through a communicator of two ranks, so that a peer's death affects no other pair. Not yet run on a GPU.
 
-Two ranks on one GPU need NCCL_MULTI_RANK_GPU_ENABLE=1 in both processes (`pair_choice` asks for it).
+Two ranks on one GPU need NCCL_MULTI_RANK_GPU_ENABLE=1 in both processes (`pair_choice` checks it).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from alignedserve.transfer.topology import NCCL
 ABORT_GRACE_S = 0.2
 POLL_S = 50e-6
 ASK_S = 0.05
-_cuda: Any = torch.cuda  # most of it has no types
+_cuda: Any = torch.cuda  # most of it is untyped
 
 Move = Callable[[torch.Tensor, torch.Tensor, Any], Any]
-"""Gives the device one piece: ids, a staging buffer and the event after which that is idle; when it is again."""
+"""Submits one piece: ids, a staging buffer and the event after which it is idle. Returns the next such event."""
 
 
 def nccl_problem() -> str:
-    """What this process lacks for NCCL, and what to do about it; "" where it has everything."""
+    """What this process lacks for NCCL, and the remedy; "" if nothing."""
     if not torch.cuda.is_available():
         return "there is no GPU"
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        return f"cupy is not installed, or without its NCCL ({error}): {INSTALL_NCCL}"
+        return f"cupy, or its NCCL, is not installed ({error}): {INSTALL_NCCL}"
     return "" if nccl.available else f"this cupy has no NCCL: {INSTALL_NCCL}"
 
 
 def no_nccl_here(wanted: str, device: str) -> str:
-    """Why an instance on `device` cannot use NCCL; CuPy is imported only where `wanted` is NCCL."""
+    """Why an instance on `device` cannot use NCCL. CuPy is imported only if `wanted` is NCCL."""
     if device == "cpu":
         return "KV is in host memory"
     return nccl_problem() if wanted == NCCL else cupy_missing()
@@ -51,12 +51,12 @@ def no_nccl_here(wanted: str, device: str) -> str:
 class NcclTransport(Transport):
     """A communicator, two streams and two staging buffers on the device.
 
-    A piece is gathered by one kernel while the one before it is under way, and sent as one message; the other end
+    A piece is gathered by one kernel while the previous one is in flight, and sent as one message; the other end
     receives and scatters in the same way. Nothing waits for the device as a whole.
     """
 
     def __init__(self, wiring: Wiring, name: str, rendezvous: Rendezvous, *, library: Any = None) -> None:
-        """As `open_transport`. `library` is `cupy.cuda.nccl`, but in tests, where `wiring.device` may be "cpu"."""
+        """As `open_transport`. `library`: `cupy.cuda.nccl`, except in tests, where `wiring.device` may be "cpu"."""
         self._nccl = library or importlib.import_module("cupy.cuda.nccl")
         self._peer = 1 - wiring.rank
         self._piece_bytes, self._silent_s = wiring.piece_bytes, wiring.silent_s
@@ -108,8 +108,8 @@ class NcclTransport(Transport):
             if self._aborted:
                 return
             self._aborted = True
-            # A call that is about to return is let out first, since the communicator goes with `abort`. One that waits
-            # for the peer does not return, and is ended by it.
+            # First let a call that is about to return finish, since `abort` destroys the communicator. A call that
+            # waits for the peer does not return, and is ended by `abort`.
             self._gate.wait_for(lambda: not self._inside, ABORT_GRACE_S)
             with self._on_device():
                 self._comm.abort()
@@ -117,14 +117,14 @@ class NcclTransport(Transport):
     def _communicator(self, unique: bytes, rank: int) -> Any:
         try:
             return self._nccl.NcclCommunicator(2, unique, rank)
-        except TypeError:  # CuPy 13 has the id as a tuple of signed characters
+        except TypeError:  # in CuPy 13 the id is a tuple of signed characters
             return self._nccl.NcclCommunicator(2, tuple(byte - 256 if byte > 127 else byte for byte in unique), rank)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def _move(self, portion: Portion, blocks: DeviceBlocks, move: Move) -> None:
-        """Piece after piece, by turns through the two staging buffers; returns when all are through."""
+        """Move piece after piece, alternating between the two staging buffers; returns when all are complete."""
         with blocks.in_use(), self._on_device(), self._draining():
             ids, over = self._begin(portion, blocks), []
             for number, (begin, end) in enumerate(portion.pieces(self._piece_bytes)):
@@ -136,7 +136,8 @@ class NcclTransport(Transport):
     def _begin(self, portion: Portion, blocks: DeviceBlocks) -> torch.Tensor:
         needed = portion.staging_bytes(self._piece_bytes)
         if not self._staging or self._staging[0].numel() < needed:
-            # Not of the default stream's memory, which that may still write to: its allocator only minds itself.
+            # Not from the default stream's memory, which that may still write to: its allocator only tracks its own
+            # stream.
             with self._packing.current():
                 self._staging = [torch.empty(needed, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self._packing.wait(portion.ready)
@@ -164,7 +165,7 @@ class NcclTransport(Transport):
                 self._gate.notify_all()
 
     def _await(self, over: list[Any]) -> None:
-        """Until every piece is through; each has `silent_s`. Raises TransferError."""
+        """Wait until every piece is complete; each has `silent_s`. Raises TransferError."""
         for event in over:
             deadline, asked = time.monotonic() + self._silent_s, time.monotonic()
             while event is not None and not event.query():
@@ -188,7 +189,7 @@ class NcclTransport(Transport):
 
     @contextlib.contextmanager
     def _draining(self) -> Iterator[None]:
-        """After an error nothing of this transport may touch blocks or staging any more."""
+        """After an error, make sure that nothing of this transport touches blocks or staging any more."""
         try:
             yield
         except BaseException:
@@ -199,7 +200,7 @@ class NcclTransport(Transport):
 
 
 class _Line:
-    """A CUDA stream. On "cpu", where everything is over when its call returns, it is nothing."""
+    """A CUDA stream. On "cpu", where every call is synchronous, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = _cuda.Stream(device) if device.type == "cuda" else None
@@ -228,7 +229,7 @@ class _Line:
 
 
 def id_to_bytes(unique: bytes | tuple[int, ...]) -> bytes:
-    """NCCL's unique id as CuPy has it: bytes since 14, signed characters before."""
+    """NCCL's unique id from CuPy: bytes since 14, signed characters before."""
     return unique if isinstance(unique, bytes) else bytes(value & 0xFF for value in unique)
 
 

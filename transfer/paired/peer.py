@@ -1,6 +1,6 @@
-"""The other process of a pair, without a cluster: for `alignedserve doctor`, for benchmarks, and for tests.
+"""The other process of a pair, without a cluster: for `alignedserve doctor`, benchmarks and tests.
 
-It holds stores and serves one session after another; commands and events go through its standard streams.
+It holds stores and serves one session after another; commands and events use its standard streams.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """What the process holds: `stores` names, each of `blocks` blocks, on `device`.
+    """The stores of the process: `stores` names, each of `blocks` blocks, on `device`.
 
-    `memfd`: a descriptor that it is started with, over which the first store lies; -1: none.
+    `memfd`: a descriptor passed at its start, which the first store uses; -1: none.
     """
 
     geometry: KvGeometry
@@ -58,10 +58,10 @@ class PeerSpec:
 
 
 class PeerProcess:
-    """Started by the constructor; `connect` has a client served, through all breaks; ends with the context."""
+    """A process started by the constructor. `connect` serves a client across broken sessions; the context ends it."""
 
     def __init__(self, spec: PeerSpec, environment: Mapping[str, str] | None = None) -> None:
-        """Raises TransferError where the process does not come up."""
+        """Raises TransferError if the process does not start."""
         self.spec = spec
         self._client: PairClient | None = None
         self._reader: threading.Thread | None = None
@@ -86,7 +86,7 @@ class PeerProcess:
         self.handles = [StoreHandle.from_proto(store) for store in pc.PairEvent.FromString(first[1]).opened.stores]
 
     def connect(self, client: PairClient) -> None:
-        """Begin the client's first session; each one that it gives up is followed by another. It has the peer alone."""
+        """Begin the client's first session; each one it gives up is followed by another. It has the peer for itself."""
         self._client = client
         if self._reader is None:
             self._reader = threading.Thread(target=self._read, name="peer-events", daemon=True)
@@ -122,12 +122,12 @@ class PeerProcess:
         self._send(self._session, client.hello())
 
     def _again(self, client: PairClient) -> None:
-        client.broke("its session was of no more use")
+        client.broke("its session was unusable")
         if not self._closed and client is self._client:
             self._begin(client)
 
     def _send(self, session: int, command: pc.PairCommand) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # it has ended: its events have, too
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the process has ended, and its events with it
             write_frame(self._in, session, command.SerializeToString())
 
     def _read(self) -> None:
@@ -139,7 +139,7 @@ class PeerProcess:
 
 
 def frames(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Each message of a stream and the session that it is of, until the stream ends; closes it."""
+    """Each message of a stream and its session, until the stream ends; closes it."""
     with contextlib.closing(stream), contextlib.suppress(ValueError, OSError):
         while len(head := stream.read(_HEAD.size)) == _HEAD.size:
             session, count = _HEAD.unpack(head)
@@ -152,7 +152,7 @@ def write_frame(stream: IO[bytes], session: int, message: bytes) -> None:
 
 
 def make_store(spec: PeerSpec, name: str, memfd: int = -1) -> BlockStore:
-    """Of the spec's geometry, filled with bytes that differ from block to block and from store to store."""
+    """A store of the spec's geometry, filled with bytes that differ between blocks and between stores."""
     geometry, draw = spec.geometry, np.random.default_rng(sum(name.encode()))
     if spec.device == "cpu":
         whole = StoreSlice.whole(geometry)
@@ -189,7 +189,7 @@ class _Service:
             write_frame(self._out, session, event.SerializeToString())
 
     def on_command(self, session: int, command: pc.PairCommand) -> None:
-        """Commands of a session that another has followed are dropped."""
+        """Commands of a session that was followed by another are dropped."""
         if command.WhichOneof("body") != "hello":
             if self._server is not None and session == self._session:
                 self._server.on_command(command)
@@ -216,5 +216,5 @@ def main(arguments: list[str], stdin: IO[bytes], stdout: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     own = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no event
+    os.dup2(2, 1)  # output of libraries must not be taken for events
     main(sys.argv[1:], sys.stdin.buffer, own)

@@ -1,4 +1,4 @@
-"""A store in the other process of a pair, as this one knows it."""
+"""A store in the other process of a pair, as seen by this one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from alignedserve.transfer.handles import StoreHandle
 
 
 class RemoteBlockStore(HandleBlockStore):
-    """Has no memory here: a `PairedChannel` copies from and to it. Its checksums are the other process's work."""
+    """Has no memory here: a `PairedChannel` copies from and to it. The other process computes its checksums."""
 
     def __init__(self, handle: StoreHandle, ask_checksums: Callable[[str, Sequence[int]], list[int]]) -> None:
-        """`ask_checksums(store_id, block_ids)` blocks, and raises TransferError where there is no answer."""
+        """`ask_checksums(store_id, block_ids)` blocks, and raises TransferError if there is no answer."""
         super().__init__(handle)
         self._ask_checksums = ask_checksums
 

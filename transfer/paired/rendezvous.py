@@ -1,4 +1,4 @@
-"""What the two ends of a pair tell each other in order to connect, over a stream that they have already."""
+"""The values that both ends of a pair exchange in order to connect, over the stream they already have."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from alignedserve.errors import TransferError
 
 
 class Rendezvous:
-    """Values by key, each known to both ends once one of them has `set` it. Any thread may use it."""
+    """Values by key, each known to both ends once one of them has called `set`. Thread-safe."""
 
     def __init__(self, tell: Callable[[str, bytes], None]) -> None:
-        """`tell` brings a value to the other end, which calls `heard`; it must not block."""
+        """`tell` sends a value to the other end, which calls `heard`; it must not block."""
         self._tell = tell
         self._values: dict[str, bytes] = {}
         self._ended = ""
@@ -29,7 +29,7 @@ class Rendezvous:
             self._changed.notify_all()
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for the value. Raises TransferError when the time is over, or no value will come any more."""
+        """Wait for the value. Raises TransferError on timeout, or when no more values will come."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while key not in self._values:
@@ -42,7 +42,7 @@ class Rendezvous:
             return self._values[key]
 
     def end(self, reason: str) -> None:
-        """Nothing will be heard any more."""
+        """No more values will come."""
         with self._changed:
             self._ended = self._ended or reason
             self._changed.notify_all()

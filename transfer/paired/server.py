@@ -1,4 +1,4 @@
-"""The serving end of a pair, a prefill instance's or a shard's: takes part in the copies that it is asked for."""
+"""The serving end of a pair, of a prefill instance or a shard: takes part in the copies that are requested."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ JOIN_MARGIN_S = 1.0
 
 
 class PairServer:
-    """One session of one worker, from its hello on. `close` ends it; then no copy of it runs any more.
+    """One session of one worker, from its hello on. `close` ends it; after that none of its copies runs.
 
-    `on_command` never blocks. `send` and `on_trouble` may be called by any thread, and must not block; `on_trouble`:
-    the stream is to be ended, and the worker begins another.
+    `on_command` never blocks. `send` and `on_trouble` may be called by any thread, and must not block. `on_trouble`:
+    the stream must be ended; the worker begins another.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class PairServer:
         *,
         writable: bool = True,
     ) -> None:
-        """`writable` False: only sessions that read are served, and a push is refused.
+        """`writable` False: only read-only sessions are served, and a push is refused.
 
-        Raises GeometryMismatchError, naming both, and ConfigError for what this end cannot or must not do.
+        Raises GeometryMismatchError, naming both, and ConfigError for requests that this end cannot or must not serve.
         """
         self.peer = hello.process.id
         geometry = geometry_from_proto(hello.geometry)
@@ -54,13 +54,13 @@ class PairServer:
             store.geometry.require_same(geometry)
         if hello.channel != wiring.channel:
             raise ConfigError(
-                f"{self.peer} wants the channel {hello.channel!r}, and this end serves {wiring.channel!r}: "
-                "cluster.channel must be the same for all"
+                f"{self.peer} requests the channel {hello.channel!r}, but this end serves {wiring.channel!r}: "
+                "cluster.channel must be the same in all processes"
             )
         if not PIECE_LIMITS[0] <= hello.piece_bytes <= PIECE_LIMITS[1]:
-            raise ConfigError(f"{self.peer} wants pieces of {hello.piece_bytes} bytes, not {PIECE_LIMITS}")
+            raise ConfigError(f"{self.peer} requests pieces of {hello.piece_bytes} bytes, not {PIECE_LIMITS}")
         if not (writable or hello.read_only):
-            raise ConfigError(f"{self.peer} wants to write to stores that can only be read: {', '.join(stores)}")
+            raise ConfigError(f"{self.peer} requests write access to read-only stores: {', '.join(stores)}")
         self._stores, self._send, self._on_trouble = dict(stores), send, on_trouble
         self._wiring = replace(wiring, piece_bytes=hello.piece_bytes)
         self._rendezvous = Rendezvous(lambda key, value: send(pc.PairEvent(value=pc.PairValue(key=key, value=value))))
@@ -72,7 +72,7 @@ class PairServer:
         }
 
     def start(self, process: pb.ProcessKey) -> None:
-        """Open the session: the first event goes out, and both connections are made."""
+        """Open the session: send the first event, and make both connections."""
         handles = [store.handle().to_proto() for store in self._stores.values()]
         self._send(pc.PairEvent(opened=pc.PairOpened(process=process, stores=handles)))
         for lane in self._lanes.values():
@@ -92,11 +92,14 @@ class PairServer:
         if lane is not None:
             lane.ask(copy)
             return
-        refused = TransferError(f"{copy.store_id} can only be read: nothing is written to it over this session")
+        refused = TransferError(f"{copy.store_id} is read-only in this session")
         self._send(pc.PairEvent(ended=pc.CopyEnded(number=copy.number, failure=_failure(refused))))
 
     def close(self) -> bool:
-        """May block for as long as a silent peer is given. False: a copy hangs, and may still write to the stores."""
+        """May block for as long as a peer may be silent.
+
+        Returns False if a copy hangs and may still write to the stores.
+        """
         self._closed = True
         self._rendezvous.end("the session was closed")
         self._hasher.shutdown(wait=False, cancel_futures=True)
@@ -107,7 +110,7 @@ class PairServer:
 
     def _broke(self, error: TransferError) -> None:
         if not self._closed:
-            logger.warning("the connection to %s is of no more use: %s", self.peer, error.message)
+            logger.warning("the connection to %s is unusable: %s", self.peer, error.message)
             self._on_trouble()
 
     def _checksums(self, asked: pc.ChecksumsOf) -> None:
@@ -156,16 +159,16 @@ class _Lane:
             transport.abort()
 
     def join(self, timeout_s: float) -> bool:
-        """After `end`: whether it uses no store any more."""
+        """After `end`: whether it no longer uses any store."""
         if self._thread.ident is not None and not self._given_up:
             self._thread.join(timeout_s)
         with self._lock:
             connecting = self._transport is None
         if not self._thread.is_alive():
             return True
-        if connecting and not self._given_up:  # NCCL waits for its peer without a limit; once through, nothing follows
+        if connecting and not self._given_up:  # NCCL waits for its peer without a limit; nothing follows after that
             self._given_up = True
-            logger.warning("a thread still waits for a peer that went before it had connected: %s", self._thread.name)
+            logger.warning("a thread still waits for a peer that left before it connected: %s", self._thread.name)
         return connecting
 
     def _run(self) -> None:
@@ -179,7 +182,7 @@ class _Lane:
                 self._take_part(transport, copy)
         except TransferError as error:
             self._on_broken(error)
-        except Exception as error:  # whatever it was, the session must end, and another follow
+        except Exception as error:  # on any error the session must end, and another follow
             logger.exception("a paired copy failed")
             self._on_broken(TransferError(f"a paired copy failed: {error!r}"))
         finally:
@@ -187,7 +190,7 @@ class _Lane:
                 self._transport.abort()
 
     def _take_part(self, transport: Transport, copy: pc.PairedCopy) -> None:
-        """Raises TransferError where the connection is of no more use; a request that cannot be served is refused."""
+        """Raises TransferError if the connection is unusable; a request that cannot be served is refused."""
         ended = pc.CopyEnded(number=copy.number)
         try:
             portion = self._portion(copy)
@@ -220,7 +223,7 @@ class _Lane:
 
 def _store(stores: Mapping[str, BlockStore], store_id: str) -> BlockStore:
     if store_id not in stores:
-        raise TransferError(f"there is no store {store_id} here; there are {', '.join(sorted(stores)) or 'none'}")
+        raise TransferError(f"there is no store {store_id} here; the stores are {', '.join(sorted(stores)) or 'none'}")
     return stores[store_id]
 
 

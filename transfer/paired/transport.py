@@ -1,4 +1,4 @@
-"""How bytes get from one process of a pair to the other: the contract, and which kinds there are."""
+"""Transfers of bytes between the two processes of a pair: the contract, and its kinds."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Portion:
             yield begin, min(begin + step, self.ids.size)
 
     def staging_bytes(self, piece_bytes: int) -> int:
-        """What the largest piece may need."""
+        """The most that a piece may need."""
         return max(piece_bytes, self.blocks.width_bytes(self.part))
 
 
 class Transport(ABC):
-    """One direction of a pair, in a connection of its own: one end sends, the other receives, the same copies in order.
+    """One direction of a pair, with its own connection: one end sends, the other receives the same copies in order.
 
-    `send` and `receive` are called by one thread at a time, and return when nothing of the portion is used any more;
-    they raise TransferError, after which the transport is of no more use. `abort` may be called by any thread: what is
-    under way ends with an error, at once or within the time that a silent peer is given; idempotent.
+    `send` and `receive` are called by one thread at a time, and return when nothing of the portion is used any more.
+    They raise TransferError, after which the transport is unusable. `abort` may be called by any thread: running
+    transfers end with an error, at once or within the time that a peer may be silent; idempotent.
     """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What a transport is made with. `silent_s`: how long a peer may be silent; `host`: the address that Gloo binds."""
+    """Parameters of a transport. `silent_s`: how long a peer may be silent; `host`: the address that Gloo binds."""
 
     channel: str
     rank: int
@@ -69,14 +69,14 @@ class Wiring:
 
     @classmethod
     def between_workers(cls, channel: str, rank: int, host: str, device: str, copy_timeout_s: float) -> Wiring:
-        """With a quarter of the copy's time for silence: a pair is given up before its process is."""
+        """Allow a quarter of the copy's time for silence, so that a pair is given up before its process is."""
         return cls(channel, rank, host, device, PIECE_BYTES.get(channel, 0), copy_timeout_s / 4)
 
 
 def open_transport(wiring: Wiring, name: str, rendezvous: Rendezvous) -> Transport:
     """Connect with the other end, which calls this at the same time with the same `name`. Blocks.
 
-    Raises TransferError where it does not come about.
+    Raises TransferError if the connection cannot be made.
     """
     if wiring.channel == GLOO:
         from alignedserve.transfer.paired.gloo import GlooTransport

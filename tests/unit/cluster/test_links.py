@@ -166,7 +166,7 @@ def test_devices_that_do_not_reach_each_other_end_the_start_once_they_have_said_
     for role_id in INSTANCES:
         device = alone.core.roster.slots[role_id].planned.device
         alone.core.heard(alone.key(role_id), sv.Heartbeat(state="loading", reaches=(device,)), 0.0)
-    assert "do not reach each other's memory" in alone.core.failure.message
+    assert "cannot access each other's memory" in alone.core.failure.message
 
 
 def test_where_it_is_allowed_the_cluster_starts_on_the_next_best():

@@ -78,7 +78,7 @@ def test_on_a_cpu_torch_serves_without_being_timed() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(BACKENDS.names()) - {"torch"}))
 def test_a_named_backend_that_needs_a_gpu_is_a_configuration_error(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine.attention: {name} cannot serve this here: .+"):
+    with pytest.raises(ConfigError, match=f"engine.attention: {name} cannot serve this model here: .+"):
         open_backend(name, store(2), NEEDS)
 
 
@@ -102,7 +102,7 @@ def test_a_trial_finds_no_fault_in_the_reference(options: dict[str, bool]) -> No
 @pytest.mark.parametrize("option", ["sliding_window", "sinks"])
 def test_a_backend_that_ignores_an_option_is_found_out(option: str, registry: Registry[Any]) -> None:
     with Trial(store(), replace(NEEDS, **{option: True})) as trial:
-        assert "its result is off by" in str(measure("wrong", trial, time=False).refusal)
+        assert "its result has an error of" in str(measure("wrong", trial, time=False).refusal)
     with Trial(store(), NEEDS) as trial:
         assert measure("wrong", trial, time=False).refusal is None
 
@@ -129,7 +129,7 @@ def test_the_fastest_of_each_kind_of_pass_is_taken() -> None:
         ]
     )
     assert (taken.decode, taken.prefill) == ("a", "b")
-    assert taken.describe().startswith("attention by a to decode, b to prefill (")
+    assert taken.describe().startswith("attention backend: a for decode, b for prefill (")
     with pytest.raises(UnsupportedModelError, match="c: it copies the store"):
         pick([BackendCandidate("c", "it copies the store")])
 

@@ -248,4 +248,4 @@ def test_cuda_where_torch_has_none_is_said_in_a_line(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["profile", "--device", "cuda", "--out", str(tmp_path / "cost.json")]) == 2
-    assert "finds no CUDA device here; use --device cpu" in capsys.readouterr().err
+    assert "finds no CUDA device; use --device cpu" in capsys.readouterr().err

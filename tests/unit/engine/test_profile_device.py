@@ -364,7 +364,7 @@ def test_all_of_it_becomes_one_file(loaded: LoadedModel, tmp_path: Path, monkeyp
     assert set(gpu["versions"]) == {"torch", "cuda", "triton", "transformers"}
     assert Hardware(**default_hardware(tmp_path / "gpu.json")).pool_bandwidth > 1e6
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 141 << 30))
-    with pytest.raises(ResourceError, match="too little to profile passes there"):
+    with pytest.raises(ResourceError, match="too little to profile passes"):
         profiler_gpu.profile_gpu(config, loaded, shape, 8 << 30, 0.1, lambda runner, blocks, count: 0.0)
 
 

@@ -297,7 +297,7 @@ async def test_nothing_is_written_to_a_shard_by_another_node(cell: Cell) -> None
         while (event := await events.get()).WhichOneof("body") != "ended":
             pass
     assert (event.ended.number, event.ended.failure.code) == (1, TransferError.code)
-    assert "can only be read" in event.ended.failure.message
+    assert "read-only" in event.ended.failure.message
     await stream.close()
     await rpc.close()
     await asyncio.to_thread(client.close)

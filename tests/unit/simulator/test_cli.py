@@ -166,7 +166,7 @@ def test_a_request_log_is_shown_beside_its_simulation(capsys: pytest.CaptureFixt
     assert shown[0].split() == ["aligned", "in", "the", "log"]
     figures = {line.split(",")[0].strip(): line.split()[-1] for line in shown[1:]}
     assert (figures["TTFT mean"], figures["queue mean"]) == ("0.25", "0.125")
-    assert "for the cluster of the log give its own --cost-model" in figures.popitem()[0] + shown[-1]
+    assert "for the log's cluster give its own --cost-model" in figures.popitem()[0] + shown[-1]
     summary, _ = simulate(capsys, "--trace", str(log), "--json")
     assert summary["run"]["trace"]["measured"]["tpot_mean_s"] == 1.0
     assert sum(value or 0.0 for key, value in summary["aligned"].items() if key.startswith("stage_")) > 0.0
@@ -184,11 +184,11 @@ def test_seeds_show_intervals_and_where_they_change_nothing_it_is_said(
     assert main(["simulate", "--trace", MIX, "--rate", "9", "--seeds", "2"]) == 0
     out = capsys.readouterr().out
     assert "±" in out
-    assert "no seed changes them" not in out
+    assert "seeds do not change them" not in out
     trace = tmp_path / "t.csv"
     trace.write_text("arrival_time_s,input_tokens,output_tokens\n0,9,9\n")
     assert main(["simulate", "--trace", str(trace), "--seeds", "2"]) == 0
-    assert "no seed changes them" in capsys.readouterr().out
+    assert "seeds do not change them" in capsys.readouterr().out
 
 
 def test_who_is_refused_is_told_with_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             "has no option 'max_seqs'; it has: max_num_seqs, max_num_batched_tokens, async_scheduling, routing",
         ),
         (("--trace", MIX, "--set", "aligned.scheduler.leaf=1"), "unknown configuration key 'scheduler.leaf'"),
-        (("--trace", MIX, "--set", "aligned.gap=1"), "takes iteration_gap_s, or SECTION.KEY of the configuration"),
+        (("--trace", MIX, "--set", "aligned.gap=1"), "takes iteration_gap_s or SECTION.KEY of the configuration"),
         (("--trace", MIX, "--set", "aligned.scheduler.policy=fcfs"), "scheduler.policy: --policy of"),
         (("--trace", MIX, "--set", "aligned.cluster.prefill=7"), "cluster.prefill: --prefill of"),
         (("--trace", MIX, "--set", "aligned.cluster.decode=1"), "cluster.decode: --decode of"),
@@ -254,10 +254,10 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             ("--trace", MIX, "--set", "aligned.kv_pool.size_gib=2"),
             "no effect in a simulation: see pool_tokens of",
         ),
-        (("--trace", MIX, "--set", "aligned.iteration_gap_s=-1"), "iteration_gap_s: wants seconds, at least 0"),
+        (("--trace", MIX, "--set", "aligned.iteration_gap_s=-1"), "iteration_gap_s: must be at least 0 seconds"),
         (
             ("--trace", MIX, "--set", "aligned.iteration_gap_s=ten"),
-            "iteration_gap_s: wants seconds, at least 0",
+            "iteration_gap_s: must be at least 0 seconds",
         ),
         (
             ("--trace", MIX, "--policy", "vllm", "--set", "vllm.iteration_gap_s=1"),
@@ -274,10 +274,10 @@ def test_without_the_extra_there_is_a_summary_and_out_says_what_to_install(
             "block_bandwidth of a cost model must be a finite number above 0",
         ),
         (("--trace", MIX, "--rate", "1", "--cv", "1e-200"), "--cv must be 0, or between"),
-        (("--trace", MIX, "--rate", "1e-300"), "--rate 1e-300: wants 0.000001 to 1e+12"),
-        (("--trace", MIX, "--seeds", "9" * 20), "--seeds takes a count of 1000 at most"),
-        (("--trace", MIX, "--seeds", "1," + "9" * 20), "a seed is a whole number of 64 bits"),
-        (("--trace", MIX, "--seed", "9" * 20), "a seed is a whole number of 64 bits"),
+        (("--trace", MIX, "--rate", "1e-300"), "--rate 1e-300: must be 0.000001 to 1e+12"),
+        (("--trace", MIX, "--seeds", "9" * 20), "--seeds takes a count of at most 1000"),
+        (("--trace", MIX, "--seeds", "1," + "9" * 20), "a seed must be a 64-bit integer"),
+        (("--trace", MIX, "--seed", "9" * 20), "a seed must be a 64-bit integer"),
         (("--trace", MIX, "--rate", "fast"), "--rate takes R or A:B:STEP"),
         (("--trace", MIX, "--cv", "2"), "needs --rate"),
         (("--trace", MIX, "--decode", "0"), "--decode must be at least 1"),
@@ -332,7 +332,7 @@ def test_the_hardware_template_can_be_read_back(capsys: pytest.CaptureFixture[st
         ('{"pool_tokens": 1' + "0" * 400 + "}", "pool_tokens must be at most"),
         ("kv_tokens = 10_000_000_000", "kv_tokens must be at most 16,777,216 blocks of 16 tokens"),
         ("kv_tokens = [1]", "kv_tokens must be a number, not list"),
-        ("decode_slowdown = 3", "decode_slowdown_beside is below decode_slowdown; give both"),
+        ("decode_slowdown = 3", "decode_slowdown_beside is below decode_slowdown; set both"),
         ("kv_tokens = nan", "kv_tokens must be a number, not nan"),
         ("message_s = inf", "message_s must be at most 3,600"),
         ('{"a": ' * 9000 + "1" + "}" * 9000, "nested too deeply"),

@@ -196,5 +196,5 @@ def test_a_system_that_forgets_requests_is_found_out():
     system = System("lazy", Topology.COLOCATED, f"{__name__}:Lazy", "", {}, Lazy.OPTIONS)
     sys.modules.setdefault(__name__, SimpleNamespace(Lazy=Lazy))
     assert simulate_colocated(workload_of((0.0, 10, 2)), system, {}, HARDWARE, LinearCost()).requests[0].token_s
-    with pytest.raises(AccountingError, match="'lazy' runs nothing any more"):
+    with pytest.raises(AccountingError, match="'lazy' plans no more passes"):
         simulate_colocated(workload_of((0.0, 11, 2)), system, {}, HARDWARE, LinearCost())

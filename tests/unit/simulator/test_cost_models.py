@@ -311,12 +311,18 @@ def test_unknown_names_modes_and_options_list_the_choices(tmp_path: Path) -> Non
     [
         (lambda raw: raw.update(version=2), r"schema alignedserve-cost version 1"),
         (lambda raw: raw.pop("dense"), r"dense is missing"),
-        (lambda raw: raw["dense"].update(tokens=[5, 1]), r"dense.tokens: a grid's points must rise"),
+        (
+            lambda raw: raw["dense"].update(tokens=[5, 1]),
+            r"dense.tokens: a grid needs at least one point, and points must rise",
+        ),
         (
             lambda raw: raw["attention"]["decode"].update(us=[[1.0]]),
             r"attention.decode.us must be numbers in the shape",
         ),
-        (lambda raw: raw["skew"]["buckets"].append([0, 0, 0, 0, 7, 0.5]), r"no bucket 7 of cached_tokens"),
+        (
+            lambda raw: raw["skew"]["buckets"].append([0, 0, 0, 0, 7, 0.5]),
+            r"has 7, which is not a bucket of cached_tokens",
+        ),
         (lambda raw: raw["shape"].update(layers=0), r"shape.layers must be a number of at least 1"),
     ],
 )

@@ -28,7 +28,7 @@ PROVENANCE = Provenance(
     configuration={"seeds": [0]},
     trace={"source": "mix:requests=4", "sha256": "t" * 64},
     cost_model={"name": "made-up", "kernel_mode": "split_kv", "sha256": "c" * 64},
-    notes=("prefix hits were not used",),
+    notes=("prefix hits are not simulated",),
 )
 
 
@@ -116,7 +116,7 @@ def test_the_report_needs_nothing_but_itself(written: Path) -> None:
     assert "Batch lengths over time" in page
     assert "--out &lt;here&gt;" in page
     assert page.count("<svg") >= 7
-    assert "prefix hits were not used" in page
+    assert "prefix hits are not simulated" in page
 
 
 def test_two_runs_write_the_same_bytes(written: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_csv_columns_may_stand_in_any_order_and_beside_others(tmp_path: Path) ->
     trace = read_trace(write(tmp_path, "t.csv", text))
     workload = trace.workload(Load(), 0)
     assert [(a.arrival_s, a.input_tokens, a.output_tokens) for a in workload.arrivals] == [(0.0, 50, 9), (1.0, 100, 7)]
-    assert "the trace is not in order of time: it was sorted" in workload.notes
+    assert "the trace is not ordered by time; it was sorted" in workload.notes
     assert len(str(workload.description["sha256"])) == 64
 
 
@@ -77,7 +77,7 @@ def test_mooncake_says_that_prefix_hits_were_not_used(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows))))
     workload = trace.workload(Load(), 0)
     assert [a.arrival_s for a in workload.arrivals] == [0.0, 2.5]
-    assert any("prefix hits were not used: 2 of 7 prompt blocks" in note for note in workload.notes)
+    assert any("prefix hits are not simulated: 2 of 7 prompt blocks" in note for note in workload.notes)
 
 
 def test_the_request_log_is_sorted_and_answers_without_a_token_are_left_out(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_a_rate_stretches_a_trace_that_has_arrivals(tmp_path: Path) -> None:
     text = "arrival_time_s,input_tokens,output_tokens\n0,5,5\n1,5,5\n4,5,5\n"
     workload = read_trace(write(tmp_path, "t.csv", text)).workload(Load(rate_per_s=4.0), 0)
     assert [a.arrival_s for a in workload.arrivals] == [0.0, 0.125, 0.5]
-    assert workload.notes == ("arrivals of the trace stretched to 4 requests a second on average",)
-    with pytest.raises(ConfigError, match="--cv is for arrivals that are made"):
+    assert workload.notes == ("arrivals of the trace were stretched to 4 requests a second on average",)
+    with pytest.raises(ConfigError, match="--cv is for generated arrivals"):
         read_trace(write(tmp_path, "t.csv", text)).workload(Load(rate_per_s=4.0, cv=2.0), 0)
 
 
@@ -209,8 +209,8 @@ def test_a_mix_has_its_share_of_short_requests_and_its_limits() -> None:
     ("source", "problem"),
     [
         ("mix:sort=1", "unknown key 'sort'; a mix has short, requests"),
-        ("mix:short=1.5", "short is a share"),
-        ("mix:requests=many", "requests='many' is no int"),
+        ("mix:short=1.5", "short must be a share"),
+        ("mix:requests=many", "requests='many' is not of type int"),
         ("mix:long_min=9000", "long_max"),
         ("mix:requests=99999999999999999999", "requests must be between 1 and 10000000"),
         ("mix:long_max=99999999999999999999", "long_max must be less than 2147483648 tokens"),
@@ -233,12 +233,12 @@ JSON_HEAD = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
         (CSV_HEAD + "0,5,5\n\n1,5,0\n", 4, 3, "0 is not between 1"),
         (CSV_HEAD + "0,5.5,5\n", 2, 2, "not a whole number"),
         (CSV_HEAD + "nan,5,5\n", 2, 1, "not a time"),
-        (CSV_HEAD + "0,5\n", 2, 3, "2 fields, the header 3"),
+        (CSV_HEAD + "0,5\n", 2, 3, "2 fields, but the header has 3"),
         (CSV_HEAD + '0,"5,5\n', 2, 1, "not CSV"),
         (CSV_HEAD, 2, 1, "no requests"),
         (CSV_HEAD.replace("\n", ",wait_objective_s\n") + "0,5,5,0\n", 2, 4, "0 is not between 0.01 and"),
         (CSV_HEAD.replace("\n", ",wait_objective_s\n") + "0,5,5,soon\n", 2, 4, "not a time"),
-        ("a,b\n1,2\n", 1, 1, "no trace that is known here"),
+        ("a,b\n1,2\n", 1, 1, "no known trace format"),
         ("", 1, 1, "empty"),
         (b"a,b\n1,\xff\n", 2, 3, "not UTF-8"),
         (JSON_HEAD + '{"timestamp": 1, "input_length": 5, "output_length"}\n', 2, 52, "not JSON"),
@@ -252,7 +252,7 @@ JSON_HEAD = '{"timestamp": 0, "input_length": 5, "output_length": 6}\n'
             62,
             "not a time",
         ),
-        ('{"a": 1}\n', 1, 1, "no trace that is known here"),
+        ('{"a": 1}\n', 1, 1, "no known trace format"),
         (JSON_HEAD + f'{{"timestamp": {"9" * 400}, "input_length": 5, "output_length": 6}}\n', 2, 2, "is not a time"),
         (JSON_HEAD + f'{{"timestamp": 1, "input_length": {"9" * 5000}}}\n', 2, 34, "more than 4300 digits"),
         (JSON_HEAD + f'{{"timestamp": 1, "input_length": {"9" * 400}, "output_length": 6}}\n', 2, 18, "is not between"),

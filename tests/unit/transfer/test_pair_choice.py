@@ -38,7 +38,7 @@ def test_left_to_itself_it_follows_from_where_the_two_are(ours: Place, theirs: P
 
 
 def test_devices_apart_are_refused_with_what_to_do_unless_the_slow_way_is_allowed() -> None:
-    with pytest.raises(ResourceError, match=r"do not reach each other's memory.*channel: nccl.*allow_slow_channel"):
+    with pytest.raises(ResourceError, match=r"cannot access each other's memory.*channel: nccl.*allow_slow_channel"):
         choose("auto", GPU, OTHER_GPU, reach=False)
     assert choose("auto", GPU, OTHER_GPU, reach=False, allow_slow=True).name == "cuda-staged"
     assert choose("nccl", GPU, OTHER_GPU, reach=False).name == "nccl"
@@ -51,7 +51,7 @@ def test_devices_apart_are_refused_with_what_to_do_unless_the_slow_way_is_allowe
         ("shared-memory", GPU, GPU, True, "in the memory of a GPU", "cuda-ipc"),
         ("cuda-ipc", HOST, HOST, True, "KV is in host memory", "shared-memory"),
         ("cuda-ipc", GPU, FAR_GPU, True, "on different nodes", "nccl"),
-        ("cuda-ipc", GPU, OTHER_GPU, False, "do not reach each other's memory", "cuda-staged"),
+        ("cuda-ipc", GPU, OTHER_GPU, False, "cannot access each other's memory", "cuda-staged"),
         ("nccl", HOST, HOST, True, "KV is in host memory", "shared-memory"),
         ("nccl", GPU, GPU, True, f"both are on cuda:0.*{MULTI_RANK_VARIABLE}=1", "cuda-ipc"),
     ],

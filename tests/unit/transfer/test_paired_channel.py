@@ -132,7 +132,7 @@ def test_evictions_do_not_wait_for_a_long_pull(pair: Pair) -> None:
 def test_what_the_peer_cannot_serve_is_refused_and_the_pair_goes_on(pair: Pair) -> None:
     stranger = RemoteBlockStore(replace(pair.peer.handles[0], store_id="peer/none"), pair.client.checksums)
     channel = PairedChannel(stranger, pair.cache, pair.client)
-    with pytest.raises(TransferError, match=r"no store peer/none here; there are peer/batch, peer/requests"):
+    with pytest.raises(TransferError, match=r"no store peer/none here; the stores are peer/batch, peer/requests"):
         channel.copy([0], [0]).wait(20)
     with pytest.raises(TransferError, match="no store peer/none"):
         stranger.checksums([0])
@@ -274,7 +274,7 @@ def test_a_connection_that_is_about_to_come_is_waited_for_however_long_there_was
     process = pb.ProcessKey(role="decode", id="decode-0")
     client = PairClient(process, SPEC.wiring(ASKING_RANK, "cpu"), GEOMETRY, "peer", away_s=away_s)
     time.sleep(1.5 * away_s)
-    with pytest.raises(TransferError, match="there was none"):
+    with pytest.raises(TransferError, match="none for"):
         client.checksums("store", [0])
     client.begin(lambda command: None, lambda: None)
     client.on_event(pc.PairEvent(opened=pc.PairOpened()))
@@ -282,7 +282,7 @@ def test_a_connection_that_is_about_to_come_is_waited_for_however_long_there_was
     if comes:
         assert client._wait_up().up
     else:
-        with pytest.raises(TransferError, match="there was none"):
+        with pytest.raises(TransferError, match="none for"):
             client.checksums("store", [0])
         assert time.monotonic() - begun >= 0.9 * away_s
     client.close()

@@ -56,7 +56,7 @@ def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
         (("--prot", "8123"), "the nearest is --port (see `alignedserve serve --help`)"),
         (("--prefill", "0"), "cluster.prefill must be between 1 and 1024"),
         (("--policy", "nonesuch"), "choose one of: aligned, aligned-cost, fcfs, "),
-        (("--policy", "vllm"), "runs in the simulator only for now"),
+        (("--policy", "vllm"), "for now it runs in the simulator only"),
         (("--policy", "oracle"), "runs in the simulator only"),
         (("--policy", "aligned-no-prefetch", "--set", "cluster.prefetch=true"), "needs cluster.prefetch False"),
         (("--cost-model", "nonesuch"), "unknown cost model 'nonesuch'"),

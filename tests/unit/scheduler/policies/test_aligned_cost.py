@@ -109,7 +109,7 @@ def test_without_a_measured_cost_the_instances_own_model_decides(caplog):
         policy.insert(Entry(RequestKey(str(i)), tokens, -(-tokens // BLOCK), float(i)))
     policy.look_at(InstanceState(0, 0, 0, 0, LearntCost()))
     assert lengths_of(policy.form(BatchLimits(180, 3, 64), None, 0.0)) == [100] * 4
-    assert "does not know what unequal lengths cost" in caplog.text
+    assert "does not know the cost of unequal lengths" in caplog.text
 
 
 def in_arrears(lengths, seed, running_lengths, cache_tokens, limits=LIMITS, **config):

@@ -151,7 +151,7 @@ def test_static_lets_nobody_in_until_the_last_has_ended():
 def test_a_request_is_added_once_and_cancelled_once():
     scheduler = make("vllm")
     add(scheduler, 10, 10)
-    with pytest.raises(AccountingError, match="here already"):
+    with pytest.raises(AccountingError, match="already here"):
         add(scheduler, 10)
     scheduler.done(scheduler.plan(0.0), ())
     assert scheduler.load() == (2, 0)

@@ -51,7 +51,7 @@ def waiting(policy: GuardedPolicy, count: int = 4) -> list[Entry]:
         (lambda *_: ["r0"], "str"),
         (lambda *_: [STRANGER], "stranger"),
         (lambda *_: [Entry(RequestKey("r0"), 10, 3, 0.0)] * 2, "twice"),
-        (lambda *_: [Entry(RequestKey(f"r{n}"), 10, 3, 0.0) for n in range(4)], "more than"),
+        (lambda *_: [Entry(RequestKey(f"r{n}"), 10, 3, 0.0) for n in range(4)], "exceed the limit"),
     ],
 )
 def test_what_is_no_batch_is_replaced_by_the_oldest_that_fit(answer: Callable[..., Any], said: str) -> None:
@@ -82,8 +82,8 @@ def test_one_that_was_not_told_of_a_change_is_not_asked_any_more() -> None:
     entries = waiting(policy)
     policy.remove(entries[0].key)
     assert policy.form(LIMITS, None, 1.0) == entries[1:4]
-    assert "not asked any more" in policy.alarm(0.0)
-    assert "not asked any more" in policy.alarm(ALARM_S + 1.0)
+    assert "no longer called" in policy.alarm(0.0)
+    assert "no longer called" in policy.alarm(ALARM_S + 1.0)
     assert policy.faults == 1
     policy.check_integrity()
 
@@ -152,7 +152,7 @@ def test_the_simulator_ends_with_what_was_wrong(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["simulate", "--trace", "mix:requests=20,short=1", "--policy", "poisoned:Poison"]) != 0
-    assert "policy 'poisoned:Poison', form: it is empty although requests wait" in capsys.readouterr().err
+    assert "policy 'poisoned:Poison', form: it is empty although requests are waiting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["class Broken(:", "1 / 0", "raise RuntimeError"])
@@ -166,5 +166,5 @@ def test_a_file_that_cannot_be_imported_is_named(text: str, tmp_path: Path, monk
 
 
 def test_a_policy_that_cannot_be_made_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"policy 'mine' cannot be made: RuntimeError: poison"):
+    with pytest.raises(ConfigError, match=r"policy 'mine' cannot be created: RuntimeError: poison"):
         GuardedPolicy(SchedulerConfig(), "mine", broken("__init__", fail))

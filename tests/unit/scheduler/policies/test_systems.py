@@ -81,7 +81,7 @@ def test_an_unknown_name_lists_the_choices_and_the_nearest():
         ("no.such.module:Class", "cannot be imported"),
         ("alignedserve.scheduler.systems:Nothing", "cannot be imported"),
         ("alignedserve.scheduler.systems:Topology", "neither a BatchPolicy nor an InstanceScheduler"),
-        ("alignedserve.scheduler.policies.base:BatchPolicy", "lacks .*form"),
+        ("alignedserve.scheduler.policies.base:BatchPolicy", "does not implement .*form"),
         (":", "cannot be imported"),
     ],
 )
