@@ -21,6 +21,7 @@ if not Path("/dev/nvidia0").exists():
 ENDED_WITHIN_S = 10.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, a file's tests share a process, and so do all that start Ray: one Ray cluster at a time."""
     for item in items:
