@@ -147,7 +147,7 @@ def test_the_smallest_device_of_a_role_decides_and_the_log_says_what_lies_idle()
     assert found.devices["decode"].budget == int(0.9 * 80 * GIB)
     assert found.devices["prefill"].budget == int(0.9 * 40 * GIB)
     lines = describe_plan(config(cluster={"prefill": 1, "decode": 2}), found.devices, memories)
-    assert [line.split()[0] for line in lines if "could use" in line] == ["decode-0"]
+    assert [line.split()[0] for line in lines if "unused" in line] == ["decode-0"]
     assert any("memory of each prefill instance" in line and "batch buffer" in line for line in lines)
 
 

@@ -51,7 +51,7 @@ def test_a_policy_brings_its_settings() -> None:
         ({"scheduler": {"polcy": "aligned"}}, "scheduler.policy"),
         ({"cluster": {"decode": "two"}}, "cluster.decode must be int"),
         ({"cluster.decode": "0"}, "cluster.decode must be between"),
-        ({"model": "tiny"}, "model in the application's arguments must hold keys"),
+        ({"model": "tiny"}, "model in the application's arguments must contain keys"),
         ({"scheduler": {"policy": "vllm"}}, "vllm"),
         ({"gateway": {"replicas": 3, "max_replicas": 2}}, "gateway.max_replicas"),
     ],
