@@ -60,7 +60,7 @@ def test_a_status_and_its_words_become_an_error(
 @pytest.mark.parametrize(
     ("details", "said"),
     [
-        ("Application metadata not set.", "name the one that is meant (application=...)"),
+        ("Application metadata not set.", "name the application (application=...)"),
         ("Application 'chta' not found.", "no application is called 'chta' there"),
     ],
 )
