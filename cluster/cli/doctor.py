@@ -148,7 +148,7 @@ def _examine_attention(report: Report, config: Config) -> None:
     report.attention = [asdict(candidate) for candidate in found]
     named = next((c for c in found if c.name == config.engine.attention), None)
     if named is not None and named.refusal is not None:
-        report.missing.append(f"engine.attention: {named.name} cannot serve this model here: {named.refusal}")
+        report.missing.append(f"engine.attention: {named.name} cannot serve this here: {named.refusal}")
 
 
 def _lines(report: Report) -> list[str]:

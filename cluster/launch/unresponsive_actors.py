@@ -1,7 +1,8 @@
-"""Actors that do not answer a supervisor that has just started: who they are, as far as that can be known.
+"""Identifies actors that do not answer a supervisor that has just started.
 
-Their node may be cut off for a moment; that it has gone, Ray says. Until then they run, and are fenced as all others
-that are silent. Ray knows an actor's name, node and process; the roles that answer were told which role that is.
+Their node may be unreachable for a moment. Ray reports when it is gone. Until then they count as running, and are
+fenced like other silent processes. Ray knows an actor's name, node and pid; the views of answering processes give its
+role.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Node
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """An actor that runs, as far as Ray knows, and does not answer."""
+    """An actor that runs according to Ray, but does not answer."""
 
     name: str
     actor: Any
@@ -28,8 +29,9 @@ class Silent:
     pid: int
 
     def identify(self, answered: Sequence[Running], device: str) -> Running | None:
-        """What runs in it; None where nobody knows. `answered` are the roles that do; `device`: where instances run of
-        which nobody says it. What roles are started with alike, it has of another, of its own role if there is one."""
+        """The process in the actor; None if it is unknown. `answered` are the processes that answer. `device` is the
+        device of instances whose device is unknown. Settings that roles share are taken from another process, of the
+        same role if possible."""
         told = newest_view(answered)
         peers = [peer for peer in told.peers if (peer.node_id, peer.pid) == (self.node.node_id, self.pid)]
         role_id = peers[0].process.id if peers else self.name  # a spare that has taken a role keeps its name
@@ -58,7 +60,7 @@ class Silent:
 
 
 def look_at_silent(name: str, actor: Any, nodes: Mapping[str, Node]) -> Silent | None:
-    """What Ray knows of it; None where it runs on none of `nodes`, which are alive, by Ray's id. Blocks."""
+    """The actor as Ray knows it; None if it runs on none of `nodes`, the living nodes by Ray's id. Blocks."""
     record = actors(actor._actor_id.hex())
     node = nodes.get(record["Address"]["NodeID"]) if record.get("State") == "ALIVE" else None
     return Silent(name, actor, node, int(record["Pid"])) if node is not None else None

@@ -1,4 +1,4 @@
-"""Prometheus text of many processes as one page: each family once, its samples together."""
+"""Merges the Prometheus texts of many processes into one page, with each metric family once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Join pages whose families may be the same. A family's first HELP and TYPE stand; exact repeats are dropped.
+    """Merge pages that may have the same families. A family's first HELP and TYPE are kept; exact repeats are dropped.
 
-    Those of ours that come without a TYPE get it from their name.
-
-    The exposition format wants all lines of a family in one group: scrapers refuse a family that comes twice.
+    Families of AlignedServe without a TYPE get it from their name. The exposition format requires all lines of a family
+    in one group: scrapers refuse a repeated family.
     """
     headers: dict[str, dict[str, str]] = {}
     samples: dict[str, dict[str, None]] = {}

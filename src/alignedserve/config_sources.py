@@ -219,5 +219,5 @@ def _unknown(name: str, known: list[str], origin: str) -> UnknownKeyError:
     if not nearest and "." in name:
         last = {entry.rpartition(".")[2]: entry for entry in known}
         nearest = [last[match] for match in difflib.get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.6)]
-    hint = f"; the nearest key is {nearest[0]!r}" if nearest else ""
+    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
     return UnknownKeyError(f"unknown configuration key {name!r} in {origin}{hint} (`alignedserve config` lists all)")

@@ -179,6 +179,6 @@ def _end_of(encoding: Encoding, index: int) -> int | None:
 
 def _indivisible(unbroken: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the text has a part that cannot be divided, and is longer than the {unbroken} characters that are tokenised "
-        "at once"
+        f"the text has a part that cannot be divided and is longer than {unbroken} characters, the maximum that is "
+        "tokenised at once"
     )

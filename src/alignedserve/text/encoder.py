@@ -1,4 +1,4 @@
-"""Prompts to tokens: special tokens only where the caller wants them, and long texts in pieces."""
+"""Tokenises prompts, with special tokens only where the caller wants them, and long texts in pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text, and where in it special tokens stand (begin and end of each). What else is spelled like one is text."""
+    """A text and the spans of its special tokens (begin, end). Other spellings of special tokens are text."""
 
     text: str
     specials: tuple[tuple[int, int], ...] = ()
@@ -95,7 +95,7 @@ class PromptEncoder:
         return Prompt(text, tuple(islice(self._specials.find(text), most)))
 
     def of_chat(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """A conversation, in which special tokens are the template's and nobody else's. Raises InvalidRequestError."""
+        """A conversation in which only the template's special tokens are special. Raises InvalidRequestError."""
         marked, marks = template.render_marked(messages, self.marks)
         return Prompt(marks.unmark(marked), tuple(self._specials.find(marked)))
 
@@ -110,7 +110,7 @@ class PromptEncoder:
         return [*self._before, *ids, *self._after] if around else ids
 
     def least_tokens(self, text: str) -> int:
-        """No fewer than so many tokens come of it; 0 where nothing is proven of this tokenizer."""
+        """A lower bound of the text's number of tokens; 0 if none is known for this tokenizer."""
         return self._division.least_tokens(text)
 
     @property
@@ -163,7 +163,7 @@ class PromptEncoder:
             if token in self._forbidden:
                 begin, end = encoding.token_to_chars(index) or (0, 0)
                 if end - begin < 2:
-                    message = f"{text[begin:end]!r} is a special token of this model, and cannot be text"
+                    message = f"{text[begin:end]!r} is a special token of this model, and cannot be used as text"
                     raise InvalidRequestError(message)
                 pieces.append(text[at : (begin + end) // 2])
                 at = (begin + end) // 2
@@ -195,7 +195,7 @@ def _special_texts(
 
 
 def _alias() -> str:
-    """A name that nobody can guess, and in which no word ends."""
+    """An unguessable name in which no word ends."""
     return f"\x02{secrets.token_hex(16).translate(_LETTERS)}\x03"
 
 

@@ -79,7 +79,7 @@ def test_on_a_cpu_torch_serves_without_being_timed() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(BACKENDS.names()) - {"torch"}))
 def test_a_named_backend_that_needs_a_gpu_is_a_configuration_error(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine.attention: {name} cannot serve this model here: .+"):
+    with pytest.raises(ConfigError, match=f"engine.attention: {name} cannot serve this here: .+"):
         open_backend(name, store(2), NEEDS)
 
 

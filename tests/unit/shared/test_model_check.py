@@ -266,7 +266,11 @@ OTHER: list[tuple[str, Callable[[Path], object], str]] = [
     ("biases", lambda f: edit_json(f / "config.json", attention_bias=True), r"lack 12 tensors: .*q_proj.bias"),
     ("generation", lambda f: (f / "generation_config.json").write_text("{"), r"generation_config.json cannot be read"),
     ("tokenizer cut off", lambda f: os.truncate(f / "tokenizer.json", 900), r"tokenizer.json cannot be read"),
-    ("tokenizer of git-lfs", lambda f: (f / "tokenizer.json").write_text(LFS_POINTER), "tokenizer.json is a pointer"),
+    (
+        "tokenizer of git-lfs",
+        lambda f: (f / "tokenizer.json").write_text(LFS_POINTER),
+        "tokenizer.json is a git-lfs pointer",
+    ),
     ("tokenizer config", lambda f: (f / "tokenizer_config.json").write_text("{"), r"tokenizer_config.json cannot be"),
     (
         "encoder-decoder",
@@ -281,7 +285,7 @@ OTHER: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "code of its own",
         lambda f: edit_json(f / "config.json", model_type="my_own", auto_map={"AutoConfig": "my_own.Config"}),
-        "'my_own'; its own code runs only with --trust-remote-code",
+        "'my_own'; the model.s own code runs only with --trust-remote-code",
     ),
 ]
 
