@@ -92,9 +92,8 @@ class _Connection(asyncio.Protocol):
         self._failed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.WriteTransport, transport
-        )  # uvloop's transports do not derive from asyncio's classes
+        # uvloop's transports do not derive from asyncio's classes.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def send(self, payload: _Payload, due_s: float) -> None:
         assert self._transport is not None

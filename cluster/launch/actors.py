@@ -38,9 +38,8 @@ class RoleActor:
         environment = role_environment(self._settings)
         os.environ.update(environment)  # before anything heavy is imported
         if arenas := environment.get("MALLOC_ARENA_MAX"):
-            ctypes.CDLL(None).mallopt(
-                _M_ARENA_MAX, int(arenas)
-            )  # the process already runs, so the variable alone has no effect
+            # The process already runs, so the variable alone has no effect.
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
         on_gpu = self._settings.device.startswith("cuda") and not self._settings.pinned
         if on_gpu and (assigned := ray.get_gpu_ids()):
             self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})

@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 END_TIMEOUT_S = 8.0
 HANDOVER_S = 3.0  # time for processes that outlived the previous node agent to return their segments
 HOLDERS = frozenset({"prefill", "decode", "kv_pool"})
-OWNED_SEGMENT = re.compile(
-    r"(.+)/[^/]+-(\d+)"
-)  # owned by one incarnation, as a candidate buffer: it is never taken over
+# Owned by one incarnation, as a candidate buffer: it is never taken over.
+OWNED_SEGMENT = re.compile(r"(.+)/[^/]+-(\d+)")
 VIEW_INFO = "view"  # the last view without its peers, a ClusterView in base64
 
 

@@ -153,9 +153,8 @@ def execute(executable: str, arguments: list[str]) -> None:
         content = file.read()
     changed = with_own_answers(content)
     if changed != content:
-        libraries = os.path.join(
-            os.path.dirname(os.path.realpath(executable)), "lib"
-        )  # a copy in memory does not find them by itself
+        # A copy in memory does not find its libraries by itself.
+        libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")
         paths = [libraries, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         try:
             memory = os.memfd_create("haproxy")

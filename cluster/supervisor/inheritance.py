@@ -49,9 +49,8 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
     """
     found = await launcher.find()
     if compare_all(_started_with(found), _on_their_device(config, found)).replaced_for:
-        await launcher.vet(
-            config
-        )  # before any other process learns of this one: if it fails, the running cluster goes on
+        # Before any other process learns of this one: if it fails, the running cluster goes on.
+        await launcher.vet(config)
         found = await launcher.find()  # again, because the check may have taken long
     if not found:
         return from_nothing()

@@ -125,9 +125,8 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
     prefill_cache = own(config.prefill.cache_blocks, 2, 16384)
     largest = min(longest, decode_cache)
     share = config.scheduler.max_batch_blocks or int(decode_cache * config.scheduler.max_batch_share)
-    served = -(
-        -config.cluster.decode // config.cluster.prefill
-    )  # decode instances that share the buffers of a prefill instance
+    # Decode instances that share the buffers of a prefill instance.
+    served = -(-config.cluster.decode // config.cluster.prefill)
     batch_buffer = config.prefill.batch_buffer_blocks or served * max(share, largest)
     # Each decode instance leases room for its largest request there for evictions; the rest is for late candidates.
     requests_buffer = config.prefill.requests_buffer_blocks or served * largest + batch_buffer // 2
