@@ -1,4 +1,4 @@
-# `make serve` and `make test` need Python 3.11 or newer with venv, and nothing else.
+# `make serve` and `make test` need only Python 3.11 or newer with venv.
 VENV ?= .venv
 PYTHON ?=
 ARGS ?=
@@ -12,14 +12,14 @@ export PYTHON
 .PHONY: help setup setup-test setup-docs setup-dev serve test test-all fuzz chaos soak bench docs proto lint format types wheel clean
 
 help:
-	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up, and serve a model"
-	@echo "make test | test-all [ARGS='-k name'] [JOBS=2]     set up, and run the tests (test-all: the slow ones too)"
-	@echo "make fuzz [FUZZ=50]                                walk the state machines of the tests so many times longer"
-	@echo "make chaos                                         kill and stop every role under load; prints a table"
-	@echo "make soak [ARGS='--minutes 20']                    resident memory of each process under load"
-	@echo "make docs                                          build the documentation's site into build/site"
-	@echo "make bench                                         run the benchmarks of the main job"
-	@echo "make lint | format | types | proto | wheel | clean for developers"
+	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up the environment and serve a model"
+	@echo "make test | test-all [ARGS='-k name'] [JOBS=2]     run the tests (test-all: also the slow ones)"
+	@echo "make fuzz [FUZZ=50]                                run the tests' state machines with FUZZ times as many steps"
+	@echo "make chaos                                         kill and stop every role under load, and print a table"
+	@echo "make soak [ARGS='--minutes 20']                    measure each process's resident memory under load"
+	@echo "make docs                                          build the documentation site into build/site"
+	@echo "make bench                                         run the benchmarks in benchmarks/"
+	@echo "make lint | format | types | proto | wheel | clean  for developers"
 
 setup:
 	@tools/setup_venv.sh $(VENV)
@@ -58,7 +58,7 @@ bench: setup-test
 
 docs: setup-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "the site is in build/site: $(BIN)/mkdocs serve shows it, and builds it again as pages change"
+	@echo "the site is in build/site; '$(BIN)/mkdocs serve' shows it and rebuilds it when pages change"
 
 proto:
 	tools/protoc.sh

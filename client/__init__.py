@@ -1,6 +1,6 @@
-"""Python client of an AlignedServe cluster: prompts in, tokens out, over gRPC.
+"""Python client of an AlignedServe cluster, over gRPC.
 
-Needs `grpcio` and `protobuf` only; neither ray, torch nor transformers is imported.
+It needs only `grpcio` and `protobuf`. It does not import ray, torch or transformers.
 
     from alignedserve.client import Client
 
@@ -9,22 +9,22 @@ Needs `grpcio` and `protobuf` only; neither ray, torch nor transformers is impor
         for chunk in client.stream("Return the", max_tokens=32):
             print(chunk.text, end="", flush=True)
 
-`AsyncClient` has the same methods for asyncio. Failures are one tree:
+`AsyncClient` has the same methods for asyncio. Errors form one hierarchy:
 
-    AlignedServeError           base of all: `code`, `request_id`, `retry_after_s` (None where not known), `details`
-    ├── RequestError            the server will not serve this request; `param` names the argument at fault
+    AlignedServeError           base class: `code`, `request_id`, `retry_after_s` (None if unknown), `details`
+    ├── RequestError            the server refuses this request; `param` names the invalid argument
     │   ├── InvalidRequestError     malformed or out of range
-    │   ├── AuthenticationError     no API key, or none that the server knows
-    │   ├── NotFoundError           no such model
-    │   ├── TooLargeError           over the server's limit
+    │   ├── AuthenticationError     the API key is missing or unknown to the server
+    │   ├── NotFoundError           the model does not exist
+    │   ├── TooLargeError           the request exceeds the server's limit
     │   └── OverloadedError         the cluster is full
     ├── DeadlineError           `timeout_s` passed
-    ├── CancelledError          cancelled by id, or closed by this client
-    ├── UnavailableError        nothing answers, or a role that is needed is not there
+    ├── CancelledError          the request was cancelled by id, or closed by this client
+    ├── UnavailableError        no server answers, or a required process is missing
     ├── BatchError              requests of a batch failed; `results` has the answers and the errors
-    └── ConfigError             an argument of the client itself cannot be used
+    └── ConfigError             an argument of the client itself is invalid
 
-An AlignedServeError of no such class is a failure of the server's own.
+An AlignedServeError of none of these classes is an internal error of the server.
 """
 
 from alignedserve.client.aio import AsyncChunkStream, AsyncClient

@@ -1,4 +1,4 @@
-"""The asyncio client: `Client`'s methods, awaited. It differs from it in how calls are sent, and in nothing else."""
+"""The asyncio client. It has the methods of `Client`, and differs only in how calls are sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
-    """The chunks of one answer, as they are made; `ChunkStream` says when the request is cancelled.
+    """The chunks of one request as they are generated; see `ChunkStream` for when the request is cancelled.
 
     Cancelling the task that waits for a chunk cancels the request as well.
     """
@@ -45,21 +45,21 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         self._send = send
         self._chunks: list[Chunk] = []
         self._closed = False
-        self._cut = cut  # ends a pause between two tries: this was closed, or its client
+        self._cut = cut  # ends a wait between attempts: this stream or its client was closed
         self._responses = send(attempts)
 
     @property
     def request_id(self) -> str:
-        """The name of the request, for `AsyncClient.cancel` and logs."""
+        """The id of the request, for `AsyncClient.cancel` and logs."""
         return self._attempts.request_id
 
     @property
     def client_timings(self) -> ClientTimings:
-        """Seconds until now as this client measures them: `ttft_s` is there from the first token on."""
+        """Seconds measured by this client until now. `ttft_s` is set from the first token on."""
         return self._attempts.timings()
 
     async def completion(self) -> Completion:
-        """Read what is left, and return the whole answer; see `ChunkStream.completion`."""
+        """Read the rest, and return the complete result; see `ChunkStream.completion`."""
         async for _ in self:
             pass
         return join_chunks(self._chunks, self._attempts.timings())
@@ -76,7 +76,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                     raise EndedEarlyError
             except (grpc.RpcError, CancelledError) as error:
                 if self._attempts.complete:
-                    raise StopAsyncIteration from None  # all is there but the word that it is
+                    raise StopAsyncIteration from None  # all chunks arrived; only the final status is missing
                 if isinstance(error, CancelledError):
                     raise
                 await self._go_on(error)
@@ -97,7 +97,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         self._responses = self._send(self._attempts)
 
     async def close(self) -> None:
-        """Cancel the request unless its last chunk has been read. May be called again."""
+        """Cancel the request unless its last chunk has been read. May be called repeatedly."""
         self._closed = True
         self._cut.set()
         self._responses.cancel()
@@ -112,14 +112,14 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
 
     def __del__(self) -> None:
         if "_responses" in self.__dict__:  # sending may have failed
-            self._responses.cancel()  # gRPC's own object is part of a cycle: it would wait for the garbage collector
+            self._responses.cancel()  # gRPC's object is in a reference cycle, and would wait for the garbage collector
 
 
 class AsyncClient:
-    """A client for asyncio. Arguments, errors and what the methods do are `Client`'s.
+    """A client for asyncio. Arguments, errors and methods are those of `Client`.
 
-    It may be built anywhere; it belongs to the event loop of its first call (RuntimeError in another one). Cancelling
-    a task that waits for an answer cancels the request at the server.
+    It may be created anywhere. It belongs to the event loop of its first call, and raises RuntimeError in another loop.
+    Cancelling a task that waits for an answer cancels the request at the server.
 
     Example:
         async with AsyncClient("127.0.0.1:9000", timeout_s=60) as client:
@@ -150,7 +150,7 @@ class AsyncClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._cut = asyncio.Event()
-        self._cuts = weakref.WeakSet([self._cut])  # of all that may be in a pause between two tries
+        self._cuts = weakref.WeakSet([self._cut])  # of all calls that may wait between attempts
 
     async def generate(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[Options]
@@ -165,7 +165,7 @@ class AsyncClient:
     def stream(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[Options]
     ) -> AsyncChunkStream:
-        """Complete a prompt piece by piece, not awaited itself; see `Client.stream` for arguments and errors.
+        """Complete a prompt as a stream. Do not await this method; see `Client.stream` for arguments and errors.
 
         Example:
             async for chunk in client.stream("Return the", max_tokens=32):
@@ -182,7 +182,7 @@ class AsyncClient:
         return await self._ask(self._planner.chat(messages, options))
 
     def chat_stream(self, messages: Iterable[ChatTurn], **options: Unpack[Options]) -> AsyncChunkStream:
-        """Answer a conversation piece by piece, not awaited itself; see `Client.chat_stream`.
+        """Answer a conversation as a stream. Do not await this method; see `Client.chat_stream`.
 
         Example:
             async for chunk in client.chat_stream([Message("user", "What does len return?")]):
@@ -223,8 +223,7 @@ class AsyncClient:
     ) -> Any:
         """Complete many prompts, several at a time; see `Client.generate_many` for arguments and errors.
 
-        `prompts` may be an asynchronous iterable as well. Cancelling the task that waits cancels what is open at the
-        server.
+        `prompts` may also be an asynchronous iterable. Cancelling the waiting task cancels open requests at the server.
 
         Example:
             answers = await client.generate_many(["Return the", "Raise a"], max_tokens=32, concurrency=8)
@@ -275,7 +274,7 @@ class AsyncClient:
         return await run_batch(batch, conversations, functools.partial(self._ask, begun=True))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancel a running request, whoever sent it; see `Client.cancel`.
+        """Cancel a running request of any client; see `Client.cancel`.
 
         Example:
             was_running = await client.cancel("mine-1")
@@ -311,7 +310,7 @@ class AsyncClient:
         await self.close()
 
     async def _ask(self, call: Call[Result], *, begun: bool = False) -> Result:
-        """The result of a call; `begun`: its batch has."""
+        """The result of a call; `begun`: it belongs to a batch that has begun."""
         attempts = self._tries.of(call)
         while True:
             try:
@@ -343,9 +342,9 @@ class AsyncClient:
         if self._loop is None:
             self._loop = loop
         elif self._loop is not loop:
-            raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one for each loop")
+            raise RuntimeError("an AsyncClient belongs to the event loop of its first call; create one for each loop")
         address, call = attempts.address, attempts.call
-        if address not in self._channels:  # a channel of grpc.aio is bound to the loop that it is made in
+        if address not in self._channels:  # a channel of grpc.aio belongs to the loop in which it is created
             channel = self._open(address)
             self._channels[address] = (channel, open_stub(channel))
         method = getattr(self._channels[address][1], call.method)
@@ -359,7 +358,7 @@ class AsyncClient:
 
 
 async def _cut_within(seconds: float, cut: asyncio.Event) -> bool:
-    """Wait between two tries; True, at once, where there is to be no other."""
+    """Wait between two attempts. Returns True at once if `cut` is set: there is no further attempt."""
     try:
         async with asyncio.timeout(seconds):
             return await cut.wait()
@@ -368,10 +367,12 @@ async def _cut_within(seconds: float, cut: asyncio.Event) -> bool:
 
 
 async def _answer(attempts: Attempts, response: Any) -> Any:
-    """Wait for a response. Raises grpc.RpcError, and CancelledError where this side closed the call."""
+    """Wait for a response. Raises grpc.RpcError, and CancelledError if this side closed the call."""
     try:
         return await response
     except asyncio.CancelledError:
         if task_is_cancelled():
             raise
-        raise attempts.call.closed_here(attempts.request_id) from None  # gRPC's word where its own side closed it
+        raise attempts.call.closed_here(
+            attempts.request_id
+        ) from None  # gRPC raises this if its own side closed the call

@@ -1,4 +1,4 @@
-"""One call, sent as often as it takes: what was delivered before a connection broke is not asked for again."""
+"""Retries of one call. Tokens delivered before a connection broke are not requested again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LEAST_TIMEOUT_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long a client waits before it asks again after a refusal, in seconds.
+    """How long a client waits before it retries after a refusal, in seconds.
 
-    `first_s`, then twice as long each time, at most `longest_s`, each times a random number from 0.5 to 1. Where the
-    server says how long (Retry-After), that, and up to a tenth more, if it is longer; a server that asks for more than
-    `retry_after_limit_s` is not asked again.
+    The first wait is `first_s`. It doubles each time, up to `longest_s`, and is multiplied by a random number from 0.5
+    to 1. If the server gives a longer time (Retry-After), the wait is that time and up to a tenth more. If that time
+    exceeds `retry_after_limit_s`, there is no retry.
     """
 
     first_s: float = 0.5
@@ -37,7 +37,7 @@ class Backoff:
             raise ConfigError(f"a backoff needs 0 <= first_s <= longest_s and retry_after_limit_s >= 0, got {self}")
 
     def wait_s(self, failures: int, asked_s: float | None = None) -> float:
-        """Before the next attempt, after so many `failures` that have been waited for, in seconds."""
+        """Seconds to wait before the next attempt, after `failures` earlier waits. `asked_s` is the server's time."""
         drawn_s = min(self.first_s * 2.0 ** min(failures, 64), self.longest_s) * random.uniform(0.5, 1.0)
         return drawn_s if asked_s is None else max(drawn_s, asked_s * random.uniform(1.0, 1.1))
 
@@ -49,7 +49,7 @@ _RECONNECT = Backoff(0.05, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """Where a client's calls are tried, and for how long; see `Client` for the fields."""
+    """The addresses and limits for attempts of a client's calls; see `Client` for the fields."""
 
     rotation: Rotation
     backoff: Backoff = DEFAULT_BACKOFF
@@ -65,26 +65,26 @@ class Tries:
 
 
 class Attempts:
-    """`call` is the one to send next, to `address`; `take` each chunk of a stream, `again` whatever it fails with."""
+    """Send `call` to `address`. Pass each chunk of a stream to `take`, and each failure to `again`."""
 
     def __init__(self, call: Call[Any], tries: Tries) -> None:
         self.call = call
         self.request_id: str = getattr(call.message, "request_id", "")
-        self.complete = False  # the last chunk has come
+        self.complete = False  # whether the last chunk has arrived
         self.address = tries.rotation.next()
         self._rotation = tries.rotation
         self._backoff = tries.backoff
         self._first = call
-        # What generates nothing is asked again as often as what nobody has taken.
+        # A call that generates no tokens is retried like a call that no server has accepted.
         self._resume_s = tries.resume_s if call.generates else None
         self._begun_s = time.monotonic()
         self._first_token_s: float | None = None
         self._deadline_s = None if call.timeout_s is None else self._begun_s + call.timeout_s
-        self._model = ""  # of the first chunk: no other one goes on with it
-        self._seed: int | None = None  # in use since the first chunk
-        self._max_tokens: int | None = None  # as well
+        self._model = ""  # from the first chunk: only the same model can continue the answer
+        self._seed: int | None = None  # from the first chunk
+        self._max_tokens: int | None = None  # from the first chunk
         self._delivered: dict[int, pb.Delivered] = {}
-        self._begun = False  # a server has had it
+        self._begun = False  # whether a server has accepted the call
         self._failing_since_s: float | None = None
         self._failures = 0  # since the last token
         self._retries = 0
@@ -92,7 +92,7 @@ class Attempts:
         self._sent = 1
 
     def take(self, chunk: pb.GenerateChunk) -> None:
-        """Note what it delivers, and take out what an earlier connection's first chunk has delivered."""
+        """Note what a chunk delivers. Removes prompt tokens that the first chunk of an earlier connection delivered."""
         self.request_id = chunk.request_id
         self._begun = True
         self._model = self._model or chunk.model
@@ -109,32 +109,32 @@ class Attempts:
                 self._first_token_s = time.monotonic()
             self._failures, self._failing_since_s = 0, None
             self._rotation.worked(self.address)
-        if chunk.HasField("usage"):  # that alone does not say so: an earlier gateway gives it with several chunks
+        if chunk.HasField("usage"):  # not sufficient alone: older gateways send it with several chunks
             ended = sum(bool(answer.finish_reason) for answer in self._delivered.values())
             self.complete = ended == (self.call.message.n or 1)
 
     def result(self, response: Any) -> Any:
-        """What the response stands for."""
+        """The result of a response."""
         self._rotation.worked(self.address)
         return self.call.parse(response, self.timings())
 
     @property
     def again_sent(self) -> bool:
-        """Whether `call` is not the first try."""
+        """Whether `call` is a retry."""
         return self._sent > 1
 
     def timings(self) -> ClientTimings:
-        """What of it this client has measured until now."""
+        """The times of this call that the client has measured until now."""
         first_s = None if self._first_token_s is None else self._first_token_s - self._begun_s
         return ClientTimings(time.monotonic() - self._begun_s, first_s, self._sent)
 
     def again(self, error: grpc.RpcError) -> float | None:
-        """Seconds to wait before `call` is sent to `address`: it goes on with this one. None: the failure is final."""
+        """Seconds to wait before the updated `call` is sent to `address`. None: the failure is final."""
         now_s = time.monotonic()
         kind = kind_of(error, begun=self._begun)
         if kind in (Failure.BROKEN, Failure.UNREACHED):
             self._rotation.failed(self.address)
-        # Without its seed (a server that does not tell) an answer that has begun cannot go on as it began.
+        # Without its seed, which an old server may not send, an answer that has begun cannot be continued.
         if kind is Failure.FINAL or self._late(now_s) or (self._delivered and self._seed is None):
             return None
         if kind is Failure.BROKEN and self._resume_s is not None:
@@ -143,36 +143,36 @@ class Attempts:
         wait_s = wait(now_s, error, kind)
         if wait_s is None:
             return None
-        self.address = self._rotation.next(but=self._unreached)  # whatever other calls do to its turns
+        self.address = self._rotation.next(but=self._unreached)  # also if other calls share the rotation
         self.call = self._next_call(now_s + wait_s)
         self._sent += 1
         return wait_s
 
     def error(self, error: grpc.RpcError) -> AlignedServeError:
         """The typed error for a failure that is final."""
-        if self._late(time.monotonic()):  # whatever was tried last
+        if self._late(time.monotonic()):  # regardless of the last failure
             limit_s = self._first.timeout_s
             ids = {"request_id": self.request_id} if self.request_id else {}
-            message = f"the call did not end within its {limit_s:g} s"
+            message = f"the call did not finish within its limit of {limit_s:g} s"
             return DeadlineError(message, status=grpc.StatusCode.DEADLINE_EXCEEDED.name, address=self.address, **ids)
         return self._first.error(error, self.address, self.request_id)
 
     def _wait_to_resume_s(self, now_s: float, error: grpc.RpcError, kind: Failure) -> float | None:
-        """A server has had the call: for `resume_s` without a token, one that goes on with it is waited for."""
+        """Wait time before a resume: a server had accepted the call. Ends after `resume_s` without a new token."""
         self._unreached.clear()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
         left_s = self._failing_since_s + (self._resume_s or 0.0) - now_s
         if left_s <= 0:
             return None
-        # A gateway that ends says when it may be back: that is nothing to wait for, where another one can go on.
+        # A gateway that ends also gives a time, but another gateway can continue sooner.
         asked_s = retry_after_s(error) if kind is Failure.REFUSED else None
         wait_s = min(_RECONNECT.wait_s(self._failures, asked_s), left_s)
         self._failures += 1
         return wait_s if self._deadline_s is None else min(wait_s, self._deadline_s - now_s)
 
     def _wait_to_retry_s(self, now_s: float, error: grpc.RpcError, kind: Failure) -> float | None:
-        """No server has taken the call: it is tried `max_retries` times, each time at every address there is."""
+        """Wait time before a retry: no server has accepted the call. Each of `max_retries` tries every address."""
         if kind is Failure.UNREACHED:
             self._unreached.add(self.address)
             if len(self._unreached) < len(self._rotation.addresses):
@@ -183,7 +183,7 @@ class Attempts:
             return None
         wait_s = self._backoff.wait_s(self._retries, asked_s)
         if self._deadline_s is not None and now_s + wait_s >= self._deadline_s:
-            return None  # there is no time for it, and what was refused says more than that time is over
+            return None  # no time is left, and the refusal is a better error than the deadline
         self._retries += 1
         return wait_s
 

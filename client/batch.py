@@ -1,4 +1,4 @@
-"""Many requests at once: what to start next, where each outcome belongs, what the user is told. No I/O."""
+"""State of a batch of requests, without I/O: the next item, the outcomes in order, the progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 class Batch(Generic[Item]):
-    """`add` an item while it `wants_more`, and run the call that this gives; `end` each; then `results`."""
+    """While it `wants_more`, `add` an item and run the call that is returned. `end` each call, then get `results`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Batch(Generic[Item]):
             kind = "request" if isinstance(items, Mapping) else "string"
             raise InvalidRequestError(f"a batch is an iterable of prompts, not one {kind}", param="prompts")
         if options.get("request_id") is not None:
-            message = "requests have names of their own: give each a dict with its request_id"
+            message = "request_id must be unique: give each request a dict with its own request_id"
             raise InvalidRequestError(message, param="request_id")
         self._plan = plan
         self._options = options
@@ -47,17 +47,17 @@ class Batch(Generic[Item]):
 
     @property
     def open(self) -> int:
-        """How many have been taken and have not ended."""
+        """Number of items that were taken and have not ended."""
         return self._taken - len(self._outcomes)
 
     @property
     def wants_more(self) -> bool:
-        """Whether another item is to be taken now: there is room, and nothing has failed for good."""
+        """Whether another item can be taken now: there is room, and no request has failed."""
         failed = self._first_error is not None and not self._return_exceptions
         return self.open < self._concurrency and not failed
 
     def add(self, item: Item) -> tuple[int, Call[Completion]] | None:
-        """The number of the item and its call; None for an item that no call can be made of: it has ended with that."""
+        """The number of the item and its call. None for an invalid item, which has ended with its error."""
         number = self._taken
         self._taken += 1
         try:
@@ -74,7 +74,7 @@ class Batch(Generic[Item]):
         self._meter.advance(outcome)
 
     def results(self) -> list[Outcome]:
-        """The outcomes, in the order of the items. Raises BatchError for failures, unless they are asked for."""
+        """The outcomes in the order of the items. Raises BatchError if one failed, unless errors were requested."""
         results = [self._outcomes[number] for number in range(self._taken)]
         if self._first_error is None or self._return_exceptions:
             return results
@@ -83,12 +83,12 @@ class Batch(Generic[Item]):
         raise BatchError(message, results=results, code=self._first_error.code) from self._first_error
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Close the progress bar."""
         self._meter.close()
 
 
 class _Meter:
-    """Tells nobody."""
+    """Progress that is not shown."""
 
     def advance(self, outcome: Outcome) -> None:
         pass
@@ -98,7 +98,7 @@ class _Meter:
 
 
 class _Bar(_Meter):
-    """A bar of tqdm, with the tokens that were generated and the requests that failed."""
+    """A tqdm bar with the generated tokens and the failed requests."""
 
     def __init__(self, total: int | None) -> None:
         try:
@@ -143,7 +143,7 @@ def _open_meter(progress: Progress, total: int | None) -> _Meter:
 
 
 def checked_items(items: Iterable[Item]) -> Iterator[Item]:
-    """The items, where they can be iterated over; raises InvalidRequestError elsewhere."""
+    """An iterator over the items. Raises InvalidRequestError if they are not iterable."""
     try:
         return iter(items)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""A call, complete before it is sent: both clients plan their calls here and differ only in how they send them."""
+"""Builds calls before they are sent. Both clients build their calls here and differ only in how they send them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alignedserve.proto.inference_pb2_grpc import InferenceStub
 
 API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 _LONGEST_TIMEOUT_S = 1e9  # gRPC overflows on longer ones
-_OF_THE_CLIENT = ("max_retries",)  # options that the server never hears of
+_OF_THE_CLIENT = ("max_retries",)  # options that are not sent to the server
 _INPUTS = ("prompt", "prompt_token_ids", "messages")
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ open_stub: Callable[[grpc.Channel | grpc.aio.Channel], Any] = InferenceStub  # g
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
-    """`method` of the Inference service with its request, and what turns each of its responses into a result."""
+    """`method` of the Inference service, its request message, and the function that converts responses."""
 
     method: str
     message: Any
@@ -43,7 +43,7 @@ class Call(Generic[Result]):
 
     @property
     def generates(self) -> bool:
-        """Whether tokens come of it: one that is broken off goes on where it was."""
+        """Whether the call generates tokens. Such a call is resumed after its connection broke."""
         return self.method in ("Generate", "Stream")
 
     def error(self, error: grpc.RpcError, address: str, request_id: str) -> AlignedServeError:
@@ -52,14 +52,14 @@ class Call(Generic[Result]):
         return error_from_status(error, self.timeout_s, address=address, **ids)
 
     def closed_here(self, request_id: str) -> CancelledError:
-        """The error for a call that was cut short by closing its stream or its client."""
+        """The error for a call that ended because its stream or its client was closed."""
         ids = {"request_id": request_id} if request_id else {}
         return CancelledError(f"the {self.method} call was closed by this client", **ids)
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlanner:
-    """What holds for all calls of one client; makes the calls. See `Client` for the fields."""
+    """Builds calls with the settings of one client. See `Client` for the fields."""
 
     model: str | None = None
     application: str | None = None
@@ -77,7 +77,7 @@ class CallPlanner:
         try:
             self._limit(None)
             self._retries(None)
-        except InvalidRequestError as error:  # it is the client that cannot be used
+        except InvalidRequestError as error:  # an argument of the client is invalid, not one of a request
             raise ConfigError(error.message) from error
 
     def generate(self, prompt: str | None, token_ids: Iterable[int] | None, options: Options) -> Call[Completion]:
@@ -93,7 +93,7 @@ class CallPlanner:
         return self._streamed(messages.chat_request(turns, _sent(options)), options)
 
     def generate_item(self, item: BatchItem, shared: Options) -> Call[Completion]:
-        """The call for one item of `generate_many`: its own options go before those that all share."""
+        """The call for one item of `generate_many`. Its own options override the shared ones."""
         if isinstance(item, str):
             return self.generate(item, None, shared)
         if not isinstance(item, Mapping):
@@ -134,14 +134,16 @@ class CallPlanner:
         return self._call("Stream", message, messages.parse_chunk, limit_s, retries)
 
     def _complete(self, message: pb.GenerateRequest) -> float | None:
-        """Put this client's defaults in, and give the call's limit back, in seconds."""
+        """Fill in this client's defaults. Returns the call's time limit in seconds."""
         message.model = message.model or self.model or ""
-        # Named here: a request that is sent again takes its own place, and errors name it, answered or not.
+        # The id is chosen here, so that a request that is sent again replaces itself, and every error names it.
         message.request_id = message.request_id or f"req-{uuid.uuid4().hex}"
         limit_s = self._limit(message.timeout_s if message.HasField("timeout_s") else None)
         message.ClearField("timeout_s")
         if limit_s is not None:
-            message.timeout_s = limit_s  # the gateway's own limit: it holds when the proxy dies with gRPC's deadline
+            message.timeout_s = (
+                limit_s  # the gateway's own limit also applies if the proxy that enforces gRPC's deadline dies
+            )
         return limit_s
 
     def _call(
@@ -167,7 +169,7 @@ class CallPlanner:
         return chosen
 
     def _limit(self, timeout_s: float | None) -> float | None:
-        """The call's limit in seconds, None for none: its own, else this client's."""
+        """The call's time limit in seconds: its own, else this client's; None if it is unlimited."""
         chosen = self.timeout_s if timeout_s is None else timeout_s
         if chosen is None:
             return None
@@ -177,5 +179,5 @@ class CallPlanner:
 
 
 def _sent(options: Options) -> Options:
-    """Those of the options that go to the server."""
+    """The options that are sent to the server."""
     return cast(Options, {name: value for name, value in options.items() if name not in _OF_THE_CLIENT})

@@ -1,4 +1,4 @@
-"""Where a client's calls go: its addresses, whose turn it is among them, and the channel to each."""
+"""A client's addresses, the order in which calls use them, and the channel to each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DEFAULT_ADDRESS = "127.0.0.1:9000"
 DEFAULT_CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _SHUNNED_S = 5.0
-_OTHER_TARGET = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock|xds):")  # names of gRPC's own, which it parses
+_OTHER_TARGET = re.compile(r"(unix|unix-abstract|ipv4|ipv6|vsock|xds):")  # gRPC's own target names, which gRPC parses
 _HOST_AND_PORT = re.compile(r"(?:dns:(?://[^/]*/)?)?(?:\[[^\[\]\s]+\]|[^\[\]:/\s]+):([0-9]{1,5})")
 
 
 def parse_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
-    """The addresses in order; raises ConfigError for none, and for one twice, without a port or with `http:`."""
+    """The addresses in order. Raises ConfigError if there are none, or if one is repeated or malformed."""
     found = (address,) if isinstance(address, str) else tuple(address)
     if not found or not all(isinstance(one, str) and one for one in found):
         raise ConfigError(f"address must be HOST:PORT of the gRPC port, or several of them, got {address!r}")
@@ -45,7 +45,7 @@ def parse_addresses(address: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How channels are made; see `Client` for the fields. Raises ConfigError for what cannot be used."""
+    """How channels are opened; see `Client` for the fields. Raises ConfigError for invalid values."""
 
     tls: bool | grpc.ChannelCredentials = False
     root_certificates: bytes | str | os.PathLike[str] | None = None
@@ -59,9 +59,9 @@ class Transport:
         if self.keepalive_s is not None and not self.keepalive_s > 0:
             raise ConfigError(f"keepalive_s must be greater than 0, or None, got {self.keepalive_s}")
         if self.root_certificates is not None and isinstance(self.tls, grpc.ChannelCredentials):
-            raise ConfigError("give either root_certificates or credentials of your own as tls, not both")
+            raise ConfigError("give either root_certificates or your own credentials as tls, not both")
         if self.server_name is not None and self.tls is False and self.root_certificates is None:
-            raise ConfigError("server_name is for TLS: give tls=True or root_certificates as well")
+            raise ConfigError("server_name requires TLS: give tls=True or root_certificates, too")
         if self.root_certificates is not None and not isinstance(self.root_certificates, bytes):
             try:
                 object.__setattr__(self, "root_certificates", Path(self.root_certificates).read_bytes())
@@ -69,7 +69,7 @@ class Transport:
                 raise ConfigError(f"root_certificates cannot be read: {error}") from error
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """For TLS, else None."""
+        """Credentials for TLS; None without TLS."""
         if isinstance(self.tls, grpc.ChannelCredentials):
             return self.tls
         if self.root_certificates is None and not self.tls:
@@ -79,22 +79,22 @@ class Transport:
         return grpc.ssl_channel_credentials(roots)
 
     def options(self, address: str) -> list[tuple[str, Any]]:
-        """gRPC channel arguments: long answers pass, and a server that comes back is found within two seconds."""
+        """gRPC channel arguments: unlimited messages, and a reconnect within two seconds after a server returns."""
         options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 2000),
-            ("grpc.min_reconnect_backoff_ms", _milliseconds(self.connect_timeout_s)),  # an attempt may take so long
+            ("grpc.min_reconnect_backoff_ms", _milliseconds(self.connect_timeout_s)),  # time limit of an attempt
         ]
-        if address.rsplit(":", 1)[0] in _LOOPBACK:  # `http_proxy` in the environment is not meant for these
+        if address.rsplit(":", 1)[0] in _LOOPBACK:  # `http_proxy` in the environment does not apply to loopback
             options.append(("grpc.enable_http_proxy", 0))
         if self.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.server_name))
         if self.keepalive_s is not None:
             names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
             options += [(name, _milliseconds(self.keepalive_s)) for name in names]
-            options.append(("grpc.http2.max_pings_without_data", 0))  # a request may wait for long
+            options.append(("grpc.http2.max_pings_without_data", 0))  # a request may wait for a long time
         return options
 
 
@@ -103,7 +103,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 class Rotation:
-    """Calls take the addresses in turn; one that failed is left out for a while. Threads may share it."""
+    """Calls use the addresses in turn. An address that failed is skipped for a while. Threads may share it."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.addresses = tuple(addresses)
@@ -112,7 +112,7 @@ class Rotation:
         self._lock = threading.Lock()
 
     def next(self, but: Container[str] = ()) -> str:
-        """The next one that has not failed of late; where all have, the next. None of those in `but`: not all are."""
+        """The next address that has not failed recently, or simply the next. Never one in `but`, which is not all."""
         now_s = time.monotonic()
         with self._lock:
             turns = [*self.addresses[self._turn :], *self.addresses[: self._turn]]
@@ -122,12 +122,12 @@ class Rotation:
             return chosen
 
     def failed(self, address: str) -> None:
-        """Nothing could be reached there, or what was there has ended."""
+        """Note that the address could not be reached, or that its server has ended."""
         with self._lock:
             self._shunned_until_s[address] = time.monotonic() + _SHUNNED_S
 
     def worked(self, address: str) -> None:
-        """Something answered there."""
+        """Note that a server answered there."""
         if self._shunned_until_s:
             with self._lock:
                 self._shunned_until_s.pop(address, None)

@@ -1,7 +1,7 @@
-"""From a gRPC status to an error of `alignedserve.errors`.
+"""Converts a gRPC status to an error of `alignedserve.errors`.
 
-Serve's gRPC proxy delivers the status code and the details text, and no trailing metadata of the gateway's own. What
-the error needs beyond its message stands in brackets at the end of the details, every part optional:
+Serve's gRPC proxy delivers the status code and the details text, but not the gateway's trailing metadata. Further
+fields of the error are in brackets at the end of the details. All of them are optional:
 
     the cluster is full [code=overloaded retry-after-s=1.5]
     max_tokens must be at least 0 [code=invalid_value param=max_tokens]
@@ -41,25 +41,24 @@ _BY_STATUS: dict[grpc.StatusCode, type[AlignedServeError]] = {
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
 }
 _WORDS = re.compile(r"\s*\[((?:(?:code|param|retry-after-s)=\S+ ?)+)\]\s*$")
-# gRPC's own refusal of a long message has the status of a full server, and would be tried again in vain.
+# gRPC's own refusal of a long message has the status of a full server, but a retry would be useless.
 _TOO_LARGE = re.compile(r"(Sent|Received|Decompressed) message larger than max")
 
-# A proxy whose server has died ends the stream with codes that stand for something else where a server gives them.
+# A proxy whose server has died ends the stream with codes that have other meanings if a server sends them.
 _BROKEN = re.compile(r"RST_STREAM|http2 header with status: 50\d")
 
-# No server has seen such a call.
+# No server has received such a call.
 _UNREACHED = re.compile(r"failed to connect|Connection refused|DNS resolution failed|resolver")
 
-# Serve's proxy names a service to ask, which this client does not ask.
+# Serve's proxy suggests to call a service that this client does not have.
 _NO_APPLICATION = re.compile(r"Application (?:metadata not set|('.*') not found)\. Ping .*ListApplications", re.DOTALL)
 
 
 def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: Any) -> AlignedServeError:
-    """The error that a failed call stands for.
+    """The error for a failed call.
 
-    `timeout_s` is the limit that the call ran under, in seconds. `details` (ids, the address) go into the error, with
-    `status`, the gRPC status code's name, and `code`, the server's own word, where it gave one: it may know more
-    kinds of a bad request than `alignedserve.errors` has classes.
+    `timeout_s` is the call's limit in seconds. The error gets `details` (ids, the address), `status` (the name of the
+    gRPC status code) and, if the server sent one, `code`, which may be more specific than the class of the error.
     """
     status = error.code()
     message, words = _split(error.details() or status.name)
@@ -81,25 +80,25 @@ def error_from_status(error: grpc.RpcError, timeout_s: float | None, **details: 
 
 def _application_hint(asked: str | None) -> str:
     if asked is None:
-        return "several applications run there, or none: name the one that is meant (application=...)"
-    return f"no application is called {asked} there (application=...)"
+        return "the server has several applications, or none: name the application (application=...)"
+    return f"the server has no application named {asked} (application=...)"
 
 
 class EndedEarlyError(grpc.RpcError):
-    """A stream that ended as if all were well, before its last chunk had come: whatever is in between broke it."""
+    """A stream that ended without an error before its last chunk. The connection broke in between."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
 
     def details(self) -> str:
-        return "the stream ended before the answer was whole"
+        return "the stream ended before the answer was complete"
 
 
 class Failure(enum.Enum):
     """What a failed call means for the next attempt."""
 
     FINAL = "final"
-    """The server's answer: another attempt would get the same."""
+    """The server's final answer: another attempt would fail in the same way."""
     BROKEN = "broken"
     """The connection broke, or the server behind it is ending: the call goes on through another one."""
     REFUSED = "refused"
@@ -109,7 +108,7 @@ class Failure(enum.Enum):
 
 
 def kind_of(error: grpc.RpcError, *, begun: bool) -> Failure:
-    """Which of them this is. `begun`: a server has had the call, so that one that knows nothing of it must be new."""
+    """The kind of a failure. `begun`: a server had accepted the call, so a server that does not know it is new."""
     status = error.code()
     message, words = _split(error.details() or "")
     if "code" in words:
@@ -122,7 +121,7 @@ def kind_of(error: grpc.RpcError, *, begun: bool) -> Failure:
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and not _TOO_LARGE.search(message):
         return Failure.REFUSED
     if status in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
-        # Not a gateway's word: a proxy that has just started knows no application, or the address is wrong.
+        # Not from a gateway: a proxy that has just started knows no application yet, or the address is wrong.
         return Failure.BROKEN if begun else Failure.REFUSED
     return Failure.FINAL
 
@@ -131,12 +130,12 @@ _BY_CODE = {"shutting_down": Failure.BROKEN, "unavailable": Failure.REFUSED, "ov
 
 
 def retry_after_s(error: grpc.RpcError) -> float | None:
-    """Seconds that the server asks to wait before the next attempt, where it said so."""
+    """Seconds to wait before the next attempt, if the server gave a time."""
     return _seconds(_split(error.details() or "")[1].get("retry-after-s"))
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:
-    """The message, and the words in brackets behind it."""
+    """The message, and the fields in brackets after it."""
     found = _WORDS.search(text)
     if found is None:
         return text, {}

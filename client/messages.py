@@ -25,14 +25,14 @@ from alignedserve.proto.common_pb2 import LogitBias
 
 
 def prompt_request(prompt: str | None, prompt_token_ids: Iterable[int] | None, options: Options) -> pb.GenerateRequest:
-    """A request for exactly one of the two; raises InvalidRequestError that names the argument at fault."""
+    """A request for exactly one of the two; raises InvalidRequestError, which names the invalid argument."""
     if (prompt is None) == (prompt_token_ids is None):
         raise InvalidRequestError("give either prompt or prompt_token_ids", param="prompt")
     message = _with_options(options)
-    if isinstance(prompt_token_ids, bytes | bytearray):  # they would be taken for small token ids
+    if isinstance(prompt_token_ids, bytes | bytearray):  # bytes would be read as small token ids
         raise InvalidRequestError("prompt_token_ids must be token ids, not bytes", param="prompt_token_ids")
     if prompt_token_ids is not None:
-        message.prompt_token_ids.SetInParent()  # an empty list is the server's to refuse, not "no input"
+        message.prompt_token_ids.SetInParent()  # an empty list is sent, so that the server refuses it
         _extend(message.prompt_token_ids.ids, "prompt_token_ids", prompt_token_ids)
     elif isinstance(prompt, str):
         _assign(message, "prompt", prompt)
@@ -43,7 +43,7 @@ def prompt_request(prompt: str | None, prompt_token_ids: Iterable[int] | None, o
 
 
 def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateRequest:
-    """A request for the next turn of a conversation; raises InvalidRequestError that names the argument at fault."""
+    """A request for the next turn of a conversation; raises InvalidRequestError, which names the invalid argument."""
     message = _with_options(options)
     message.conversation.SetInParent()
     try:
@@ -55,7 +55,7 @@ def chat_request(messages: Iterable[ChatTurn], options: Options) -> pb.GenerateR
         where = f"messages[{number}]"
         given: object = {"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn
         if not isinstance(given, Mapping) or given.keys() != {"role", "content"}:
-            raise InvalidRequestError(f"{where} must have role and content, and nothing else", param="messages")
+            raise InvalidRequestError(f"{where} must have role and contentonly", param="messages")
         if not all(isinstance(value, str) for value in given.values()):
             raise InvalidRequestError(f"{where}: role and content must be strings", param="messages")
         try:
@@ -69,7 +69,7 @@ def _with_options(options: Options) -> pb.GenerateRequest:
     message = pb.GenerateRequest()
     for name, value in options.items():
         if not isinstance(name, str):  # a key of a batch's dict
-            raise InvalidRequestError(f"options have names that are strings, got {name!r}", param=str(name))
+            raise InvalidRequestError(f"names of options must be strings, got {name!r}", param=str(name))
         if name not in Options.__annotations__:
             near = difflib.get_close_matches(name, Options.__annotations__, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -148,7 +148,7 @@ def parse_found(message: pb.CancelResponse, client_timings: ClientTimings) -> bo
 
 
 def join_chunks(chunks: Sequence[Chunk], client_timings: ClientTimings) -> Completion:
-    """The whole answer that a stream's chunks are, all of them in order."""
+    """The complete result from all chunks of a stream, in order."""
     last = chunks[-1]
     assert last.usage is not None, "only the last chunk has it"
     choices = []

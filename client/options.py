@@ -1,4 +1,4 @@
-"""What a request may ask for, the same for every method that generates."""
+"""Options of a request. They are the same for all methods that generate."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ ChatTurn: TypeAlias = Message | Mapping[str, str]
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate`, `stream`, `chat` and `chat_stream`.
 
-    None, or leaving an option out, takes the model's own default (or the client's, for `model` and `timeout_s`).
-    The server checks ranges: `InvalidRequestError.param` then names the option.
+    An option that is None or left out takes the model's default, or the client's for `model` and `timeout_s`.
+    The server checks ranges. `InvalidRequestError.param` names an invalid option.
     """
 
     model: str | None
-    """A served model's name; may be left out where only one is served."""
+    """Name of a served model; optional if only one model is served."""
     request_id: str | None
-    """A name of your own, for `cancel`, logs and errors; unique among running requests. Otherwise one is made up."""
+    """An id of your own, for `cancel`, logs and errors; unique among running requests. By default it is generated."""
     timeout_s: float | None
-    """Seconds until the request is given up with `DeadlineError`, a stream's last chunk included. `math.inf`: never."""
+    """Seconds until the request fails with `DeadlineError`; for streams up to the last chunk. `math.inf`: never."""
     max_retries: int | None
-    """How often it is asked for again after a refusal; see `Client`. The server does not hear of it."""
+    """Maximum retries after a refusal; see `Client`. It is not sent to the server."""
     wait_objective_s: float | None
-    """The longest that it should wait between its prefill (or an eviction) and its next token; 0.01 to 86,400 s."""
+    """Wait objective: longest time between prefill (or an eviction) and the next token; 0.01 to 86,400 s."""
 
     max_tokens: int | None
-    """Most tokens to generate (prompts: 16; chat: what the model's positions leave)."""
+    """Maximum tokens to generate (default for prompts: 16; for chat: all positions that the model has left)."""
     min_tokens: int | None
-    """Fewest tokens before an end token or a stop string may end the answer."""
+    """Minimum tokens before an end token or a stop string may end the answer."""
     temperature: float | None
     """0 (greedy) to 2."""
     top_p: float | None
-    """Draw from the most likely tokens that have this probability together; above 0, up to 1."""
+    """Sample from the most likely tokens whose probabilities add up to this; above 0, up to 1."""
     top_k: int | None
-    """Draw from so many most likely tokens; 0: no limit."""
+    """Sample from this many most likely tokens; 0: no limit."""
     min_p: float | None
-    """Leave out tokens less likely than this fraction of the most likely one's probability; 0 to 1."""
+    """Exclude tokens below this fraction of the most likely token's probability; 0 to 1."""
     seed: int | None
-    """Makes the draws repeatable; a signed 64-bit integer."""
+    """Makes sampling repeatable; a signed 64-bit integer."""
     repetition_penalty: float | None
     """Above 1 makes tokens of prompt and answer less likely; above 0, up to 100."""
     presence_penalty: float | None
@@ -50,39 +50,39 @@ class Options(TypedDict, total=False):
     frequency_penalty: float | None
     """Subtracted from a token's logit each time the answer has it; -2 to 2."""
     logit_bias: Mapping[int, float] | None
-    """Token id to what is added to its logit."""
+    """Values added to logits, by token id."""
     logprobs: int | None
-    """Log-probabilities of the generated tokens, each with so many most likely alternatives (0: none); up to 20."""
+    """Return log probabilities of the generated tokens, each with this many alternatives (0: none); up to 20."""
     stop: str | Iterable[str] | None
-    """Strings that end the answer; they are not part of its text."""
+    """Strings that end the answer. They are not part of its text."""
     stop_token_ids: Iterable[int] | None
     """Tokens that end the answer."""
     ignore_eos: bool | None
-    """Go on past the model's end tokens."""
+    """Continue after the model's end tokens."""
     n: int | None
-    """Answers to the same prompt; 1 to 16."""
+    """Number of answers to the prompt; 1 to 16."""
     include_timings: bool | None
-    """Ask for `timings`: seconds in each stage."""
+    """Return `timings`: seconds in each stage."""
     allow_special_tokens: bool | None
-    """What a text prompt spells like a special token is that token; otherwise it is text. Not for conversations."""
+    """Treat the spelling of a special token in a text prompt as that token, not as text. Not for conversations."""
 
 
 class Request(Options, total=False):
-    """One request of a batch, as a dict: exactly one of the three inputs, and options of its own."""
+    """One request of a batch, as a dict: exactly one of the three inputs, and its own options."""
 
     prompt: str | None
     """Text, tokenised by the server."""
     prompt_token_ids: Iterable[int] | None
-    """Tokens instead."""
+    """Token ids instead of text."""
     messages: Iterable[ChatTurn] | None
-    """A conversation instead."""
+    """A conversation instead of a prompt."""
 
 
 BatchItem: TypeAlias = str | Sequence[int] | Request
-"""What `generate_many` takes: a prompt, a prompt's token ids, or a `Request`."""
+"""An item of `generate_many`: a prompt, a prompt's token ids, or a `Request`."""
 
 ChatItem: TypeAlias = Sequence[ChatTurn] | Request
-"""What `chat_many` takes: a conversation, or a `Request`."""
+"""An item of `chat_many`: a conversation, or a `Request`."""
 
 Progress: TypeAlias = bool | Callable[[int, int | None], object]
-"""True: a progress bar of `tqdm`. A function: called with how many have ended, and of how many (None: not known)."""
+"""True: a `tqdm` progress bar. A function is called with the finished and the total requests (None: unknown)."""

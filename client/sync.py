@@ -1,4 +1,4 @@
-"""The blocking client. Each method states the contract that `AsyncClient`'s method of the same name keeps too."""
+"""The blocking client. `AsyncClient`'s methods follow the contracts of the methods here."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def _run_here(method: Any, call: Call[Any]) -> Any:
 
 
 class ChunkStream(Iterator[Chunk]):
-    """The chunks of one answer, as they are made. Not for use by several threads at once.
+    """The chunks of one request as they are generated. Several threads must not use it at the same time.
 
-    Leaving early cancels the request at the server: `close()`, the end of a `with` block, or dropping the last
-    reference (a `for` loop over `client.stream(...)` that breaks). A chunk that is asked for after that raises
-    CancelledError, unless the last had been read. A connection that breaks is replaced: see `Client`'s `resume_s`.
+    Leaving early cancels the request at the server: by `close()`, the end of a `with` block, or dropping the last
+    reference (a `break` in a `for` loop over `client.stream(...)`). Reading after that raises CancelledError, unless
+    the last chunk had been read. A broken connection is replaced: see `resume_s` of `Client`.
     """
 
     def __init__(self, attempts: Attempts, send: Callable[[Attempts], Any], cut: threading.Event) -> None:
@@ -49,23 +49,23 @@ class ChunkStream(Iterator[Chunk]):
         self._send = send
         self._chunks: list[Chunk] = []
         self._closed = False
-        self._cut = cut  # ends a pause between two tries: this was closed, or its client
+        self._cut = cut  # ends a wait between attempts: this stream or its client was closed
         self._responses = send(attempts)
 
     @property
     def request_id(self) -> str:
-        """The name of the request, for `Client.cancel` and logs."""
+        """The id of the request, for `Client.cancel` and logs."""
         return self._attempts.request_id
 
     @property
     def client_timings(self) -> ClientTimings:
-        """Seconds until now as this client measures them: `ttft_s` is there from the first token on."""
+        """Seconds measured by this client until now. `ttft_s` is set from the first token on."""
         return self._attempts.timings()
 
     def completion(self) -> Completion:
-        """Read what is left, and return the whole answer, what has been read before included.
+        """Read the remaining chunks, and return the complete result, including chunks that were read before.
 
-        Raises what reading raises; CancelledError where the stream was left before its last chunk.
+        Raises the same errors as reading; CancelledError if the stream was closed before its last chunk.
         """
         for _ in self:
             pass
@@ -82,7 +82,7 @@ class ChunkStream(Iterator[Chunk]):
                     raise EndedEarlyError
             except grpc.RpcError as error:
                 if self._attempts.complete:
-                    raise StopIteration from None  # all is there but the word that it is
+                    raise StopIteration from None  # all chunks arrived; only the final status is missing
                 self._go_on(error)
                 continue
             if message is None:
@@ -103,7 +103,7 @@ class ChunkStream(Iterator[Chunk]):
             self._responses.cancel()
 
     def close(self) -> None:
-        """Cancel the request unless its last chunk has been read. May be called again, and from another thread."""
+        """Cancel the request unless its last chunk has been read. May be called repeatedly, and by another thread."""
         self._closed = True
         self._cut.set()
         self._responses.cancel()
@@ -125,42 +125,42 @@ class Client:
     """A blocking client of one cluster. Threads may share it; a process forked from this one needs its own.
 
     Args:
-        address: HOST:PORT of the cluster's gRPC port, or several such: calls take them in turn, and leave out for a few
-            seconds those that do not answer.
-        model: the served model to use where a call names none; None: the only one.
-        application: the Serve application's name, where one Ray cluster runs several.
-        timeout_s: limit in seconds for every call that gives none of its own, retries included; None: no limit.
-        api_key: for a server that has an --api-key-file; None: what ALIGNEDSERVE_API_KEY in the environment says.
-        max_retries: how often a call is tried again that no server has taken: the cluster is full, a role of it is not
-            there, a proxy knows no application (one that has just started), or nothing answers at any address.
-        backoff: how long to wait before each of these tries.
-        resume_s: a call whose connection broke, or whose gateway ended, goes on through another connection. A stream
-            continues where it was, with the same tokens and text; nothing is repeated. So many seconds may pass from a
-            failure to the next token before it is raised; 0 raises it at once.
-        tls: True: the server proves who it is by a certificate that the system's (or `root_certificates`) vouch for.
-            Credentials of gRPC's own are taken too, for certificates of the client's.
-        root_certificates: PEM, as bytes or the path of a file, to check the server by; implies TLS.
-        server_name: what the server's certificate calls it, where that is not the host in `address`.
-        connect_timeout_s: the longest that connecting to one address may take, in seconds.
-        keepalive_s: while calls are open, a connection that is silent for so many seconds is asked for a sign of life,
-            and counts as broken when none comes in as many. None: only the operating system notices. HAProxy, which
-            `alignedserve serve` puts in front, answers any; other servers may refuse less than 300.
+        address: HOST:PORT of the cluster's gRPC port, or several of them. Calls use them in turn, and skip an address
+            that does not answer for a few seconds.
+        model: the served model for calls that name none; None: the only one.
+        application: the Serve application's name, if a Ray cluster runs several.
+        timeout_s: time limit in seconds, including retries, for calls without their own limit; None: no limit.
+        api_key: for a server with an --api-key-file; None: the environment variable ALIGNEDSERVE_API_KEY.
+        max_retries: maximum retries of a call that no server has accepted: the cluster is full, a required process is
+            missing, a proxy that has just started knows no application, or no address answers.
+        backoff: how long to wait before each retry.
+        resume_s: if a connection broke or a gateway ended, the call continues through another connection. A stream
+            continues with the same tokens and text; nothing is repeated. The error is raised if no token arrives for
+            this many seconds after a failure; 0 raises it at once.
+        tls: True: verify the server's certificate with the system's certificates or `root_certificates`. gRPC
+            credentials are accepted, too, for client certificates.
+        root_certificates: PEM, as bytes or a file's path, to verify the server; implies TLS.
+        server_name: the name in the server's certificate, if it differs from the host in `address`.
+        connect_timeout_s: maximum time to connect to one address, in seconds.
+        keepalive_s: while calls are open, a connection that is silent for this many seconds is pinged, and counts as
+            broken if no answer arrives within the same time. None: no pings. HAProxy, which `alignedserve serve` uses,
+            accepts any value; other servers may refuse values under 300.
 
-    Connections are made by the first call that needs them, and made again after they broke. A `with` block closes them.
+    Connections are opened by the first call that needs them, and reopened after they break. A `with` block closes them.
 
-    Every method raises, besides what it names itself:
+    Besides its own errors, every method raises:
         InvalidRequestError: an argument is malformed or out of range; `param` names it.
-        AuthenticationError: the server asks for an API key, and this is none of its own.
+        AuthenticationError: the server requires an API key, and this one is missing or unknown.
         DeadlineError: `timeout_s` passed.
         CancelledError: the request was cancelled, by `cancel` or by closing its stream or the client.
-        UnavailableError: nothing answers at `address`, or a role that is needed is not there.
-        AlignedServeError: the server failed; the base of all these. `code` is the server's word for it, `request_id`
-            names the request, `retry_after_s` says when to try again (both may be None); `details` has `status`, the
-            gRPC status, and `address`.
+        UnavailableError: no server answers at `address`, or a required process is missing.
+        AlignedServeError: base class of these errors; itself for internal errors of the server. `code` is the server's
+            error code, `request_id` names the request, `retry_after_s` says when to retry (both may be None);
+            `details` has `status`, the gRPC status, and `address`.
         RuntimeError: the client has been closed.
 
     Raises:
-        ConfigError: an argument of the client itself cannot be used.
+        ConfigError: an argument of the client itself is invalid.
 
     Example:
         with Client("127.0.0.1:9000", timeout_s=60) as client:
@@ -191,22 +191,22 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         self._cut = threading.Event()
-        self._cuts = weakref.WeakSet([self._cut])  # of all that may be in a pause between two tries
+        self._cuts = weakref.WeakSet([self._cut])  # of all calls that may wait between attempts
 
     def generate(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """Complete a prompt and wait for the whole answer.
+        """Complete a prompt and wait for the complete result.
 
         Args:
-            prompt: text; it is tokenised by the server.
-            prompt_token_ids: tokens instead of text; exactly one of the two is given.
+            prompt: text, which the server tokenises.
+            prompt_token_ids: token ids instead of text; give exactly one of the two.
             options: sampling, `model`, `request_id`, `timeout_s` in seconds: see `Options`.
 
         Raises:
-            NotFoundError: no such model.
-            OverloadedError: the cluster is full; `retry_after_s` seconds later it may not be.
-            TooLargeError: the request is over the server's limit.
+            NotFoundError: the model does not exist.
+            OverloadedError: the cluster is full; retry after `retry_after_s` seconds.
+            TooLargeError: the request exceeds the server's limit.
 
         Example:
             completion = client.generate("Return the", max_tokens=32, temperature=0, stop="\\n")
@@ -217,10 +217,10 @@ class Client:
     def stream(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[Options]
     ) -> ChunkStream:
-        """Complete a prompt, handing over each piece of the answer when it is there.
+        """Complete a prompt as a stream of chunks.
 
-        Arguments are `generate`'s. A bad argument raises here; what the server has to say (`generate`'s errors) is
-        raised by the iterator, in the middle of the answer too. `timeout_s` covers the whole stream.
+        Arguments and errors are those of `generate`. Invalid arguments raise here; errors of the server are raised by
+        the iterator, possibly in the middle of the answer. `timeout_s` covers the whole stream.
 
         Example:
             for chunk in client.stream("Return the", max_tokens=32):
@@ -229,14 +229,14 @@ class Client:
         return self._follow(self._planner.stream(prompt, prompt_token_ids, options))
 
     def chat(self, messages: Iterable[ChatTurn], **options: Unpack[Options]) -> Completion:
-        """Answer a conversation and wait for the whole answer.
+        """Answer a conversation and wait for the complete result.
 
         Args:
-            messages: the turns so far, each a `Message` or a dict with `role` and `content` (strings); the server
-                puts them into the model's chat template.
-            options: as for `generate`; `max_tokens` is by default all that the model's positions leave.
+            messages: the turns so far, each a `Message` or a dict with `role` and `content` (strings). The server
+                applies the model's chat template.
+            options: as for `generate`; `max_tokens` is by default all positions that the model has left.
 
-        Raises: as `generate`; InvalidRequestError also where the model has no chat template.
+        Raises: as `generate`; InvalidRequestError also if the model has no chat template.
 
         Example:
             answer = client.chat([{"role": "user", "content": "What does len return?"}], max_tokens=64)
@@ -245,9 +245,9 @@ class Client:
         return self._ask(self._planner.chat(messages, options))
 
     def chat_stream(self, messages: Iterable[ChatTurn], **options: Unpack[Options]) -> ChunkStream:
-        """Answer a conversation, handing over each piece of the answer when it is there.
+        """Answer a conversation as a stream of chunks.
 
-        Arguments are `chat`'s, errors come as `stream`'s do.
+        Arguments are those of `chat`; errors are raised as by `stream`.
 
         Example:
             for chunk in client.chat_stream([Message("user", "What does len return?")]):
@@ -289,21 +289,21 @@ class Client:
         """Complete many prompts, several at a time, and return the answers in the order of the prompts.
 
         Args:
-            prompts: each a string, a sequence of token ids, or a dict: one of `prompt`, `prompt_token_ids` and
-                `messages`, and options of its own, which go before the shared ones. Taken one by one when there is room
-                for them, in the caller's thread. All answers are kept: give millions of prompts in several batches.
-            concurrency: the most requests that are open at the same time.
-            progress: True shows a bar of `tqdm` (`pip install tqdm`). A function is called after each request with how
-                many have ended, and of how many (None where `prompts` has no length).
-            return_exceptions: True: what failed is in the list as its error. False: after the first failure no more
-                prompts are taken, those that are open end, and BatchError is raised.
-            options: as for `generate`, for all; `timeout_s` is for each request. No `request_id`: give it in a dict.
+            prompts: each a string, a sequence of token ids, or a dict with one of `prompt`, `prompt_token_ids` and
+                `messages`, and its own options, which override the shared ones. Prompts are taken one by one in the
+                caller's thread. All results are kept in memory: split millions of prompts into several batches.
+            concurrency: maximum open requests.
+            progress: True shows a `tqdm` bar (`pip install tqdm`). A function is called after each request with the
+                number of finished requests and the total (None if `prompts` has no length).
+            return_exceptions: True: the list has an error for each failed request. False: after the first failure no
+                more prompts are taken, open requests finish, and BatchError is raised.
+            options: as for `generate`, for all requests; `timeout_s` applies to each. `request_id` must be in a dict.
 
         Raises:
-            BatchError: requests failed; `results` has the answers and the errors, so that nothing is lost.
-            ConfigError: `progress=True` where tqdm is not installed.
+            BatchError: requests failed; `results` has all answers and errors.
+            ConfigError: `progress=True`, but tqdm is not installed.
 
-        Leaving early, by Ctrl-C or an error in `prompts`, cancels what is open at the server.
+        Leaving early, by Ctrl-C or an error in `prompts`, cancels open requests at the server.
 
         Example:
             answers = client.generate_many(["Return the", "Raise a"], max_tokens=32, concurrency=8, progress=True)
@@ -345,7 +345,7 @@ class Client:
     ) -> Any:
         """Answer many conversations, several at a time; each is a list of turns, or a dict as for `generate_many`.
 
-        Arguments, order and errors are `generate_many`'s.
+        Arguments, order and errors are those of `generate_many`.
 
         Example:
             questions = ["What does len return?", "What does open return?"]
@@ -355,13 +355,13 @@ class Client:
         return self._run(batch, conversations)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancel a running request, whoever sent it; its caller gets CancelledError.
+        """Cancel a running request of any client. Its caller gets CancelledError.
 
         Args:
-            request_id: the `request_id` option of the request, or that of its chunks.
+            request_id: the `request_id` option of the request, or the `request_id` of its chunks.
             timeout_s: limit for this call in seconds; None: the client's.
 
-        Returns whether such a request was running. Cancelling twice does no harm.
+        Returns whether the request was running. A second call has no effect.
 
         Example:
             stream = client.stream("Return the", request_id="mine-1")
@@ -382,7 +382,7 @@ class Client:
         return self._ask(self._planner.models(timeout_s))
 
     def close(self) -> None:
-        """Close the connections. Calls and streams still open end with CancelledError. May be called again.
+        """Close the connections. Open calls and streams end with CancelledError. May be called repeatedly.
 
         Example:
             client.close()
@@ -408,7 +408,7 @@ class Client:
         return run_batch(batch, items, lambda call: self._ask(call, halt), halt)
 
     def _ask(self, call: Call[Result], halt: Halt | None = None) -> Result:
-        """The result of a call: one of its own, or one of a batch, which `halt` cuts short."""
+        """The result of a call. `halt` ends it early if it belongs to a batch."""
         attempts = self._tries.of(call)
         run, cut = (_run_here, self._cut) if halt is None else (halt.run, halt.cut)
         while True:
@@ -428,7 +428,7 @@ class Client:
         return ChunkStream(self._tries.of(call), functools.partial(self._send, _run_here), self._new_cut())
 
     def _new_cut(self) -> threading.Event:
-        """Set by `close` too. Raises RuntimeError once this client has been closed."""
+        """An event that `close` also sets. Raises RuntimeError if this client has been closed."""
         cut = threading.Event()
         with self._lock:
             if self._closed:
@@ -437,19 +437,19 @@ class Client:
         return cut
 
     def _send(self, run: Callable[[Any, Call[Any]], Any], attempts: Attempts, *, begun: bool = False) -> Any:
-        """What `run` makes of the call; raises as `_method` does."""
+        """The result of `run` for the call. Raises the errors of `_method`."""
         method = self._method(attempts, begun=begun)
         try:
             return run(method, attempts.call)
         except ValueError as error:
-            if self._closed:  # by another thread, since `_method` looked
+            if self._closed:  # by another thread, after the check in `_method`
                 raise attempts.call.closed_here(attempts.request_id) from error
             raise
 
     def _method(self, attempts: Attempts, *, begun: bool = False) -> Any:
-        """What sends the call to its address.
+        """The stub's method that sends the call to its address.
 
-        Once this client has been closed: RuntimeError, CancelledError where the call (or its batch) has `begun`.
+        After the client was closed, raises CancelledError if the call or its batch has `begun`, else RuntimeError.
         """
         address = attempts.address
         with self._lock:

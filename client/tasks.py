@@ -19,12 +19,12 @@ async def run_batch(
     items: Iterable[Any] | AsyncIterable[Any],
     ask: Callable[[Call[Completion]], Coroutine[Any, Any, Completion]],
 ) -> list[Outcome]:
-    """The results of the batch. Whatever ends this early cancels the calls that are open."""
+    """The results of the batch. If this ends early, open calls are cancelled."""
     ended: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
     tasks: set[asyncio.Task[Completion]] = set()
 
     def finish(number: int, task: asyncio.Task[Completion]) -> None:
-        """Also of a task that somebody else has cancelled, begun or not."""
+        """Queue the outcome of a task, also if it was cancelled from outside."""
         tasks.discard(task)
         failure = asyncio.CancelledError() if task.cancelled() else task.exception()
         ended.put_nowait((number, task.result() if failure is None else failure))

@@ -1,4 +1,4 @@
-"""A batch of the blocking client: each open call has a thread, and the caller's thread has everything else."""
+"""A batch of the blocking client: each open call runs in a thread, everything else in the caller's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alignedserve.errors import AlignedServeError
 
 
 class Halt:
-    """Lets one thread cut short the calls of others: `run` then raises CancelledError; `cut` ends their pauses."""
+    """Lets one thread end the calls of others: `run` then raises CancelledError, and `cut` ends waits."""
 
     def __init__(self, cut: threading.Event) -> None:
         self.cut = cut
@@ -40,7 +40,7 @@ class Halt:
                 self._open.discard(response)
 
     def all(self) -> None:
-        """Cut short what is open, and what begins from now on."""
+        """End all open calls, and every call that begins later."""
         self.cut.set()
         with self._lock:
             responses = list(self._open)
@@ -49,9 +49,9 @@ class Halt:
 
 
 class _Workers:
-    """A thread for each open call. They are daemons: those of a ThreadPoolExecutor would keep a program from its end.
+    """A thread for each open call. They are daemon threads, because a ThreadPoolExecutor would delay a program's exit.
 
-    `ended` gets the number of each call, and its result or what it raised.
+    `ended` receives the number of each call and its result or exception.
     """
 
     def __init__(self, ask: Callable[[Call[Completion]], Completion]) -> None:
@@ -61,7 +61,7 @@ class _Workers:
         self._threads: list[threading.Thread] = []
 
     def begin(self, number: int, call: Call[Completion], open_calls: int) -> None:
-        """`open_calls`: this one included."""
+        """Run a call. `open_calls` is the number of open calls, including this one."""
         if open_calls > len(self._threads):
             thread = threading.Thread(target=self._work, name="alignedserve-client", daemon=True)
             thread.start()
@@ -89,7 +89,7 @@ class _Workers:
 def run_batch(
     batch: Batch[Any], items: Iterable[Any], ask: Callable[[Call[Completion]], Completion], halt: Halt
 ) -> list[Outcome]:
-    """The results of the batch. `ask` runs in threads; `items` and the user's own functions in this one."""
+    """The results of the batch. `ask` runs in threads; `items` and the user's functions run in this thread."""
     with contextlib.closing(batch), contextlib.closing(_Workers(ask)) as workers:
         try:
             taking = checked_items(items)
@@ -110,5 +110,5 @@ def run_batch(
                     raise outcome
                 batch.end(number, outcome)
         except BaseException:
-            halt.all()  # the workers' end is waited for
+            halt.all()  # then wait for the workers
             raise

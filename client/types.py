@@ -1,6 +1,6 @@
-"""What the client hands back: frozen values, no protobuf in sight.
+"""The client's results: frozen dataclasses without protobuf.
 
-`finish_reason` is a word of `alignedserve.request.FinishReason`: "stop", "length", "cancelled" or "error".
+`finish_reason` is a value of `alignedserve.request.FinishReason`: "stop", "length", "cancelled" or "error".
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; `role` is a word that the model's chat template knows ("system", "user", …)."""
+    """One turn of a conversation; `role` is a role of the model's chat template ("system", "user", …)."""
 
     role: str
     content: str
@@ -28,7 +28,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and written; `completion_tokens` counts all `n` answers together."""
+    """Token counts; `completion_tokens` is the sum over all `n` answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,7 +42,7 @@ class Usage:
 class Timings:
     """Seconds that the request spent in each stage, and the instances that served it.
 
-    `bubble_s`: of `decode_s`, predicted to be owed to unequal lengths; None where the server has no cost model.
+    `bubble_s` is the predicted part of `decode_s` lost to unequal prefix lengths; None without a cost model.
     """
 
     queue_s: float
@@ -57,16 +57,16 @@ class Timings:
 
     @property
     def total_s(self) -> float:
-        """Seconds in all stages together: from the request's arrival at the gateway to its last token."""
+        """Seconds from the request's arrival at the gateway to its last token."""
         return self.queue_s + self.prefill_s + self.pool_s + self.prefetch_s + self.handover_s + self.decode_s
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTimings:
-    """Seconds as this client measured them from the call on, retries, waits and broken connections included.
+    """Seconds that this client measured since the call, including retries, waits and broken connections.
 
-    `ttft_s` is the time to the first token; None for an answer that came whole, and before a stream's first token.
-    `attempts` counts how often the request was sent (1: everything went well).
+    `ttft_s` is the time to the first token; None without streaming, and before a stream's first token.
+    `attempts` counts how often the request was sent (1: no retry).
     """
 
     total_s: float
@@ -76,7 +76,7 @@ class ClientTimings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One whole answer. `text` is "" where the model has no tokenizer; `logprobs` is empty unless asked for."""
+    """One complete answer. `text` is "" if the model has no tokenizer; `logprobs` is empty unless requested."""
 
     index: int
     text: str
@@ -87,10 +87,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole answer to one request: `n` choices.
+    """The complete result of one request: `n` choices.
 
-    `client_timings` are the seconds that this client has seen; `timings`, those of each stage in the cluster, are None
-    unless `include_timings` asked for them.
+    `client_timings` are the seconds measured by this client. `timings` are the seconds of each stage in the cluster;
+    None unless requested by `include_timings`.
     """
 
     request_id: str
@@ -114,10 +114,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new of answer `index`. Joined in order, the `text` (or `token_ids`) of an index are the whole answer.
+    """New text and tokens of answer `index`. Joined in order, the chunks of an index are the whole answer.
 
-    `finish_reason` is None while more of this answer follows. `prompt_token_ids` comes with the first chunk of the
-    stream; `usage`, and `timings` where asked for, with the last, which may carry no text.
+    `finish_reason` is None until the last chunk of this answer. The first chunk of the stream has `prompt_token_ids`.
+    The last chunk, which may have no text, has `usage` and, if requested, `timings`.
     """
 
     request_id: str
@@ -134,7 +134,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A served model; `max_positions` is the most tokens that prompt and answer may have together."""
+    """A served model; `max_positions` is the maximum number of tokens of prompt and answer together."""
 
     id: str
     max_positions: int

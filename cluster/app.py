@@ -134,7 +134,7 @@ class SupervisorDeployment:
         }
 
     async def progress(self, pid: int = 0, host: str = "") -> dict[str, Any]:
-        """How far the start is, as plain values; and whether somebody asked for the end.
+        """Progress of the start, as plain values, and whether a stop was requested.
 
         `pid` and `host` are those of the command that sees to the end of this cluster; it asks once a second.
         """
@@ -168,7 +168,7 @@ class SupervisorDeployment:
     async def check_health(self) -> None:
         """Raises where the supervisor could not start the cluster; ends the process where it does its work no more.
 
-        Serve replaces it then: where nobody waits at a terminal, a start is tried until it succeeds.
+        Serve then replaces it: without a command that waits, the start is retried until it succeeds.
         """
         if self._ended:
             return
@@ -264,7 +264,7 @@ class SupervisorDeployment:
         await supervisor.wait_drained(self._config.gateway.drain_s + GUESTS_LEAVE_S)
         if time.monotonic() - self._attended_at < ATTENDED_WITHIN_S:
             await asyncio.sleep(COMMAND_ENDS_S)
-        logger.info("deleting the application: somebody asked for its end")
+        logger.info("deleting the application: a stop was requested")
         await asyncio.to_thread(serve.delete, app_name, _blocking=False)
 
 
@@ -275,7 +275,7 @@ def is_deleted(app_name: str) -> bool:
 
 
 def http_url(config: Config, app_name: str | None = None) -> str:
-    """Where HTTP is served on this machine: Serve's own options count, whoever set them.
+    """Where HTTP is served on this machine: Serve's own options apply.
 
     With `app_name` the route prefix is the application's, as Serve has it; this blocks.
     """

@@ -41,7 +41,7 @@ class Record:
     admin_key: str = field(default="", repr=False)
 
     def write(self) -> None:
-        """Written beside and moved, so that nobody reads half of it."""
+        """Write a temporary file and rename it, so that no process reads a partial file."""
         path = _path(self.cluster_id)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -116,7 +116,7 @@ def fetch_json(
     """A GET, or with `body` a POST. Never through a proxy that the environment names: it is this machine, or what the
     user pointed at.
 
-    Raises UnavailableError where nobody answers, AuthenticationError where the API key is not the right one.
+    Raises UnavailableError if no server answers, AuthenticationError if the API key is wrong.
     """
     request = urllib.request.Request(address, headers=dict(headers or {}))
     if api_key:
@@ -144,7 +144,7 @@ def fetch_json(
 
 
 def fetch_metrics(url: str, timeout_s: float) -> str:
-    """The cluster's metrics, as Prometheus text: no key is needed. Raises UnavailableError where nobody answers."""
+    """The cluster's metrics, as Prometheus text: no key is needed. Raises UnavailableError if no server answers."""
     address = url.rstrip("/") + METRICS_PATH
     try:
         return _read(urllib.request.Request(address), timeout_s).decode()

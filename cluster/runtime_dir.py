@@ -23,7 +23,7 @@ OLD_LOG_S = 24 * 3600.0
 def runtime_dir() -> Path:
     """`$ALIGNEDSERVE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/alignedserve`, else `temp_dir()`; made, mode 0700.
 
-    Raises ConfigError where somebody else owns it.
+    Raises ConfigError if another user owns it.
     """
     if own := os.environ.get(OVERRIDE):
         return _private(Path(own))
@@ -70,7 +70,7 @@ def _clean_folders(where: Path) -> None:
     now = time.time()
     for entry in where.iterdir():
         # A cluster that is just starting has a folder before it has an agent.
-        with contextlib.suppress(OSError):  # somebody else may clean, too
+        with contextlib.suppress(OSError):  # another process may clean, too
             if entry.is_dir() and len(entry.name) == CLUSTER_ID_CHARACTERS and now - entry.stat().st_mtime > STARTING_S:
                 remove_stale(entry)
 
@@ -78,7 +78,7 @@ def _clean_folders(where: Path) -> None:
 def prepare_socket_folder(socket_path: str) -> None:
     """The private folder of an agent's socket, on its node; removes what killed clusters left beside it.
 
-    Raises ConfigError where somebody else owns it.
+    Raises ConfigError if another user owns it.
     """
     folder = Path(socket_path).parent
     if folder.parent == _temp_path():

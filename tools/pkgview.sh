@@ -1,5 +1,5 @@
 #!/bin/sh
-# A git-ignored tree of links, .pkgview/alignedserve/<component>: type checkers and pytest read the package through it.
+# Makes .pkgview/alignedserve/<component>, a git-ignored tree of links through which type checkers and pytest read the package.
 set -eu
 cd "$(dirname "$0")/.."
 mkdir -p .pkgview/alignedserve
@@ -10,6 +10,6 @@ for name in client cluster control decode_worker engine gateway kv_pool prefill_
   ln -sfn "../../$name" ".pkgview/alignedserve/$name"
 done
 ln -sfn ../../proto/messages .pkgview/alignedserve/proto
-find .pkgview -xtype l -delete  # of files that are gone
+find .pkgview -xtype l -delete  # links to deleted files
 ln -sfn ../.. .pkgview/root 2>/dev/null || true
 rm -f .pkgview/root

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Regenerates proto/messages with the oldest supported generator, in a virtual environment of its own.
+# Regenerates proto/messages with the oldest supported generator, in its own virtual environment.
 set -eu
 cd "$(dirname "$0")/.."
 venv=${PROTOC_VENV:-.venv-protoc}

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the virtual environment $1 with the package and the extras $2 (may be empty) in it. Quick when nothing changed.
+# Creates the virtual environment $1 with the package and its extras $2 (may be empty). It is quick if nothing changed.
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
@@ -22,15 +22,15 @@ find_python() {
   fail "Python 3.11 or newer with the venv module is needed (Debian: apt-get install python3 python3-venv)"
 }
 
-# What the environment was made from: as long as that is the same, there is nothing to do.
+# A hash of the inputs. If it is unchanged, there is nothing to do.
 key=$(cat pyproject.toml setup.py constraints.txt tools/setup_venv.sh | sha256sum | cut -c1-16)
 stamp=$venv/.alignedserve-${extras:-base}
 [ "$(cat "$stamp" 2>/dev/null || true)" = "$key" ] && exit 0
 
 if [ ! -x "$venv/bin/python" ]; then
   python=$(find_python)
-  echo "making $venv with $($python --version)"
-  "$python" -m venv "$venv" || fail "the virtual environment cannot be made (Debian: apt-get install python3-venv)"
+  echo "creating $venv with $($python --version)"
+  "$python" -m venv "$venv" || fail "the virtual environment cannot be created (Debian: apt-get install python3-venv)"
 fi
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 torch=$(sed -n 's/^torch==//p' constraints.txt)
@@ -43,17 +43,17 @@ install_torch() {
   if has_gpu; then
     $pip install -q -c constraints.txt "torch==$torch"  # the CUDA build
   elif ! $pip install -q "torch==$torch+cpu" 2>/dev/null; then
-    # The CPU build is not where pip looks; uv knows where it is published.
+    # The CPU build is not on pip's default index; uv knows its index.
     $pip install -q -c constraints.txt uv
     "$venv/bin/uv" pip install -q --python "$venv/bin/python" --torch-backend=auto "torch==$torch"
   fi
 }
 
-echo "installing alignedserve${extras:+[$extras]} and what it needs into $venv (some minutes the first time)"
+echo "installing alignedserve${extras:+[$extras]} and its dependencies into $venv (some minutes the first time)"
 $pip install -q -c constraints.txt setuptools wheel
 "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || install_torch
 wanted=$extras
-if has_gpu; then  # NCCL, CuPy and CUDA's bindings, of the CUDA that torch was built for
+if has_gpu; then  # NCCL, CuPy and CUDA bindings for torch's CUDA version
   cuda=$("$venv/bin/python" -c 'import torch; print((torch.version.cuda or "").partition(".")[0])')
   wanted=${extras:+$extras,}${cuda:+gpu-cu$cuda}
 fi

@@ -1,4 +1,4 @@
-"""What people see of `serve`: our lines only. Everything else that a library prints goes to a file."""
+"""The terminal output of `serve`: only the command's own lines. Output of libraries goes to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Console:
         self._lock = threading.Lock()
         self._out: IO[str] = sys.stdout
         self._err: IO[str] = sys.stderr
-        self._passing = False  # whether a line stands there that the next one replaces
+        self._passing = False  # whether the next line replaces the one on the terminal
         self._passed_at_s = -PASSING_EVERY_S
 
     @property
@@ -28,7 +28,7 @@ class Console:
         return time.monotonic() - self._began
 
     def divert(self, file: Path) -> None:
-        """From now on, what others print lands in `file`."""
+        """From now on, redirect the output of libraries and native code to `file`."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
@@ -46,7 +46,7 @@ class Console:
         self._write(self._out, f"[{self.elapsed_s:5.1f} s] {text}")
 
     def passing(self, text: str) -> None:
-        """A state on its way: one line that changes on a terminal, now and then a line elsewhere."""
+        """A changing state: one line that is updated on a terminal, a new line every few seconds elsewhere."""
         if self._out.isatty():
             self._write(self._out, f"[{self.elapsed_s:5.1f} s] {text}", passing=True)
         elif self.elapsed_s - self._passed_at_s >= PASSING_EVERY_S:
@@ -62,5 +62,5 @@ class Console:
             try:
                 stream.write(("\r\x1b[2K" if replaced else "") + text + ("" if passing else "\n"))
                 stream.flush()
-            except OSError:  # whoever read it is gone; that ends nothing
+            except OSError:  # the reader of the output is gone; go on
                 return

@@ -1,4 +1,4 @@
-"""`alignedserve doctor`: what this machine offers for the configuration given, and what is missing."""
+"""`alignedserve doctor`: what this machine offers for a configuration, and what is missing."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ REQUIRED_PACKAGES = (
 GPU_PACKAGES = {
     "triton": "Triton kernels",
     "flash-attn": "flash attention",
-    "cupy": "copies by NCCL between a prefill and a decode instance",
+    "cupy": "copies over NCCL between a prefill and a decode instance",
     "nccl": "copies between devices of several nodes",
     "cuda-bindings": "many copies between host and device in one call",
 }
-_ON_ITS_OWN = {"flash-attn"}  # built on install, for whatever CUDA there is
+_ON_ITS_OWN = {"flash-attn"}  # built at installation for the CUDA version that is there
 _ALIASES = {
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
     "nccl": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
@@ -50,7 +50,7 @@ _ALIASES = {
 
 @dataclass
 class Report:
-    """What was found. `missing` holds one line for each thing that keeps the configuration from working."""
+    """The findings. `missing` has a line for each problem that keeps the configuration from working."""
 
     alignedserve: str = __version__
     python: str = platform.python_version()
@@ -71,7 +71,7 @@ class Report:
 
 
 def run_doctor(config: Config, *, as_json: bool) -> int:
-    """Print the report; 1 where something is missing that the configuration needs."""
+    """Print the report. Returns 1 if the configuration needs something that is missing, else 0."""
     report = examine(config)
     if as_json:
         json.dump(asdict(report), sys.stdout, indent=2)
@@ -96,13 +96,13 @@ def examine(config: Config) -> Report:
         (check_model, report.missing),
         (check_machine, report.missing),
         (check_api_keys, report.missing),
-        (check_ports, report.notes),  # a running cluster of one's own has them
+        (check_ports, report.notes),  # a running cluster of this user may have them
     ):
         try:
             check(config)
         except AlignedServeError as error:
             problems.append(error.message)
-    startable = not report.missing  # a channel that is missing says nothing of attention
+    startable = not report.missing  # a missing channel does not affect attention
     report.roles, report.channels, problems = examine_channels(config)
     report.missing += problems
     if startable:
@@ -133,11 +133,11 @@ def _examine_torch(report: Report) -> None:
     report.torch_cuda = torch.version.cuda or ""
     if report.gpus and not torch.cuda.is_available():
         built = f"built for CUDA {report.torch_cuda}" if report.torch_cuda else "a CPU build"
-        report.missing.append(f"there are GPUs, but torch {torch.__version__} ({built}) cannot use them")
+        report.missing.append(f"this machine has GPUs, but torch {torch.__version__} ({built}) cannot use them")
 
 
 def _examine_attention(report: Report, config: Config) -> None:
-    """Each attention backend; on a GPU tried and timed with the configured model's heads."""
+    """Report each attention backend. On a GPU it is tried and timed with the configured model's heads."""
     from alignedserve.engine.attention_report import attention_report
 
     try:
@@ -186,7 +186,7 @@ def _attention_rows(report: Report) -> list[list[str]]:
 def _times(decode_us: str | float | None, prefill_us: str | float | None) -> str:
     if decode_us is None or prefill_us is None:
         return ""
-    return f"; a layer's decode passes {decode_us:.0f} µs, prefill passes {prefill_us:.0f} µs"
+    return f"; time per layer: {decode_us:.0f} µs for decode passes, {prefill_us:.0f} µs for prefill passes"
 
 
 def _version(package: str) -> str:
@@ -197,7 +197,7 @@ def _version(package: str) -> str:
 
 
 def _cpu_features() -> list[str]:
-    """Those that matter for bf16 on a CPU."""
+    """The CPU features that matter for bf16."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             flags = next((line.split(":", 1)[1].split() for line in file if line.startswith("flags")), [])
@@ -207,7 +207,7 @@ def _cpu_features() -> list[str]:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """As the driver's tool tells; names are unknown where there is no such tool."""
+    """GPUs as `nvidia-smi` reports them; without it, their names are unknown."""
     if not count_gpus():
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""What `alignedserve doctor` says of channels: which serves each pair of stores here, and how fast it is."""
+"""The channels in `alignedserve doctor`: which channel each pair of stores uses here, and how fast it is."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HERE = "here"
 
 
 def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
-    """The planned roles, the channels between them, and what keeps a pair from having its channel."""
+    """The planned processes, the channels between them, and the problems found."""
     try:
         planned = {role.id: role for role in plan_roles(config, count_gpus())}
     except AlignedServeError:
-        return [], [], []  # said already
+        return [], [], []  # reported by another check
     roles = [{"role": role.role, "id": role.id, "device": role.device} for role in planned.values()]
     rows: list[Row] = []
     problems: list[str] = []
@@ -44,9 +44,9 @@ def examine_channels(config: Config) -> tuple[list[Row], list[Row], list[str]]:
 
 
 def check_pairs(config: Config) -> str:
-    """What can be known of `cluster.channel` before a start: the next best that was allowed, in a line; "" else.
+    """Check `cluster.channel` before the start. Returns a warning if a slower channel is used, as allowed, else "".
 
-    The driver is not asked. Raises ResourceError where a pair cannot have the channel that is named.
+    The driver is not asked. Raises ResourceError if a pair cannot use the configured channel.
     """
     planned = {role.id: role for role in plan_roles(config, count_gpus())}
     for _, _, ours, theirs in _copies(config.cluster, planned, reach=_reached):
@@ -63,7 +63,7 @@ def _reached(source: str, destination: str) -> bool:
 def _copies(
     cluster: ClusterConfig, planned: dict[str, PlannedRole], reach: PeerAccess = ask_driver
 ) -> Iterator[tuple[str, str, PlannedRole, PlannedRole]]:
-    """Source and destination; the instance that copies, which has one of them, and whose memory the other side is."""
+    """Of each copy: source, destination, the instance that copies, and the process that owns the other memory."""
     pool = planned["kv_pool-0"]
     for role in planned.values():
         if role.role == "prefill":
@@ -82,7 +82,7 @@ def _copies(
 def _choose(
     cluster: ClusterConfig, ours: PlannedRole, theirs: PlannedRole, reach: PeerAccess = ask_driver
 ) -> ChannelChoice:
-    """Raises ResourceError. With the pool an instance copies by where it is, whatever pairs use."""
+    """The channel between two processes. `cluster.channel` applies to pairs only. Raises ResourceError."""
     wanted = cluster.channel if theirs.role == "prefill" else "auto"
     places = (ours.id, Place(HERE, ours.device)), (theirs.id, Place(HERE, theirs.device))
     slow = cluster.allow_slow_channel
@@ -90,7 +90,7 @@ def _choose(
 
 
 def _measure(channel: str, ours: str, theirs: str, problems: list[str]) -> tuple[str, str]:
-    """What the channel reaches, to the instance that copies and from it. What cannot be measured is a problem."""
+    """GB/s of the channel to and from the copying instance. A channel that cannot be measured is a problem."""
     from alignedserve.transfer.paired.measure import measure_channel  # imports torch
 
     try:

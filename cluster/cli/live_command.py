@@ -1,4 +1,4 @@
-"""`alignedserve doctor --live`: what a cluster's channels have reached, and its stores and books, recounted."""
+"""`alignedserve doctor --live`: the measured rates of a running cluster's channels, and a recount of its stores."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ HEADER = ("", "store", "instance", "what was found")
 
 
 def check_live(url: str | None, *, as_json: bool, api_key_file: str | None = None) -> int:
-    """One line a channel, one a store; 0 where everything adds up, else 1.
+    """Print one line per channel and per store. Returns 0 if all stores and states are consistent, else 1.
 
-    Raises UnavailableError where nobody can be asked.
+    Raises UnavailableError if no gateway answers.
     """
     where, found = ask_newest(url, api_key_file, _fetch)
     books = found.get("books")
     if not isinstance(books, list):
         message = found.get("error", {}).get("message", "it is not a gateway of AlignedServe")
-        raise UnavailableError(f"{where} does not say whether its books add up: {message}")
+        raise UnavailableError(f"{where} did not check its stores: {message}")
     found["channels"] = busy_channels(fetch_metrics(where, TIMEOUT_S))
     if as_json:
         json.dump(found, sys.stdout)
@@ -40,7 +40,7 @@ def check_live(url: str | None, *, as_json: bool, api_key_file: str | None = Non
 
 
 def busy_channels(metrics: str) -> list[dict[str, Any]]:
-    """Each channel of the cluster, and what it has reached: bytes moved over the seconds in which it was copying."""
+    """Each channel of the cluster with its rate: bytes copied divided by the seconds in which it was copying."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for sample in samples(metrics, *_MOVED):
         key = tuple(sample.labels[name] for name in ("source", "destination", "channel"))
@@ -61,7 +61,7 @@ def busy_channels(metrics: str) -> list[dict[str, Any]]:
 
 
 def _gigabytes(moved_bytes: float, busy_s: float) -> float | str:
-    """A second; "" of a channel that has copied nothing."""
+    """GB per second; "" if the channel has copied nothing."""
     return float(f"{moved_bytes / busy_s / 1e9:.3g}") if moved_bytes and busy_s else ""
 
 
@@ -73,6 +73,6 @@ def _finding(book: dict[str, Any]) -> str:
     if book["problem"]:
         return str(book["problem"])
     if "capacity_blocks" not in book:
-        return "adds up"
+        return "consistent"
     parts = " + ".join(f"{book[f'{state}_blocks']} {state}" for state in ("free", "owned", "cached"))
     return f"{book['capacity_blocks']} blocks = {parts}"

@@ -1,4 +1,4 @@
-"""The `alignedserve` command. Nothing heavy is imported before a command needs it: `status` and `--help` are quick."""
+"""The `alignedserve` command. Large packages are imported only on demand, so that `status` and `--help` are quick."""
 
 from __future__ import annotations
 
@@ -16,70 +16,77 @@ from alignedserve.errors import AlignedServeError, ConfigError, ModelError
 SERVE_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "--model": (
         "model.path",
-        {"metavar": "MODEL", "help": "tiny (ships with the package), a local folder, or ORG/NAME"},
+        {"metavar": "MODEL", "help": "tiny (shipped with the package), a local folder, or ORG/NAME on a hub"},
     ),
-    "--served-model-name": ("model.served_name", {"metavar": "NAME", "help": "the name that clients use"}),
+    "--served-model-name": ("model.served_name", {"metavar": "NAME", "help": "the model name that clients use"}),
     "--policy": (
         "scheduler.policy",
-        {"metavar": "NAME", "help": "how batches are formed: `alignedserve policies` lists them (default aligned)"},
+        {
+            "metavar": "NAME",
+            "help": "how batches are formed (default aligned); `alignedserve policies` lists the names",
+        },
     ),
     "--cost-model": (
         "scheduler.cost_model",
-        {"metavar": "NAME|FILE|DIR", "help": "a measured step cost: for policy aligned-cost, and to show the bubble"},
+        {"metavar": "NAME|FILE|DIR", "help": "a measured cost model, for policy aligned-cost and the bubble metrics"},
     ),
     "--host": ("gateway.host", {"help": "address that HTTP listens on (default 127.0.0.1)"}),
     "--port": ("gateway.port", {"type": int, "help": "HTTP port (default 8000)"}),
     "--grpc-port": ("gateway.grpc_port", {"type": int, "help": "gRPC port (default 9000)"}),
     "--device": ("cluster.device", {"metavar": "auto|cpu|cuda", "help": "where instances run"}),
-    "--dtype": ("model.dtype", {"metavar": "auto|bfloat16|float32|float16", "help": "weights and KV"}),
+    "--dtype": ("model.dtype", {"metavar": "auto|bfloat16|float32|float16", "help": "data type of weights and KV"}),
     "--prefill": ("cluster.prefill", {"type": int, "metavar": "N", "help": "prefill instances (default 1)"}),
     "--decode": ("cluster.decode", {"type": int, "metavar": "N", "help": "decode instances (default 1)"}),
-    "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm processes that wait for a role"}),
+    "--spares": ("supervisor.spares", {"type": int, "metavar": "N", "help": "warm spare processes"}),
     "--chat-template": (
         "model.chat_template",
-        {"metavar": "FILE", "help": "a Jinja template instead of the model's own"},
+        {"metavar": "FILE", "help": "a Jinja chat template that replaces the model's own"},
     ),
     "--api-key-file": (
         "gateway.api_key_file",
-        {"metavar": "FILE", "help": "one API key a line; /v1/* and gRPC then ask for one of them"},
+        {"metavar": "FILE", "help": "file with one API key per line; /v1/* and gRPC then require a key"},
     ),
     "--request-log": (
         "gateway.request_log",
-        {"metavar": "FILE", "help": "append a JSON line for every request: lengths and time stamps, never text"},
+        {"metavar": "FILE", "help": "append a JSON line for every request: lengths and timestamps, never text"},
     ),
     "--ttft-objective": (
         "scheduler.ttft_objective_s",
-        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose first token would come later"},
+        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose TTFT is predicted to exceed this"},
     ),
     "--tpot-objective": (
         "scheduler.tpot_objective_s",
-        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose tokens would each take longer"},
+        {"type": float, "metavar": "SECONDS", "help": "refuse requests whose TPOT is predicted to exceed this"},
     ),
-    "--log-format": ("log.format", {"metavar": "text|json", "help": "how log records are written"}),
-    "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file a role"}),
+    "--log-format": ("log.format", {"metavar": "text|json", "help": "format of log records"}),
+    "--log-dir": ("log.dir", {"metavar": "DIR", "help": "folder for one log file per process"}),
 }
-# Of these, what decides what `profile` measures: its cluster is small, and its own.
+# The flags that `profile` takes. It serves in a small cluster with a configuration of its own.
 PROFILE_FLAGS = ("--model", "--device", "--dtype", "--trust-remote-code")
 SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
-    "--no-prefetch": ("cluster.prefetch", False, "leave the candidate buffers out: pool to decode directly"),
+    "--no-prefetch": (
+        "cluster.prefetch",
+        False,
+        "no candidate buffers: copy KV from the pool to decode instances directly",
+    ),
     "--verify-kv": ("kv_pool.verify", True, "compare a checksum of every KV block after each copy"),
     "--trust-remote-code": ("model.trust_remote_code", True, "run Python code that comes with the model"),
     "--share-gpu": ("cluster.share_gpu", True, "let several instances share one GPU"),
 }
 
 
-_KEY_HELP = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster itself reads)"
+_KEY_HELP = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster reads)"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error of the command."""
+    """Prints a usage error in one line, like every other error of the command."""
 
     def error(self, message: str) -> NoReturn:
         print(f"alignedserve: error: {message} (see `{self.prog} --help`)", file=sys.stderr)
         raise SystemExit(2)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """The command that was given does not know these."""
+        """Exits with an error that names the arguments that this command does not know."""
         message = f"unrecognized arguments: {' '.join(unknown)}"
         flags = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
         if nearest := difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1):
@@ -88,7 +95,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What is unknown is refused by the command that it was given to, which names its own `--help`."""
+    """The parsed options. An unknown argument is refused by the parser of its command, which names its own `--help`."""
     parser, commands = make_parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -97,9 +104,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
-    """The parser, and those of the commands by name."""
+    """The parser, and the parsers of the commands by name."""
     parser = _Parser(
-        prog="alignedserve", description="Serve a language model with prefill and decode apart.", allow_abbrev=False
+        prog="alignedserve",
+        description="Serve a language model with prefill and decode in separate processes.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -110,48 +119,52 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     _add_configuration(serve)
     for flag, feature in REFUSED_FLAGS.items():
         serve.add_argument(flag, nargs="?", const=True, help=argparse.SUPPRESS, metavar=feature)
-    config = add("config", "Print the configuration that results, each key with its line of documentation.")
+    config = add("config", "Print the resulting configuration, each key with its line of documentation.")
     _add_configuration(config)
     status = add("status", "List the processes of the newest running cluster of this user.")
-    status.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+    status.add_argument("--url", help="URL of a gateway, e.g. http://127.0.0.1:8000")
     status.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    stop = add("stop", "End a running cluster: no more requests are taken, open ones have gateway.drain_s.")
-    scale = add("scale", "Have another number of instances in a running cluster.")
-    scale.add_argument("--prefill", type=int, metavar="N", help="prefill instances; not given: as many as there are")
-    scale.add_argument("--decode", type=int, metavar="N", help="decode instances; not given: as many as there are")
-    restart = add("restart", "Replace every process of a running cluster, one after the other; no request notices.")
+    stop = add("stop", "End a running cluster: new requests are refused, open requests get gateway.drain_s to finish.")
+    scale = add("scale", "Change the number of instances of a running cluster.")
+    scale.add_argument("--prefill", type=int, metavar="N", help="prefill instances (default: unchanged)")
+    scale.add_argument("--decode", type=int, metavar="N", help="decode instances (default: unchanged)")
+    restart = add(
+        "restart", "Replace every process of a running cluster, one after the other, without failing a request."
+    )
     restart.add_argument(
         "--role",
         action="append",
         default=[],
         choices=("decode", "prefill", "kv_pool", "scheduler", "node_agent", "gateway", "supervisor"),
-        help="only these; may be given several times",
+        help="replace only this role; may be given several times",
     )
     for command in (stop, scale, restart):
-        command.add_argument("--url", help="the gateway to ask, e.g. http://127.0.0.1:8000")
+        command.add_argument("--url", help="URL of a gateway, e.g. http://127.0.0.1:8000")
         command.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
-        command.add_argument("--timeout", type=float, metavar="S", help="wait so long at most, in seconds")
-    idle = add("wait-idle", "Return when no request is open: what a container does before it is ended.")
-    idle.add_argument("--url", default="http://127.0.0.1:8000", help="a gateway (default http://127.0.0.1:8000)")
-    idle.add_argument("--timeout", type=float, default=25.0, metavar="S", help="wait so long at most (default 25)")
-    doctor = add("doctor", "Say what this machine offers, and what is missing.")
+        command.add_argument("--timeout", type=float, metavar="S", help="maximum wait in seconds")
+    idle = add("wait-idle", "Return when no request is open. Used as a container's preStop hook.")
+    idle.add_argument("--url", default="http://127.0.0.1:8000", help="URL of a gateway (default http://127.0.0.1:8000)")
+    idle.add_argument("--timeout", type=float, default=25.0, metavar="S", help="maximum wait in seconds (default 25)")
+    doctor = add("doctor", "Show what this machine offers for a configuration, and what is missing.")
     _add_configuration(doctor)
-    doctor.add_argument("--live", action="store_true", help="have a running cluster recount its stores and books")
-    doctor.add_argument("--url", help="with --live: the gateway to ask (default: this user's newest cluster)")
+    doctor.add_argument(
+        "--live", action="store_true", help="make a running cluster recount its stores and check its state"
+    )
+    doctor.add_argument("--url", help="with --live: URL of a gateway (default: this user's newest cluster)")
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
     _add_profile(add("profile", "Measure this machine with a model, and write a cost model that predicts its passes."))
     from alignedserve.simulator.options import SUMMARY, add_options
 
     add_options(add("simulate", SUMMARY))
-    policies = add("policies", "List the policies that --policy takes, one a line.")
+    policies = add("policies", "List the policies that --policy accepts, one per line.")
     policies.add_argument("--json", action="store_true", help="print JSON and nothing else")
     add("version", "Print the version.")
     return parser, commands.choices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, 2 where it could not begin (configuration), 1 for failures later."""
+    """Run a command. Returns its exit status: 0, 2 for an unusable configuration or model, 1 for later failures."""
     if not sys.platform.startswith("linux"):
         print(f"alignedserve: error: only Linux is supported, this is {sys.platform}", file=sys.stderr)
         return 2
@@ -229,7 +242,7 @@ def _operate(options: argparse.Namespace) -> int:
 
 
 def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
-    """Flags that set configuration keys. Not given, they are None, so that the layers below show through."""
+    """Add the flags that set configuration keys. A flag that is not given is None, so that lower layers apply."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration")
     for flag, (key, how) in SERVE_FLAGS.items():
         if only is None or flag in only:
@@ -238,16 +251,18 @@ def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | 
         if only is None or flag in only:
             parser.add_argument(flag, dest=key, action="store_const", const=value, default=None, help=summary)
     parser.add_argument(
-        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other key of the configuration"
+        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="any other configuration key"
     )
 
 
 def _add_profile(profile: argparse.ArgumentParser) -> None:
     _add_configuration(profile, PROFILE_FLAGS)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
-    seconds = "measure for so long (default 60, on a GPU 25); starts are extra"
+    seconds = "measuring time in seconds (default 60, on a GPU 25), without the time of starts"
     profile.add_argument("--seconds", type=float, metavar="S", help=seconds)
-    profile.add_argument("--no-cluster", action="store_true", help="only passes alone: no small cluster that serves")
+    profile.add_argument(
+        "--no-cluster", action="store_true", help="measure passes alone, without serving in a small cluster"
+    )
 
 
 def _configuration(options: argparse.Namespace) -> Any:
@@ -263,7 +278,7 @@ def _configuration(options: argparse.Namespace) -> Any:
             if not separator:
                 raise ConfigError(f"--set takes SECTION.KEY=VALUE, not {assignment!r}")
             flags[key] = value_of(key, text, "--set")
-        # A flag of its own says more than --set.
+        # A key's own flag overrides --set.
         flags |= {key: value for key, value in vars(options).items() if "." in key and value is not None}
         return load(options.config, flags=flags, settings_of=served_settings)
     except UnknownKeyError as error:

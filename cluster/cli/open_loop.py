@@ -1,7 +1,7 @@
-"""An open-loop load of streamed completions: requests leave when it is their time, whatever became of those before.
+"""An open-loop load of streamed completions: each request is sent when it is due, regardless of earlier requests.
 
-A bare asyncio protocol instead of an HTTP library: on two cores the load must cost less than what it measures. Runs in
-a process of its own as well: a Load as JSON on standard input, an Outcome as JSON on standard output.
+It uses an asyncio protocol instead of an HTTP library, because on two cores the load must cost less than the server. It
+can run in its own process: a Load as JSON on standard input, an Outcome as JSON on standard output.
 
     echo '{"port": 8000, "rate": 5, "seconds": 10}' | python -m alignedserve.cluster.cli.open_loop
 """
@@ -20,17 +20,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
-_FIRST_TOKEN = 10  # those before it are often special
+_FIRST_TOKEN = 10  # smaller ids are often special tokens
 _PROMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Poisson arrivals at `rate` a second for `seconds`; `rate` 0: `seconds` long one request after the other.
+    """Poisson arrivals at `rate` per second for `seconds`. With `rate` 0, one request follows the other for `seconds`.
 
-    Each answer has exactly `new_tokens` tokens. `lengths`: (prompt, answer) tokens of each request instead, in their
-    order; the load ends with the last of them or, where `seconds` is not 0, goes round until those are over.
-    `at_once`: all of them at its beginning. Prompts are of the first `vocabulary` token ids.
+    Each answer has exactly `new_tokens` tokens. `lengths` gives the (prompt, answer) tokens of each request instead, in
+    order. The load then ends with the last of them, or repeats them for `seconds` if that is not 0. With `at_once`, all
+    are sent at the beginning. Prompts consist of the first `vocabulary` token ids.
     """
 
     port: int
@@ -44,12 +44,12 @@ class Load:
     drain_s: float = 120.0
     lengths: Sequence[Sequence[int]] = ()
     at_once: bool = False
-    vocabulary: int = 2000  # every model of ours has so many
+    vocabulary: int = 2000  # every model in this repository has at least as many
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One answer that ended: when its request was due, and how long it took. Seconds."""
+    """A finished answer: when its request was due, its TTFT and its TPOT, all in seconds."""
 
     due_s: float
     ttft_s: float
@@ -58,7 +58,7 @@ class Served:
 
 @dataclass(slots=True)
 class Outcome:
-    """`late_s`: the longest time that a request left after it was due. `cpu_s`: of this process, all of its threads."""
+    """`late_s`: maximum delay between due time and sending. `cpu_s`: processor time of this process."""
 
     offered: int = 0
     served: list[Served] = field(default_factory=list)
@@ -92,7 +92,8 @@ class _Connection(asyncio.Protocol):
         self._failed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are of no class of asyncio's
+        # uvloop's transports do not derive from asyncio's classes.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def send(self, payload: _Payload, due_s: float) -> None:
         assert self._transport is not None
@@ -158,7 +159,7 @@ class _Connection(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """The bytes of a request, and the tokens that it asks for."""
+    """The bytes of a request, and the number of tokens that it asks for."""
 
     data: bytes
     new_tokens: int
@@ -273,7 +274,7 @@ async def drive(load: Load) -> Outcome:
 
 
 async def drive_apart(load: Load) -> Outcome:
-    """Offer the load from a process of its own, which ends with this call. Raises RuntimeError where that fails."""
+    """Offer the load from its own process, which ends with this call. Raises RuntimeError if the process fails."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -295,7 +296,7 @@ def main() -> None:
 
     try:
         outcome = uvloop.run(drive(Load(**json.loads(sys.stdin.read()))))
-    except KeyboardInterrupt:  # Ctrl-C reaches whoever started this too, and it says so
+    except KeyboardInterrupt:  # Ctrl-C also reaches the process that started this one, which reports it
         sys.exit(128 + signal.SIGINT)
     json.dump(asdict(outcome), sys.stdout)
 

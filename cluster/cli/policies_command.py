@@ -1,4 +1,4 @@
-"""`alignedserve policies`: what `--policy` takes, with a line each."""
+"""`alignedserve policies`: the names that `--policy` accepts, one per line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def list_policies(*, as_json: bool) -> int:
         notes = [*([f"sets {fixed}"] if fixed else []), *([] if _serves(system) else ["simulator only"])]
         remark = f" ({'; '.join(notes)})" if notes else ""
         print(f"{system.name:<{width}}  {system.summary}{remark}")
-    print("or package.module:Class, of one's own")
+    print("or package.module:Class for a policy of your own")
     return 0
 
 
 def _serves(system: System) -> bool:
-    """Whether the cluster can run it; the simulator runs them all."""
+    """Whether a cluster can use the policy. The simulator supports all policies."""
     try:
         served_settings(system.name)
     except ConfigError:

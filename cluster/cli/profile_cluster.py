@@ -1,9 +1,9 @@
-"""What passes take in a cluster on this machine, against what they take alone: a part of `alignedserve profile`.
+"""Measures how much longer passes take in a cluster on this machine than alone: a part of `alignedserve profile`.
 
 A prefill and a decode instance, pool, scheduler, gateway and proxy share the machine's cores and caches, and a pass
-waits for its core. So `alignedserve serve` runs as a small cluster and serves mixed lengths, first one request at a
-time, then Poisson arrivals at half of its capacity, and its workers' counters say how long passes took against what the
-cost model predicts of them.
+waits for its core. So `alignedserve serve` runs a small cluster that serves mixed lengths, first one request at a time,
+then Poisson arrivals at half of its capacity. Its workers' counters give the time of passes, which is compared with the
+prediction of the cost model.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from alignedserve.errors import ResourceError, UnavailableError
 from alignedserve.memory import GIB, available_memory_bytes
 from alignedserve.model import resolve_model
 
-CROWD = 60  # requests at once, for the capacity
+CROWD = 60  # requests sent at once, to measure the capacity
 SHARE_OF_CAPACITY = 0.5
 ROUNDS = 3
-ALONE_SHARE, TOGETHER_SHARE, SETTLE_SHARE = 0.08, 0.16, 0.02  # of the time, each round; the crowd has about the rest
+ALONE_SHARE, TOGETHER_SHARE, SETTLE_SHARE = 0.08, 0.16, 0.02  # of the time, per round; the crowd takes the rest
 MESSAGES = 20
 SHORT, LONG, SHORT_SHARE = (16, 128), (256, 1024), 0.8  # prompt tokens
 ANSWER = (16, 128)  # tokens
 REQUESTS = 400
-STORES = 8  # of as many blocks as the crowd takes: pool 3, decode cache 2, prefill cache, two buffers
-MEMORY_SHARE = 0.25  # of what is available, for all stores together: two workers hold the model too
-LEAST_BESIDE = 0.2  # of the time with the neighbour computing, to tell what that costs
+STORES = 8  # in units of the crowd's blocks: pool 3, decode cache 2, prefill cache and each buffer 1
+MEMORY_SHARE = 0.25  # of the free memory, for all stores together: two workers hold the model too
+LEAST_BESIDE = 0.2  # minimum share of the time beside a computing neighbour to measure its effect
 START_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of one role's passes: how many, the seconds that they took and that were predicted; `wall_s` of the clock."""
+    """Sums over one role's passes: their number, their measured and predicted seconds; `wall_s` is clock time."""
 
     passes: float
     seconds: float
@@ -69,9 +69,9 @@ class Sums:
         return min(1.0, self.seconds / self.wall_s)
 
     def slowdown(self, host_overhead_s: float) -> float:
-        """Seconds that passes took for each that was predicted. Raises ResourceError where none ended."""
+        """Measured divided by predicted seconds of the passes. Raises ResourceError if no pass ended."""
         if not self.predicted_s:
-            raise ResourceError("no pass ended in the time there was to profile the cluster; give --seconds more")
+            raise ResourceError("no pass ended while the cluster was profiled; raise --seconds")
         return (self.seconds - self.passes * host_overhead_s) / self.predicted_s
 
 
@@ -79,18 +79,18 @@ NOTHING = Sums(0.0, 0.0, 0.0, 0.0)
 
 
 def slowdown_beside(all_of_them: float, alone: float, share: float) -> float:
-    """Of passes beside the neighbour's: `all_of_them` have this slowdown, of which `share` ran beside it."""
+    """Slowdown of passes beside the neighbour's, from that of all passes, of passes alone, and the share beside it."""
     if share < LEAST_BESIDE:
         return max(alone, all_of_them)
     return max(alone, (all_of_them - (1.0 - share) * alone) / share)
 
 
 def measure_in_cluster(config: Config, content: Mapping[str, Any], cost_file: Path, limit_s: float) -> dict[str, Any]:
-    """Serve for about `limit_s` seconds with the cost model `content`, which lies in `cost_file`.
+    """Serve for about `limit_s` seconds with the cost model `content`, which is stored in `cost_file`.
 
-    Returns `hardware`: the slowdowns and the seconds of a message, as the simulator's Hardware has them; and `fit`:
-    what they come from. Raises UnavailableError where the cluster does not start or answer, ResourceError where the
-    time is too short for it. Nothing is left running where a signal ends this process.
+    Returns `hardware`, the slowdowns and the seconds of a message, as in the simulator's Hardware; and `fit`, the
+    measurements that they come from. Raises UnavailableError if the cluster does not start or answer, ResourceError if
+    the time is too short. If a signal ends this process, the cluster is ended, too.
     """
     with signals_as_exits(), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
@@ -102,16 +102,16 @@ def measure_in_cluster(config: Config, content: Mapping[str, Any], cost_file: Pa
                 try:
                     return asyncio.run(_measure(server, _vocabulary(config), content, limit_s))
                 finally:
-                    print("ending that cluster", file=sys.stderr, flush=True)  # it takes seconds, after Ctrl-C too
+                    print("ending that cluster", file=sys.stderr, flush=True)  # this takes seconds, also after Ctrl-C
         except (RuntimeError, OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
             raise UnavailableError(
-                f"the cluster to profile did not start, answer or end; --no-cluster does without it: {error}"
+                f"the cluster to profile did not start, answer or end (--no-cluster skips it): {error}"
             ) from error
 
 
 @contextmanager
 def signals_as_exits() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind, as Ctrl-C does: what was started would outlive this process otherwise."""
+    """SIGTERM and SIGHUP raise SystemExit, so that started processes are ended, as after Ctrl-C."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -127,12 +127,12 @@ def signals_as_exits() -> Iterator[None]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Without what would change the small cluster's configuration, or have it join another Ray cluster."""
+    """Removes the variables that would change the small cluster's configuration or make it join a Ray cluster."""
     return dict.fromkeys(name for name in environ if is_setting(name) or name == "RAY_ADDRESS")
 
 
 def _vocabulary(config: Config) -> int:
-    """How many token ids the model has."""
+    """The model's vocabulary size."""
     from alignedserve.engine.model.inspect import inspect_model
 
     model, trusted = config.model, config.model.trust_remote_code
@@ -141,7 +141,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def _small(config: Config, content: Mapping[str, Any], cost_file: Path) -> Config:
-    """One instance of each role, with room for the crowd and no more, that answers here alone and without a key."""
+    """One instance of each role, with room for the crowd only, on loopback and without API keys."""
     block_size = content["hardware"]["block_size"]
     block_bytes = block_size * content["hardware"]["kv_bytes_per_token"]
     most = int(MEMORY_SHARE * available_memory_bytes() / STORES / block_bytes)
@@ -155,13 +155,13 @@ def _small(config: Config, content: Mapping[str, Any], cost_file: Path) -> Confi
         kv_pool=replace(config.kv_pool, size_gib=max(0.125, 3 * blocks * block_bytes / GIB)),
         prefill=replace(config.prefill, cache_blocks=blocks, batch_buffer_blocks=blocks, requests_buffer_blocks=blocks),
         decode=replace(config.decode, cache_blocks=2 * blocks),
-        scheduler=SchedulerConfig(cost_model=str(cost_file), refuse_for_load=False),  # no policy or objective of others
+        scheduler=SchedulerConfig(cost_model=str(cost_file), refuse_for_load=False),  # not the user's
         supervisor=replace(config.supervisor, spares=0),
     )
 
 
 def _lengths(longest: int) -> list[tuple[int, int]]:
-    """(prompt, answer) tokens of requests. `longest`: what the model has positions for."""
+    """(prompt, answer) tokens of requests. `longest`: the model's maximum number of positions."""
     draw, most = random.Random(0), max(1, longest // 2)
     prompts = [draw.randint(*(SHORT if draw.random() < SHORT_SHARE else LONG)) for _ in range(REQUESTS)]
     return [(min(most, prompt), min(most, draw.randint(*ANSWER))) for prompt in prompts]
@@ -169,11 +169,11 @@ def _lengths(longest: int) -> list[tuple[int, int]]:
 
 @asynccontextmanager
 async def _offered(load: Load) -> AsyncIterator[None]:
-    """The load, by a process of its own, while the context lasts. Raises RuntimeError where that has failed."""
+    """Offers the load from its own process while the context lasts. Raises RuntimeError if that process failed."""
     task = asyncio.ensure_future(drive_apart(load))
     try:
         yield
-        if task.done():  # it lasts longer than what it is watched for, unless it fails
+        if task.done():  # it lasts longer than the context, unless it fails
             task.result()
     finally:
         task.cancel()
@@ -181,7 +181,7 @@ async def _offered(load: Load) -> AsyncIterator[None]:
 
 
 async def _capacity(load: Load) -> float:
-    """Requests a second that are answered of a crowd that comes at once."""
+    """Requests answered per second of a crowd that arrives at once."""
     outcome = await drive_apart(load)
     if not outcome.served:
         raise UnavailableError(f"the cluster to profile answered with errors: {outcome.errors}")
@@ -189,7 +189,7 @@ async def _capacity(load: Load) -> float:
 
 
 def _message_s(server: ServeProcess, load: Load) -> float:
-    """Half of a request's way through gateway and scheduler to an idle prefill instance."""
+    """Half of a request's time, in seconds, from the gateway through the scheduler to an idle prefill instance."""
     prompt = [min(5, load.vocabulary - 1)] * min(prompt for prompt, _ in load.lengths)
     body = {"model": load.model, "prompt": prompt, "max_tokens": 1, "include_timings": True}
     waits_s = [float(server.post("/v1/completions", body)["timings"]["queue_s"]) for _ in range(MESSAGES)]
@@ -204,7 +204,7 @@ async def _measure(server: ServeProcess, vocabulary: int, content: Mapping[str, 
     rate = SHARE_OF_CAPACITY * await _capacity(replace(load, lengths=load.lengths[:CROWD], at_once=True))
     message_s = await asyncio.to_thread(_message_s, server, load)
     alone = together = {"prefill": NOTHING, "decode": NOTHING}
-    for _ in range(ROUNDS):  # a machine is not as fast at one time as at another
+    for _ in range(ROUNDS):  # the speed of a machine varies over time
         async with _offered(replace(load, seconds=limit_s)):
             await asyncio.sleep(SETTLE_SHARE * limit_s)
             alone = _plus(alone, await _watch(server, ALONE_SHARE * limit_s))
@@ -242,7 +242,7 @@ def _plus(sums: Mapping[str, Sums], more: Mapping[str, Sums]) -> dict[str, Sums]
 
 
 async def _watch(server: ServeProcess, seconds: float) -> dict[str, Sums]:
-    """What the workers count in so many seconds, by role."""
+    """The sums of the workers over `seconds`, by role."""
     before = await _sums(server)
     await asyncio.sleep(seconds)
     after = await _sums(server)

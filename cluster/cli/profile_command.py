@@ -23,18 +23,19 @@ from alignedserve.config_sources import to_tree
 from alignedserve.control.runtime import RoleSettings
 from alignedserve.errors import ConfigError
 
-CPU_S, GPU_S = 60.0, 25.0  # by default; with its start a GPU's profile takes less than a minute
-PASSES_SHARE = 0.4  # of the time, for passes alone; the rest for passes in a cluster
-LEAST_CLUSTER_S = 15.0  # of workers that report once a second
-LEAST_SLOWDOWN = 0.9  # less is no noise
-LEAST_S = 0.1  # what is below leaves no time for one pass of each kind
+CPU_S, GPU_S = 60.0, 25.0  # default times; a GPU's profile takes less than a minute, with the start
+PASSES_SHARE = 0.4  # share of the time for passes alone; the rest is for passes in a cluster
+LEAST_CLUSTER_S = 15.0  # workers report once a second
+LEAST_SLOWDOWN = 0.9  # a lower value is more than noise
+LEAST_S = 0.1  # a shorter time does not suffice for one pass of each kind
 
 
 def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: bool = True) -> int:
-    """Writes the file whole or not at all. Raises ConfigError where that, or the measuring, cannot be; ModelError.
+    """Measure, and write the file whole or not at all. Returns the exit status.
 
-    `limit_s` None: as is usual on the device.
-    `in_cluster`: serve in a small cluster too, for what its processes take from each other (not on a GPU).
+    `limit_s` is the time in seconds; None: the device's default. With `in_cluster`, passes are also measured in a small
+    cluster, where processes slow each other down; not on a GPU. Raises ConfigError if the time or the file cannot be
+    used, and ModelError.
     """
     device = resolve_device(config, count_gpus())
     config = config.on_device(device)
@@ -44,11 +45,11 @@ def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: boo
         raise ConfigError(f"--seconds must be at least {LEAST_S:g}, not {limit_s:g}")
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--out {out}: give a file in a folder that exists and can be written")
+        raise ConfigError(f"--out {out}: give a file in an existing, writable folder")
     check_model(config)
     in_cluster = in_cluster and device == "cpu"  # a GPU's passes share no cores with other processes
     alone_s = limit_s * (PASSES_SHARE if in_cluster else 1.0)
-    print(f"measuring passes of {config.model.path} alone, about {alone_s:.3g} s", file=sys.stderr)
+    print(f"measuring passes of {config.model.path} alone for about {alone_s:.3g} s", file=sys.stderr)
     with environment_of_a_worker(config), signals_as_exits():
         content = _measure(config, device, alone_s)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -62,8 +63,8 @@ def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: boo
     fit = content["fit"]
     if not fit["quiet"]:
         print(
-            f"warning: other work took {fit['other_work_share']:.0%} of the processors meanwhile: times on the wall "
-            "clock are too long, and these errors say little; profile again on a quiet machine",
+            f"warning: other work used {fit['other_work_share']:.0%} of the processors meanwhile: measured times are "
+            "too long, and the errors below are unreliable; profile again on an idle machine",
             file=sys.stderr,
         )
     for what, errors in fit.items():
@@ -80,8 +81,8 @@ def run_profile(config: Config, out: str, limit_s: float | None, in_cluster: boo
         )
         if min(times["prefill_slowdown"], times["decode_slowdown"]) < LEAST_SLOWDOWN:
             print(
-                "warning: passes were quicker in the cluster than alone: other work slowed the latter; profile again "
-                "on a quiet machine",
+                "warning: passes were faster in the cluster than alone, because other work slowed the latter; profile "
+                "again on an idle machine",
                 file=sys.stderr,
             )
     print(f"wrote {out}; use it with --cost-model {out}")
@@ -93,11 +94,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _add_cluster(config: Config, content: dict[str, Any], file: Path, limit_s: float) -> None:
-    """To `content` and its `file`: what passes take in a cluster."""
+    """Add the times of passes in a cluster to `content` and `file`."""
     limit_s = max(limit_s, LEAST_CLUSTER_S)
     print(
-        "measuring them in a cluster of one prefill and one decode instance, with configuration of its own, about "
-        f"{limit_s:.3g} s and its start and end",
+        "measuring passes in a cluster of one prefill and one decode instance, with its own configuration, for about "
+        f"{limit_s:.3g} s, plus its start and end",
         file=sys.stderr,
     )
     found = measure_in_cluster(config, content, file, limit_s)
@@ -119,7 +120,7 @@ def _measure(config: Config, device: str, limit_s: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def environment_of_a_worker(config: Config) -> Iterator[None]:
-    """What a worker's process is started with, for the libraries that are loaded within: threads wait as there."""
+    """Sets a worker's environment variables, so that libraries loaded within use threads as in a worker."""
     settings = RoleSettings(role="decode", id="profile", config=to_tree(config), cluster_id="", token="")
     before = dict(os.environ)
     os.environ.update(role_environment(settings))

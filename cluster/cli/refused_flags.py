@@ -1,4 +1,4 @@
-"""What other servers have and this one has not (yet): refused by name, never ignored."""
+"""Flags and keys of other servers for features that are missing here. They are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ REFUSED_FLAGS = {
     "--tool-call-parser": "tool calls",
     "--reasoning-parser": "parsing of reasoning",
     "--limit-mm-per-prompt": "images, audio and video",
-    "--api-key": "an API key that every user of this machine can read (use --api-key-file)",
-    "--swap-space": "swapping by size (kv_pool.size_gib is the pool in host memory)",
+    "--api-key": "an API key on the command line, where every local user can read it (use --api-key-file)",
+    "--swap-space": "swap space (kv_pool.size_gib is the pool in host memory)",
     "--cpu-offload-gb": "weights in host memory",
 }
 
 
 def refuse_unsupported(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first flag given that asks for what is not there."""
+    """Raises ConfigError for the first given flag of a missing feature."""
     for flag, feature in REFUSED_FLAGS.items():
         if options.get(flag.removeprefix("--").replace("-", "_")) is not None:
-            raise ConfigError(f"{flag} is not supported: there is no support for {feature}")
+            raise ConfigError(f"{flag} is not supported: it needs {feature}")
 
 
 def explain_unknown_key(error: UnknownKeyError) -> ConfigError:
-    """The same error, or one that says that the feature asked for is not there."""
+    """The same error, or an error that names the missing feature that the key asks for."""
     key = error.message.split("'")[1] if "'" in error.message else ""
     name = key.rpartition(".")[2].replace("-", "_")
     for flag, feature in REFUSED_FLAGS.items():
         if flag.removeprefix("--").replace("-", "_") == name:
-            return ConfigError(f"configuration key {key!r} is not supported: there is no support for {feature}")
+            return ConfigError(f"configuration key {key!r} is not supported: it needs {feature}")
     return error

@@ -1,4 +1,4 @@
-"""`alignedserve serve`: deploys the application, tells how far it is, waits, and ends what it started."""
+"""`alignedserve serve`: deploys the application, shows its progress, waits, and ends what it started."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ POLL_S = 0.1
 LOOK_S = 0.5
 WATCH_S = 5.0
 ATTEND_S = 1.0
-SILENCE_S = 10.0  # a supervisor that has not answered for so long is not asked any more
-NEWS_S = 1.5  # how old a gateway's word of its open requests may be: it comes with its heartbeats
-DRAIN_LATE_S = 3.0  # a gateway that has not said so long after its time that it is done is not waited for
-KILL_SIGNALS = 3  # the first drains, the second ends what is open, this one kills
+SILENCE_S = 10.0  # without an answer for this long, the supervisor is not asked again
+NEWS_S = 1.5  # maximum age of a gateway's number of open requests, which comes with its heartbeats
+DRAIN_LATE_S = 3.0  # a gateway that has not drained this long after its time is not waited for
+KILL_SIGNALS = 3  # the first signal drains, the second ends open requests, the third kills all processes
 CLEAR_UP_S = 3.0
-CLEAN_END_S = 20.0  # what has not ended by itself after so long is killed
+CLEAN_END_S = 20.0  # processes that have not ended after this time are killed
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def serve(config: Config) -> int:
-    """Serve until a signal comes; the exit status. Raises ConfigError or ModelError before anything is started."""
+    """Serve until a signal arrives. Returns the exit status. Raises ConfigError or ModelError before any start."""
     os.environ.setdefault(FOLDER_VARIABLE, str(Path.cwd()))
     folder = check_model(config)
     check_api_keys(config)
@@ -75,7 +75,7 @@ def serve(config: Config) -> int:
 
 
 def _absolute(config: Config, folder: Path) -> Config:
-    """Workers have another working directory, and a model that was fetched is not to be fetched again."""
+    """The configuration with absolute paths, because workers run in another folder, and with the downloaded model."""
     model = config.model
     if model.path != "tiny":
         name = config.served_model_name
@@ -97,10 +97,10 @@ def _absolute(config: Config, folder: Path) -> Config:
 
 
 class _ServeCommand:
-    """The main thread shows and waits; a second one does what blocks, so that signals are answered at once.
+    """The main thread shows progress and waits. A second thread makes blocking calls, so signals take effect at once.
 
-    The second thread lives as long as the process: the kernel ends Ray's own processes with the thread that started
-    them (PR_SET_PDEATHSIG).
+    The second thread lives as long as the process, because the kernel ends Ray's own processes with the thread that
+    started them (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, config: Config, session: RaySession) -> None:
@@ -115,7 +115,7 @@ class _ServeCommand:
         self._nothing_open = True
         self._drained = threading.Event()
         self._failure: AlignedServeError | None = None
-        self._broken = False  # Ray cannot end anything any more
+        self._broken = False  # whether Ray can no longer end processes
         self._looked_s = 0.0
         self._deployed = threading.Event()
         self._handle_signals_again = threading.Event()
@@ -125,7 +125,7 @@ class _ServeCommand:
         self._greet(folder)
         log = temp_dir() / f"serve-{os.getpid()}.log"
         self._console.divert(log)
-        # Ray lets workers import from this folder first, whatever is called alignedserve there.
+        # Ray's workers import from this folder first, so it must not contain another `alignedserve`.
         os.chdir(temp_dir())
         self._handle_signals()
         self._worker.submit(self._start)
@@ -152,7 +152,7 @@ class _ServeCommand:
     # ---- start
 
     def _start(self) -> None:
-        """In the second thread."""
+        """Start Ray and deploy. Runs in the second thread."""
         try:
             self._session.start()
             self._handle_signals_again.set()
@@ -168,9 +168,9 @@ class _ServeCommand:
             self._deployed.set()
 
     def _wait_ready(self) -> bool:
-        """True once the gateway answers that it can serve."""
+        """Wait until the gateway answers that it can serve. False if the start failed or was interrupted."""
         while not self._stopping.is_set():
-            if self._handle_signals_again.is_set():  # ray.init has put its own handler in place of ours
+            if self._handle_signals_again.is_set():  # ray.init has replaced the signal handlers
                 self._handle_signals_again.clear()
                 self._handle_signals()
             if self._failure is not None:
@@ -184,7 +184,7 @@ class _ServeCommand:
         return False
 
     def _show(self, progress: dict[str, Any]) -> bool:
-        """A line for each role that comes up, and for each that loads the model; whether all are up."""
+        """Show a line for each process that loads the model or is ready. Returns whether all are ready."""
         for role in progress["roles"]:
             loads = role["state"] == "loading" and role["role"] in MODEL_ROLES
             if loads or role["state"] in ("ready", "failed"):
@@ -210,13 +210,13 @@ class _ServeCommand:
 
     @property
     def _at_once(self) -> bool:
-        """Whether everything is to be killed."""
+        """Whether all processes are to be killed."""
         return self._signals >= KILL_SIGNALS
 
     # ---- running
 
     def _wait_for_end(self) -> None:
-        """Returns on a signal, on `alignedserve stop`, when the application is gone, or when Ray is broken."""
+        """Wait for a signal, for `alignedserve stop`, until the application is gone, or until Ray is broken."""
         attended_s = 0.0
         while not self._stopping.wait(LOOK_S):
             progress = None
@@ -227,10 +227,12 @@ class _ServeCommand:
                 return
 
     def _has_ended(self, progress: dict[str, Any] | None) -> bool:
-        """Whether the cluster is to end: by `alignedserve stop`, or since a part of Ray or the application has gone."""
+        """Whether the cluster must end: by `alignedserve stop`, or because Ray or the application has ended."""
         if part := self._session.dead_part():
             self._broken = True
-            self._failure = AlignedServeError(f"{part}, a part of Ray's own, has ended: nothing can be replaced")
+            self._failure = AlignedServeError(
+                f"{part}, a process of Ray itself, has ended: the cluster cannot replace processes any more"
+            )
             return True
         if progress is not None and progress["stop"]:
             self._console.line("ending: `alignedserve stop` was given")
@@ -238,33 +240,33 @@ class _ServeCommand:
         if not self._deployed.is_set() or time.monotonic() - self._looked_s < WATCH_S:
             return False
         self._looked_s = time.monotonic()
-        self._descendants.note()  # orphans of a raylet are not to be found any more
+        self._descendants.note()  # once a raylet has ended, its orphans can no longer be found
         if not self._session.is_alive() and not self._stopping.is_set():
-            self._failure = AlignedServeError("the application has ended: somebody deleted it, or Ray has ended")
+            self._failure = AlignedServeError("the application has ended: it was deleted, or Ray has ended")
             return True
         return False
 
     def _end_stopped(self) -> None:
-        """In a thread of its own: while Serve's controller is stopped, whoever asks it anything waits."""
+        """Ends stopped processes. It has its own thread, because calls to a stopped Serve controller block."""
         watch = StoppedWatch(Descendants())
         while True:
             try:
                 for line in watch.look():
                     self._console.line(line)
-            except OSError as error:  # no descriptor is free, say: it looks again
-                self._console.line(f"what is stopped cannot be looked for: {error.strerror}")
+            except OSError as error:  # for example no free file descriptor: try again
+                self._console.line(f"cannot look for stopped processes: {error.strerror}")
                 time.sleep(WATCH_S)
             time.sleep(LOOK_S)
 
     # ---- end
 
     def _end(self) -> None:
-        """Everything that was started is gone when this returns."""
+        """End everything that was started. All of it has ended when this returns."""
         ending = None if self._broken else self._worker.submit(self._stop)
         late_s = 0.0
         if ending is not None:
             self._drained.wait(self._config.gateway.drain_s + DRAIN_LATE_S)
-            # What the supervisor did not answer for drains while Serve deletes the application.
+            # If the supervisor did not confirm the drain, gateways drain while Serve deletes the application.
             late_s = 0.0 if self._nothing_open else self._config.gateway.drain_s
         deadline = time.monotonic() + CLEAN_END_S + late_s
         while ending is not None and not ending.done() and not self._at_once and time.monotonic() < deadline:
@@ -272,13 +274,13 @@ class _ServeCommand:
         if self._session.owned:
             self._descendants.note()
             self._descendants.end(0.0 if self._at_once or self._broken else CLEAR_UP_S)
-            read_records()  # removes those of clusters that have ended, and their sockets
+            read_records()  # removes records and sockets of clusters that have ended
         self._session.close()
         if ending is None or not ending.done():
-            os._exit(1)  # Ray hangs on what was just killed
+            os._exit(1)  # Ray would wait for the processes that were just killed
 
     def _stop(self) -> None:
-        """In the second thread, after `_start`."""
+        """Drain and stop. Runs in the second thread, after `_start`."""
         if self._session.owned:
             self._descendants.note()
         try:
@@ -288,7 +290,7 @@ class _ServeCommand:
         self._session.stop()
 
     def _drain(self) -> None:
-        """Returns once no request is open (when the last has ended, or its time was over), or nobody answers."""
+        """Returns once no request is open, the time is over, or the supervisor does not answer."""
         if not self._served or self._failure is not None:
             return
         grace_s = self._config.gateway.drain_s
@@ -306,13 +308,15 @@ class _ServeCommand:
                 return
             if left["open"] and not told and time.monotonic() - begun > NEWS_S:
                 told = True
-                self._console.line(f"{left['open']} open requests have {grace_s:g} s; once more to end them now")
+                self._console.line(
+                    f"{left['open']} open requests have {grace_s:g} s to finish; press Ctrl-C again to end them now"
+                )
             time.sleep(POLL_S)
 
     def _handle_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else it was started to outlive its terminal
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored if it was started to outlive its terminal
             signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -327,7 +331,7 @@ class _ServeCommand:
 
     def _greet(self, folder: str) -> None:
         cluster = self._config.cluster
-        # What a cluster of others has is seen when the supervisor is there.
+        # The devices of a Ray cluster that was joined are known once the supervisor runs.
         device = resolve_device(self._config, count_gpus()) if self._session.owned else cluster.device
         self._console.line(
             f"alignedserve {__version__}: {self._config.served_model_name} ({folder}), {cluster.prefill} prefill and "
@@ -342,7 +346,7 @@ class _ServeCommand:
 
     def _announce(self) -> None:
         url = self._url()
-        # Every model takes a completion: text where its folder has a tokenizer, else token ids.
+        # The example is a completion: of text if the model has a tokenizer, else of token ids.
         folder = resolve_model(self._config.model.path, self._config.model.trust_remote_code)
         has_text = any((folder / name).is_file() for name in TOKENIZER_FILES)
         prompt = "Return a list of" if has_text else [1, 2, 3]
@@ -350,9 +354,9 @@ class _ServeCommand:
         self._console.step("ready")
         self._console.line(f"serving {self._config.served_model_name} on {url}")
         if live := self._session.live_url():
-            self._console.line(f"/live, /health and /metrics also on {live}, which clients cannot fill")
+            self._console.line(f"/live, /health and /metrics are also on {live}, with connections of their own")
         header = "-H 'Content-Type: application/json'"
         if self._config.gateway.api_key_file:
             header += " -H 'Authorization: Bearer KEY'"
         self._console.line(f"  curl -N {url}/v1/completions {header} -d '{json.dumps(body)}'")
-        self._console.line("Ctrl-C ends it")
+        self._console.line("press Ctrl-C to end it")

@@ -1,4 +1,4 @@
-"""Runs `alignedserve serve` as a user would: a process of its own, on free ports, ended cleanly."""
+"""Runs `alignedserve serve` as a user would: in its own process, on free ports, with a clean end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from alignedserve.errors import AccountingError
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port on which no process listens now."""
     return free_ports(1)[0]
 
 
 class ServeProcess:
-    """`with ServeProcess("--model", path) as server:` is ready to answer inside, and gone after.
+    """In `with ServeProcess("--model", path) as server:` the server is ready; after the block it has ended.
 
-    `start_s` is the time from the start to a healthy answer. `environment` is added to this process's; None: a variable
-    is left out. `folder`: that the command is given in; else this process's. `log`: a file for what it prints; else one
-    among the temporary files, which stays.
+    `start_s` is the time from the start to a healthy answer in seconds. `environment` is added to this process's
+    environment; None removes a variable. `folder` is the command's working folder, by default this process's. `log` is
+    the file for its output, by default a temporary file that is kept.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ServeProcess:
             time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
-        """Signal the command and wait for its end; its exit status. Raises TimeoutExpired where it does not end."""
+        """Signal the command and wait for its end. Returns its exit status; raises TimeoutExpired if it stays."""
         if self._process is None:
             return 0
         if self._process.poll() is None:
@@ -134,30 +134,30 @@ class ServeProcess:
             raise
 
     def get(self, path: str) -> Any:
-        """The parsed JSON of a GET."""
+        """The parsed JSON answer to a GET."""
         with urllib.request.urlopen(self.url + path, timeout=30.0) as response:
             return json.loads(response.read())
 
     def metrics(self) -> str:
-        """Its `/metrics`: Prometheus text."""
+        """The text of `/metrics`, in Prometheus format."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as response:
             return str(response.read().decode())
 
     def post(self, path: str, body: Any) -> Any:
-        """The parsed JSON of a POST."""
+        """The parsed JSON answer to a POST."""
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=300.0) as response:
             return json.loads(response.read())
 
     def check_integrity(self) -> None:
-        """Every process recounts its stores and books. Raises AccountingError where one does not add up."""
+        """Make every process recount its stores and check its state. Raises AccountingError if one is inconsistent."""
         found = self.get("/alignedserve/integrity")
         if not found["sound"]:
             raise AccountingError(f"{self.url}: {[book for book in found['books'] if book['problem']]}")
 
     def pids(self, word: str) -> list[int]:
-        """Processes that the command has started, directly or not, whose command line has the word."""
+        """Pids of the command's descendants whose command line contains `word`."""
         parents: dict[int, int] = {}
         matching: list[int] = []
         for entry in Path("/proc").iterdir():
@@ -169,7 +169,7 @@ class ServeProcess:
         return [pid for pid in matching if pid != self.process.pid and self.process.pid in _ancestors(pid, parents)]
 
     def roles(self) -> list[dict[str, Any]]:
-        """What `alignedserve status --json` lists."""
+        """The processes as `alignedserve status --json` lists them."""
         roles: list[dict[str, Any]] = self.get("/alignedserve/status")["roles"]
         return roles
 

@@ -1,4 +1,4 @@
-"""`alignedserve status`: what runs, asked of a gateway over HTTP, without joining Ray."""
+"""`alignedserve status`: lists the processes of a cluster. It asks a gateway over HTTP, without joining Ray."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COLUMNS = ("role", "id", "pid", "node", "address", "state", "holds")
 
 
 def show_status(url: str | None, *, as_json: bool, api_key_file: str | None = None) -> int:
-    """Print the roles of the cluster at `url`, or of this user's newest that answers. Raises UnavailableError."""
+    """Print the processes of the cluster at `url`, or of this user's newest that answers. Raises UnavailableError."""
     where, status = ask_newest(url, api_key_file, fetch_status)
     roles = status.get("roles")
     if not isinstance(roles, list):
-        raise UnavailableError(f"{where} does not say which roles run: it is not a gateway of AlignedServe")
+        raise UnavailableError(f"{where} does not list processes: it is not a gateway of AlignedServe")
     if as_json:
         json.dump(status, sys.stdout)
         sys.stdout.write("\n")
@@ -51,15 +51,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def ask_newest(
     url: str | None, api_key_file: str | None, fetch: Callable[..., Answer], *, only: bool = False
 ) -> tuple[str, Answer]:
-    """What `fetch(url, api_key=…)` says of the cluster at `url`, or of this user's newest that answers; and which.
+    """A cluster's URL and the result of `fetch(url, api_key=…)`: of `url`, or of this user's newest that answers.
 
-    `only`: where this user has several, the URL must say which. Raises AuthenticationError, ConfigError and
+    With `only`, the URL must be given if this user runs several clusters. Raises AuthenticationError, ConfigError and
     UnavailableError.
     """
     records = read_records()
     if only and url is None and len(records) > 1:
         urls = ", ".join(record.url for record in records)
-        raise ConfigError(f"several clusters of this user are running: say which with --url ({urls})")
+        raise ConfigError(f"several clusters of this user are running: choose one with --url ({urls})")
     if url is not None:
         url = url if "://" in url else f"http://{url}"
         own = next((record for record in records if same_url(record, url)), None)
@@ -73,10 +73,10 @@ def ask_newest(
     if problems:
         if isinstance(problems[0], AuthenticationError):
             raise problems[0]
-        raise UnavailableError(f"a cluster of this user runs, but does not answer: {problems[0].message}")
+        raise UnavailableError(f"a cluster of this user is running, but does not answer: {problems[0].message}")
     raise UnavailableError("no cluster of this user is running; start one with `alignedserve serve`, or give --url")
 
 
 def same_url(record: Record, url: str) -> bool:
-    """Whether `url` is where the record's cluster answers."""
+    """Whether `url` is the URL of the record's cluster."""
     return record.url.rstrip("/") == url.rstrip("/").replace("//localhost", "//127.0.0.1")

@@ -1,1 +1,1 @@
-"""Starts role processes and finds room for them: as Ray actors or as plain child processes."""
+"""Places and starts processes of roles, as Ray actors or as plain child processes."""

@@ -1,8 +1,8 @@
-"""The Ray actors that roles live in. Ray places and starts them; what they do goes over gRPC.
+"""The Ray actors that run roles. Ray only places and starts them; roles communicate over gRPC.
 
-A class a role, so that `ps` and Ray's own tools show them by their names. They are detached, since they outlive a
-supervisor that is replaced, and never restarted by Ray (`max_restarts` 0): a successor may only start once its
-predecessor is known to be dead, and only the supervisor knows that.
+Each role has its own class, so that `ps` and Ray's tools show its name. The actors are detached, because they outlive a
+supervisor that is replaced. Ray never restarts them (`max_restarts` 0): a successor may start only once its predecessor
+is known to be dead, and only the supervisor knows that.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ LEAVE_LATE_S = 5.0
 
 
 class RoleActor:
-    """Runs one role on an event loop of its own, in a thread; the process ends when the role does."""
+    """Runs one role on its own event loop in a thread. The process ends when the role does."""
 
     def __init__(self, settings: dict[str, Any], namespace: str = "") -> None:
-        """`namespace` is the one in Ray that all roles of the cluster have their names in."""
+        """`namespace` is the Ray namespace of all roles of the cluster."""
         self._settings = RoleSettings(**settings)
         self._namespace = namespace
         _require_node(self._settings)
         environment = role_environment(self._settings)
         os.environ.update(environment)  # before anything heavy is imported
         if arenas := environment.get("MALLOC_ARENA_MAX"):
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))  # the process runs already: the variable is too late
+            # The process already runs, so the variable alone has no effect.
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
         on_gpu = self._settings.device.startswith("cuda") and not self._settings.pinned
         if on_gpu and (assigned := ray.get_gpu_ids()):
             self._settings = RoleSettings(**{**settings, "device": f"cuda:{assigned[0]}"})
@@ -48,7 +49,7 @@ class RoleActor:
         threading.Thread(target=self._run, name="role", daemon=True).start()
 
     async def describe(self) -> dict[str, Any]:
-        """Who this is, and what it was told last, for a supervisor that is new."""
+        """The settings, the pid and the last view of this process, for a new supervisor."""
         seat = self._seat
         view = seat.role.host.view if seat is not None and seat.role.host is not None else None
         return {
@@ -58,22 +59,22 @@ class RoleActor:
         }
 
     async def set_supervisor(self, address: str, leave: bool = False) -> None:
-        """The supervisor is somewhere else now; `leave`: go there at once."""
+        """Set the supervisor's new address. With `leave`, connect to it at once."""
         role = self._seat.role if self._seat is not None else None
         if role is not None:
             self._loop.call_soon_threadsafe(role.leave_for if leave else role.set_supervisor, address)
 
     async def assume(self, settings: dict[str, Any]) -> None:
-        """A spare takes this role. Returns once it has; raises UnavailableError where it has another."""
+        """Let this spare take a role. Raises UnavailableError if it already has a role."""
         if self._seat is None:
             raise UnavailableError(f"{self._settings.id} has not come up")
         taken = asyncio.run_coroutine_threadsafe(self._assume(self._seat, RoleSettings(**settings)), self._loop)
         await asyncio.wrap_future(taken)
 
     async def wait_ended(self) -> None:
-        """Never returns: that the process has ended, Ray tells the caller by an error.
+        """Never returns. Ray raises an error in the caller when the process has ended.
 
-        Raises what the role ended with, shortly before the process ends.
+        Raises the role's error shortly before the process ends.
         """
         while self._error is None:  # noqa: ASYNC110  (it is set in another thread)
             await asyncio.sleep(_ERROR_POLL_S)
@@ -92,7 +93,7 @@ class RoleActor:
         finally:
             if self._seat is not None and self._seat.role.orphaned:
                 _leave_nothing(self._namespace)
-            # Threads of the engine or of Ray must not hold up the end of a process whose role is over.
+            # Threads of the engine or of Ray must not delay the end of the process.
             os._exit(status)
 
     def _new_role(self, settings: RoleSettings) -> RoleServer:
@@ -107,7 +108,7 @@ class RoleActor:
 
 
 def _leave_nothing(namespace: str) -> None:
-    """Nobody else gives back the room that the cluster has in Ray. Ray may be what has died: it is not waited for."""
+    """Release the cluster's room in Ray, because no supervisor will. The wait is limited, because Ray may be dead."""
     from alignedserve.cluster.launch.ray_groups import LEAVE_S, leave_nothing
 
     name = ray.get_runtime_context().get_actor_name() or ""
@@ -117,10 +118,10 @@ def _leave_nothing(namespace: str) -> None:
 
 
 def _require_node(settings: RoleSettings) -> None:
-    """Raises UnavailableError where Ray has moved the actor's bundle since: the settings are another node's."""
+    """Raises UnavailableError if Ray has moved the actor's bundle to another node than that of the settings."""
     here = ray.get_runtime_context().get_node_id()
     if not here.startswith(settings.node_id.rpartition("-")[2]):
-        raise UnavailableError(f"{settings.id} was meant for node {settings.node_id}, and came up on {here[:6]}")
+        raise UnavailableError(f"{settings.id} belongs on node {settings.node_id}, but started on {here[:6]}")
 
 
 class PrefillWorker(RoleActor):
@@ -132,7 +133,7 @@ class DecodeWorker(RoleActor):
 
 
 class KvPool(RoleActor):
-    """The KV pool."""
+    """A shard of the pool."""
 
 
 class Scheduler(RoleActor):
@@ -140,11 +141,11 @@ class Scheduler(RoleActor):
 
 
 class NodeAgent(RoleActor):
-    """A node's agent."""
+    """A node agent."""
 
 
 class Spare(RoleActor):
-    """A process that waits for a role, or has taken one."""
+    """A spare, which may have taken another role."""
 
 
 ACTORS: dict[str, type[RoleActor]] = {

@@ -1,4 +1,4 @@
-"""Every process that this one has started, directly or not: none of them is to outlive it."""
+"""Tracks all descendants of this process, so that none of them outlives it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from alignedserve.cluster.launch.processes import is_stopped
 
 
 class Descendants:
-    """Holds on to them by pidfd, so that they are known also after their parents have ended."""
+    """Holds the descendants by pidfd, so that they are known even after their parents have ended."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
 
     def note(self) -> None:
-        """Take in those that there are now, and let go of those that have ended: their pids may be others' soon."""
+        """Add the current descendants, and drop those that have ended, because their pids may be reused."""
         self._forget_ended()
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
@@ -36,7 +36,7 @@ class Descendants:
                         pending.append(pid)
 
     def end(self, grace_s: float) -> int:
-        """Wait so long for them to end, then kill those that have not; how many had to be killed."""
+        """Wait `grace_s` seconds for all to end, then kill the rest. Returns how many were killed."""
         left = self._wait(grace_s)
         for descriptor in left:
             with contextlib.suppress(OSError):
@@ -48,11 +48,11 @@ class Descendants:
         return len(left)
 
     def stopped(self) -> set[int]:
-        """The pids of those that are stopped (SIGSTOP)."""
+        """Pids of the stopped descendants (SIGSTOP)."""
         return {pid for pid in self._held if is_stopped(pid)}
 
     def kill(self, pid: int) -> None:
-        """End one at once; nothing happens where it has ended."""
+        """Kill a descendant. Has no effect if it has ended."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._held[pid], signal.SIGKILL)
 
@@ -66,7 +66,7 @@ class Descendants:
                 os.close(self._held.pop(pid))
 
     def _wait(self, timeout_s: float) -> list[int]:
-        """Descriptors of those that have not ended in time."""
+        """Descriptors of the descendants that have not ended within the time."""
         poller = select.poll()
         left = set(self._held.values())
         for descriptor in left:

@@ -1,4 +1,4 @@
-"""The environment variables that a role's process is started with."""
+"""Environment variables of a role's process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from alignedserve.model import SHIPPED_MODELS
 
 
 def role_environment(settings: RoleSettings) -> dict[str, str]:
-    """What a role needs set before it imports anything."""
+    """Variables that must be set before a role imports anything."""
     cluster: dict[str, Any] = settings.config.get("cluster", {})
     holds_model = settings.role in (*MODEL_ROLES, SPARE)
     threads = int(cluster.get("threads", 0)) or usable_cores()
     variables = {
-        # Ray sets the threads to an actor's num_cpus otherwise. Waiting threads sleep, so that prefill and decode may
-        # both use every core.
+        # Otherwise Ray sets the number of threads to an actor's num_cpus. Waiting threads sleep, so that prefill and
+        # decode can both use every core.
         "OMP_NUM_THREADS": str(threads if holds_model else 1),
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
@@ -27,13 +27,13 @@ def role_environment(settings: RoleSettings) -> dict[str, str]:
         "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
     if holds_model:
-        # oneDNN and torch each keep 1,024 compiled products of 256 KiB, one for each number of rows of each layer: half
-        # a GiB that is touched bit by bit, and a miss costs no more than a hit in bfloat16 (docs/measurements).
+        # By default oneDNN and torch each cache 1,024 compiled products of 256 KiB, one for each number of rows of each
+        # layer. They would grow to half a GiB, and in bfloat16 a miss costs no more than a hit (docs/measurements).
         variables |= {
             name: os.environ.get(name, "64") for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
         }
     else:
-        variables["MALLOC_ARENA_MAX"] = "2"  # threads that mostly wait need no heaps of their own
+        variables["MALLOC_ARENA_MAX"] = "2"  # threads that mostly wait need no separate heaps
     if is_local_model(str(settings.config.get("model", {}).get("path", ""))):
         variables["HF_HUB_OFFLINE"] = "1"
     return variables

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs of this machine, without torch and without touching a driver."""
+"""Counts this machine's NVIDIA GPUs without torch and without the driver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def count_gpus(*, proc: Path = Path("/proc/driver/nvidia/gpus"), dev: Path = Path("/dev")) -> int:
-    """How many this process may use (`CUDA_VISIBLE_DEVICES` is minded)."""
+    """Number of GPUs that this process may use. `CUDA_VISIBLE_DEVICES` is respected."""
     present = len(list(proc.iterdir())) if proc.is_dir() else 0
     nodes = sum(1 for entry in dev.glob("nvidia[0-9]*") if entry.name.removeprefix("nvidia").isdigit())
     # A container sees all of the machine's GPUs in /proc, and has device nodes for its own.

@@ -1,4 +1,4 @@
-"""What the supervisor needs of whatever starts processes: Ray, or plain subprocesses."""
+"""The interface through which the supervisor starts processes, with Ray or as plain subprocesses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from alignedserve.proto import supervisor_pb2 as sv
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A role's process that was found running: an earlier supervisor started it.
+    """A process that was found running because an earlier supervisor started it.
 
-    `view` is what it was told last (empty: nothing yet): sizes of stores and numbers of instances hold on. `pid` is 0
-    where the launcher does not know it.
+    `view` is the last view that it received (empty: none yet); its sizes of stores and numbers of instances stay valid.
+    `pid` is 0 if the launcher does not know it.
     """
 
     settings: RoleSettings
@@ -32,8 +32,9 @@ class Running:
         return PlannedRole(self.settings.role, self.settings.id, self.settings.device, self.settings.node_id)
 
     def peer(self, told: sv.ClusterView, now_ns: int) -> sv.Peer | None:
-        """What was told of it last, so that it can be watched and ended before it has joined; None where its pid is not
-        known. An incarnation that nobody was told of is `now_ns`: it was started before that.
+        """The process as the last view `told` describes it, so that it can be watched and ended before it joins.
+
+        None if its pid is unknown. An unknown incarnation becomes `now_ns`, because it was started before that.
         """
         role_id, node_id = self.settings.id, self.settings.node_id
         for peer in told.peers:
@@ -44,70 +45,74 @@ class Running:
 
 
 class Launcher(ABC):
-    """Starts and, as the last resort, kills the processes of roles. Used on one event loop.
+    """Starts processes of roles and, as a last resort, kills them. It is used on one event loop.
 
-    A role's id names its process: at most one runs under an id. `launch` returns once the process is on its way; that
-    it came up, it says itself by joining the supervisor.
+    At most one process runs under a role's id. `launch` returns once the start is under way. The process joins the
+    supervisor when it is up.
     """
 
     elastic = False
-    """Whether nodes may come that `nodes` does not know yet; after `nodes`."""
+    """Whether further nodes may join later. Valid after `nodes` was called."""
 
     @abstractmethod
     async def nodes(self) -> Sequence[Node]:
-        """The machines that there are; the supervisor's own first."""
+        """The nodes, the supervisor's own first."""
 
     @abstractmethod
     async def place(
         self, cluster_id: str, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool
     ) -> None:
-        """Have room on nodes for these instances, `(role, id)`, and for no others; which is which, `placement` says.
+        """Reserve room on nodes for these instances, `(role, id)`, and for no others; `placement` returns where.
 
-        `shape`: how many there are to be in the long run; `room`: where there is memory for those that are new.
-        Raises ResourceError where nodes that would have the room can never come.
+        `shape` is the target number of instances; `room` says which nodes have memory for new ones. Raises
+        ResourceError if no node can ever have the room.
         """
 
     @abstractmethod
     async def placement(self) -> Placement:
-        """What nodes there are now, and where the instances belong that `place` was told of.
+        """The current nodes, and the nodes of the instances that were given to `place`.
 
-        Raises UnavailableError where that cannot be found out now.
+        Raises UnavailableError if that is unknown now.
         """
 
     @abstractmethod
     async def vet(self, config: Config) -> None:
-        """Find out whether a cluster of this configuration could start once the one that runs had ended; nothing that
-        runs is touched. Raises AlignedServeError where no node has what it asks for, or can open its model.
+        """Check whether a cluster of this configuration could start after the running one has ended.
+
+        It does not change the running cluster. Raises AlignedServeError if no node has the required resources, or none
+        can open the model.
         """
 
     @abstractmethod
     async def release(self) -> None:
-        """Give back what was reserved, for good: every instance has ended, or is to."""
+        """Release all reserved room for good. All instances have ended, or will end."""
 
     @abstractmethod
     async def find(self) -> Sequence[Running]:
-        """The processes of this cluster that run already; also those that do not answer now, without their view, as
-        long as their node counts as alive."""
+        """The processes of this cluster that already run. A process that does not answer is included without its view
+        as long as its node counts as alive."""
 
     @abstractmethod
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
-        """Start a process, or have the spare `spare_id` become it, which loses its own id. A spare that cannot any more
-        is killed, and a process started. Raises AlignedServeError where that is impossible.
+        """Start a process, or let the spare `spare_id` take its role and id.
+
+        If the spare fails to do so, it is killed and a new process is started. Raises AlignedServeError if the start is
+        impossible.
         """
 
     @abstractmethod
     def watch(self, role_id: str, on_exit: Callable[[str], None]) -> None:
-        """Call `on_exit(reason)` once, on the loop, when the process that has this id now (launched or found) ends."""
+        """Call `on_exit(reason)` once, on the loop, when the current process with this id (launched or found) ends."""
 
     @abstractmethod
     async def kill(self, role_id: str) -> None:
-        """End the process at once, if there is one; returns when it was told to, which may be before it has ended."""
+        """Kill the process, if there is one. May return before the process has ended."""
 
     @abstractmethod
     async def announce(self, supervisor_address: str, *, leave: bool = False) -> None:
-        """Tell everyone where the supervisor is now: who lost it asks its node's agent, or remembers. `leave`: go there
-        now, also from one that still answers."""
+        """Announce the supervisor's address to all processes, which connect there if they have lost their supervisor.
+        With `leave`, they connect there now, even if their supervisor still answers."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop watching; end nothing."""
+        """Stop watching, without ending any process."""

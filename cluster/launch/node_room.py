@@ -1,6 +1,6 @@
-"""Host memory that nodes have free, and on which of them instances that are to be started fit.
+"""Free host memory of nodes, and the nodes on which new instances fit.
 
-An instance runs on one node, and those of a unit (`units.py`) on the same one: what counts is never the sum of nodes.
+All instances of a unit (`units.py`) run on one node, so the sum over nodes does not matter.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from alignedserve.memory import describe_bytes
 
 
 class NodeRoom:
-    """What is left on each node; `choose` takes of it. A node that is not named has no room, as far as is known."""
+    """Free memory of each node, from which `choose` takes. A node that is not listed counts as full."""
 
     def __init__(self, free_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> None:
-        """`free_bytes` by node; `needed_bytes` by instance, one that is not named needs none."""
+        """`free_bytes` by node; `needed_bytes` by instance, 0 for instances that are not listed."""
         self._free = dict(free_bytes)
         self._needed = needed_bytes
 
@@ -23,11 +23,11 @@ class NodeRoom:
         return sum(self._needed.get(name, 0) for name in unit.instances)
 
     def fits(self, units: Iterable[Unit]) -> bool:
-        """Whether all of them find a node: the largest first, each where least is left over."""
+        """Whether all units fit on nodes: the largest first, each on the node with the least room left."""
         return _packs(self._free, [self.needed(unit) for unit in units])
 
     def choose(self, unit: Unit, others: Iterable[Unit], nodes: Sequence[str]) -> str | None:
-        """The first of `nodes` that has room for the unit, and leaves room for `others`; its room is taken then."""
+        """Take room on the first of `nodes` that fits the unit and leaves room for `others`. None if there is none."""
         rest = [self.needed(other) for other in others]
         needed = self.needed(unit)
         for node in nodes:
@@ -38,14 +38,14 @@ class NodeRoom:
         return None
 
     def renamed(self, names: Mapping[str, str]) -> NodeRoom:
-        """With other names of nodes; those that have none are left out."""
+        """A copy with renamed nodes. Nodes without a new name are left out."""
         return NodeRoom({names[node]: free for node, free in self._free.items() if node in names}, self._needed)
 
     def __str__(self) -> str:
         known = sorted(self._free.items())
         if len(known) == 1:
             node, free = known[0]
-            return f"{describe_bytes(free)} are" + (f" available on node {node}" if node else " available")
+            return f"{describe_bytes(free)} is" + (f" available on node {node}" if node else " available")
         return ", ".join(f"{describe_bytes(free)} on node {node}" for node, free in known) + " are available"
 
 

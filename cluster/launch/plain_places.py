@@ -1,4 +1,4 @@
-"""Where instances run where nobody but this process places them."""
+"""Places instances on nodes without Ray."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from alignedserve.cluster.supervisor.plan import Node
 
 
 class PlainPlaces:
-    """An instance stays on its node for as long as there is that node."""
+    """An instance stays on its node as long as the node exists."""
 
     def __init__(self, nodes: Sequence[Node], fixed: Mapping[str, str]) -> None:
-        """`nodes` is the caller's list, and may change; its first is the supervisor's. `fixed`: by instance."""
+        """`nodes` is the caller's list, which may change; the first is the supervisor's. `fixed`: nodes by instance."""
         self._nodes = nodes
         self._fixed = fixed
         self._where: dict[str, str] = {}
         self._instances: tuple[str, ...] = ()
 
     def place(self, instances: Iterable[str]) -> None:
-        """These, and no others."""
+        """Place these instances, and no others."""
         self._instances = tuple(instances)
 
     def placement(self) -> Placement:

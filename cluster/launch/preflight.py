@@ -1,4 +1,4 @@
-"""What can be found out before anything is started: it is said in one line then, not after a minute of loading."""
+"""Checks before any process is started, so that an error is reported at once, not after a minute of loading."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ from alignedserve.sizing import GIB
 
 
 def check_model(config: Config) -> Path:
-    """The model's folder (fetched, for a name on a hub). Raises ModelError where it cannot be served."""
+    """The model's folder, downloaded for a name on a hub. Raises ModelError if the model cannot be served."""
     folder = resolve_model(config.model.path, config.model.trust_remote_code)
     check_model_files(folder, config.model.trust_remote_code)
     template = config.model.chat_template
     if template and not Path(template).expanduser().is_file():
-        raise ConfigError(f"model.chat_template: there is no file {template}")
+        raise ConfigError(f"model.chat_template: file {template} does not exist")
     return folder
 
 
 def check_model_if_here(config: Config) -> None:
-    """What `check_model` finds of a folder that is on this machine, too; the instances' may have it alone.
+    """Like `check_model`, if this machine has the model folder. Only the nodes of the instances must have it.
 
     Raises ModelError.
     """
     folder = Path(os.path.expanduser(config.model.path))
-    if folder.is_absolute():  # else it is a name, or begins where an instance runs
+    if folder.is_absolute():  # otherwise it is a name, or relative to an instance's folder
         check_if_here(folder, config.model.trust_remote_code)
 
 
 def check_cost_model(config: Config) -> None:
-    """Raises ConfigError where there is to be a measured cost, and it cannot be read."""
+    """Raises ConfigError if a cost model is configured and cannot be read."""
     if config.scheduler.cost_model:
-        from alignedserve.scheduler.cost.load import configured_cost  # and numpy, which a start without does not need
+        from alignedserve.scheduler.cost.load import configured_cost  # imports numpy, which is not needed otherwise
 
         configured_cost(config.scheduler)
 
 
 def policy_note(config: Config) -> str:
-    """What the policy would need to do better, a line each; "" where it has all."""
+    """A note for each setting that the policy lacks to work well; "" if none is missing."""
     settings = config.scheduler
     if settings.policy != "aligned-cost":
         return ""
     notes = []
     if not settings.cost_model:
         notes.append(
-            "note: policy aligned-cost without --cost-model goes by a linear model that is learnt as it serves: it "
-            "knows how many bytes a batch reads, but not what unequal lengths cost (`alignedserve profile` measures "
-            "that)"
+            "note: policy aligned-cost without --cost-model uses a linear model that it learns while serving: it knows "
+            "how many bytes a batch reads, but not the cost of unequal prefix lengths (`alignedserve profile` measures "
+            "it)"
         )
     if not settings.tpot_objective_s:
         notes.append(
-            "note: policy aligned-cost without --tpot-objective serves a backlog for throughput alone: tokens of "
-            "single requests may come much later than with aligned (docs/policies.md)"
+            "note: policy aligned-cost without --tpot-objective serves a backlog for throughput only: tokens of single "
+            "requests may come much later than with aligned (docs/policies.md)"
         )
     return "\n".join(notes)
 
 
 def model_note(folder: Path) -> str:
-    """What of the model's own wishes is not followed; "" where all are."""
+    """A note about settings of the model's generation_config.json that are not applied; "" if there are none."""
     try:
         generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -83,12 +83,12 @@ def model_note(folder: Path) -> str:
 
 
 def check_api_keys(config: Config) -> None:
-    """Raises ConfigError where there is to be a file of API keys, and it cannot be used."""
+    """Raises ConfigError if a file of API keys is configured and cannot be used."""
     ApiKeys(config.gateway.api_key_file)
 
 
 def check_request_log(config: Config) -> None:
-    """Raises ConfigError where there is to be a request log, and it cannot be appended to."""
+    """Raises ConfigError if a request log is configured and cannot be appended to."""
     if config.gateway.request_log:
         from alignedserve.gateway.request_log import open_log
 
@@ -96,12 +96,12 @@ def check_request_log(config: Config) -> None:
 
 
 def open_door_note(gateway: GatewayConfig) -> str:
-    """That anybody may use this server, where that is so; "" otherwise."""
+    """A warning if other machines can use this server without an API key; "" otherwise."""
     if gateway.api_key_file or _is_loopback(gateway.host):
         return ""
     return (
-        f"warning: {gateway.host or 'every address'} is open to others, and there is no --api-key-file: anybody who "
-        f"reaches port {gateway.port} or {gateway.grpc_port} may use this server"
+        f"warning: {gateway.host or 'every address'} is reachable from other machines, and there is no --api-key-file: "
+        f"anyone who can reach port {gateway.port} or {gateway.grpc_port} may use this server"
     )
 
 
@@ -114,43 +114,43 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_machine(config: Config) -> None:
-    """Memory, GPUs and folders of this machine. Raises ResourceError or ConfigError."""
+    """Check memory, GPUs and folders of this machine. Raises ResourceError or ConfigError."""
     check_gpus(config, count_gpus())
     available = available_memory_bytes()
     wanted = int(config.kv_pool.size_gib * GIB)
     if wanted > available:
         raise ResourceError(
-            f"kv_pool.size_gib asks for {describe_bytes(wanted)}, but only {describe_bytes(available)} of memory are "
-            "available; ask for less"
+            f"kv_pool.size_gib is {describe_bytes(wanted)}, but only {describe_bytes(available)} of memory is "
+            "available; lower it"
         )
     if config.log.dir:
         try:
             Path(config.log.dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"log.dir: {config.log.dir} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"log.dir: {config.log.dir} cannot be created: {error.strerror}") from error
         if not os.access(config.log.dir, os.W_OK):
             raise ConfigError(f"log.dir: {config.log.dir} cannot be written to")
 
 
 def check_tls() -> None:
-    """Raises ConfigError where traffic between processes is to be encrypted, and cannot be."""
+    """Raises ConfigError if traffic between processes must be encrypted, and the TLS files cannot be used."""
     tls_files()
 
 
 def check_channel(config: Config) -> str:
-    """A line for a pair that gets the next best channel, as was allowed; "" else. Raises ResourceError."""
+    """A warning if a pair must use a slower channel than configured, as allowed; "" otherwise. Raises ResourceError."""
     if config.cluster.channel == "auto":
         return ""
-    from alignedserve.cluster.cli.doctor_channels import check_pairs  # and numpy, which a start without does not need
+    from alignedserve.cluster.cli.doctor_channels import check_pairs  # imports numpy, which is not needed otherwise
 
     return check_pairs(config)
 
 
 def check_ports(config: Config) -> None:
-    """Raises ResourceError that names every port that is taken, and the cluster of this user that has them."""
+    """Raises ResourceError, which names every port in use and this user's cluster that uses it."""
     gateway = config.gateway
     if gateway.port == gateway.grpc_port:
-        raise ConfigError(f"gateway.port and gateway.grpc_port are both {gateway.port}")
+        raise ConfigError(f"gateway.port and gateway.grpc_port must differ, both are {gateway.port}")
     ports = {"HTTP port (--port)": gateway.port, "gRPC port (--grpc-port)": gateway.grpc_port}
     taken = [f"{what} {port}" for what, port in ports.items() if _is_taken(what, gateway.host, port)]
     if not taken:
@@ -163,14 +163,14 @@ def check_ports(config: Config) -> None:
 
 
 def _is_taken(what: str, host: str, port: int) -> bool:
-    """Raises ConfigError where the port cannot be used for another reason."""
+    """Whether the port is in use. Raises ConfigError if it cannot be used for another reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise ConfigError(f"gateway.host: {host!r} is no address: {error.strerror}") from error
+        raise ConfigError(f"gateway.host: {host!r} is not an address: {error.strerror}") from error
     family, kind, protocol, _, address = found[0]
     with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; a listener still shows
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; a listening port is still detected
         try:
             probe.bind(address)
         except OSError as error:

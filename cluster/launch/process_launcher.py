@@ -1,4 +1,4 @@
-"""Roles as plain child processes: for tests, and where Ray is not installed."""
+"""Runs roles as plain child processes, for tests and without Ray."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class _Child:
 
 
 class ProcessLauncher(Launcher):
-    """Each role runs `role_main` in a session of its own, so that Ctrl-C reaches only whoever started the cluster.
+    """Each role runs `role_main` in its own session, so that Ctrl-C reaches only the process that started the cluster.
 
-    The children end when this process does. `environment` is added to theirs; their output goes to `output_dir`
-    (a file each), or where this process's goes. `gpus` is how many this machine has. `module` is what they run: tests
-    have one with roles of their own.
+    The children end when this process does. `environment` is added to their environment. Their output goes to files in
+    `output_dir`, or to this process's output. `gpus` is this machine's number of GPUs. `module` is the module that they
+    run; tests use their own.
 
-    `nodes`: several, which are all this machine, but have a name, an address and an agent each; `gpus` does not count
-    then. `placed` has the node of instances, by id; others go where the fewest are.
+    `nodes` simulates several nodes on this machine, each with a name, an address and a node agent; `gpus` is ignored
+    then. `placed` fixes the nodes of instances, by id. Other instances go to the node with the fewest.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ProcessLauncher(Launcher):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the children that have not ended."""
+        """Pids of the children that have not ended, by role id."""
         return {role_id: child.process.pid for role_id, child in self._children.items() if not child.reaper.done()}
 
     async def nodes(self) -> Sequence[Node]:
@@ -119,11 +119,11 @@ class ProcessLauncher(Launcher):
         self._places.place([])
 
     def add_node(self, node: Node) -> None:
-        """From now on there is one more."""
+        """Add a node."""
         self._nodes.append(node)
 
     async def kill_node(self, node_id: str) -> None:
-        """All of its processes die at once, and it is no more. Whoever is placed on it by name has no place then."""
+        """Kill all processes of a node and remove it. Instances that are fixed to it have no place then."""
         self._nodes[:] = [node for node in self._nodes if node.node_id != node_id]
         for role_id, child in self._children.items():
             if child.settings.node_id == node_id:
@@ -139,7 +139,7 @@ class ProcessLauncher(Launcher):
 
     async def launch(self, settings: RoleSettings, spare_id: str = "") -> None:
         if all(node.node_id != settings.node_id for node in self._nodes):
-            raise UnavailableError(f"{settings.id} could not be started: there is no node {settings.node_id}")
+            raise UnavailableError(f"{settings.id} could not be started: node {settings.node_id} does not exist")
         old = self._children.get(settings.id)
         if old is not None:
             await old.reaper
@@ -178,10 +178,10 @@ class ProcessLauncher(Launcher):
                 await self._tell(child.process, said)
 
     async def close(self) -> None:
-        """Forgets the children; `end` ends them."""
+        """Does nothing. `end` ends the children."""
 
     async def end(self) -> None:
-        """Kill every child that is left, and collect all of them."""
+        """Kill all remaining children, and wait for them."""
         for role_id in list(self._children):
             await self.kill(role_id)
         await asyncio.gather(*(child.reaper for child in self._children.values()))
@@ -189,7 +189,7 @@ class ProcessLauncher(Launcher):
 
     async def _tell(self, process: Process, line: str) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and its reaper says so
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, and its reaper reports that
             process.stdin.write(line.encode() + b"\n")
             await process.stdin.drain()
 
@@ -201,7 +201,7 @@ class ProcessLauncher(Launcher):
 
 
 def _ask_agent(settings: RoleSettings) -> sv.ClusterView:
-    """What the roles were told last, as their node's agent has it; empty where it does not answer."""
+    """The last view that roles received, from their node agent; empty if it does not answer."""
     try:
         info = SegmentClient(settings.agent_socket, settings.token).info()
     except (AlignedServeError, OSError):

@@ -1,4 +1,4 @@
-"""Processes of this machine, by pidfd: to end one for certain, and never another that got its number."""
+"""Processes of this machine, held by pidfd, so that a signal never reaches another process that reuses the pid."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from alignedserve.proto import supervisor_pb2 as sv
 
 @dataclass(slots=True)
 class ProcessHandle:
-    """A process that cannot be mistaken: the kernel's descriptor stays with it when its pid is used again."""
+    """A process and its pidfd, which refers to it even if its pid is reused."""
 
     pid: int
     descriptor: int
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens where the process has ended."""
+        """Send a signal. Has no effect if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, number)
 
     async def wait_ended(self, timeout_s: float) -> bool:
-        """Whether it ended within the time (its memory is unmapped then, even if nobody has collected its status)."""
+        """Whether it ended within the time. Its memory is unmapped then, even if it is still a zombie."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[bool] = loop.create_future()
         loop.add_reader(self.descriptor, lambda: _resolve(ended))
@@ -43,10 +43,10 @@ class ProcessHandle:
 
 
 def open_process(who: sv.RoleHello | sv.Peer) -> ProcessHandle | None:
-    """A handle to that process of this user and machine.
+    """A handle to this process of this user and machine.
 
-    None where there is none any more: ended, or its number belongs to another process now. That is told by the kernel's
-    count of ticks: whoever compares by a clock takes a living process for a dead one once the clock is set forward.
+    None if the process has ended, or its pid belongs to another process now. Processes are distinguished by their start
+    time in kernel ticks, because a comparison by the clock would fail after the clock is set forward.
     """
     pid = who.pid
     try:
@@ -54,9 +54,9 @@ def open_process(who: sv.RoleHello | sv.Peer) -> ProcessHandle | None:
     except ProcessLookupError:
         return None
     try:
-        # Read after opening: whoever has the number now is whom the descriptor refers to.
+        # Read after opening: the process with this pid now is the one that the descriptor refers to.
         own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
-        if own and who.started_ticks in (started_ticks(pid), 0):  # 0: it has not said
+        if own and who.started_ticks in (started_ticks(pid), 0):  # 0: unknown
             return ProcessHandle(pid, descriptor)
     except (OSError, ValueError, IndexError):
         pass
@@ -65,7 +65,7 @@ def open_process(who: sv.RoleHello | sv.Peer) -> ProcessHandle | None:
 
 
 async def end_process(who: sv.RoleHello | sv.Peer, timeout_s: float) -> bool:
-    """Kill it (`open_process` says which it is); whether it has ended within the time, or before."""
+    """Kill the process that `open_process` finds. Returns whether it has ended, within the time or before."""
     handle = open_process(who)
     if handle is None:
         return True
@@ -78,7 +78,7 @@ async def end_process(who: sv.RoleHello | sv.Peer, timeout_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the kernel says of a process. `cpu_s` is the processor time that it has used since its start."""
+    """The kernel's state of a process. `cpu_s` is the processor time in seconds since its start."""
 
     stopped: bool
     traced: bool
@@ -86,7 +86,7 @@ class Sight:
 
 
 def look_at(pid: int) -> Sight | None:
-    """None where there is no such process, or it has ended."""
+    """The state of a process; None if it does not exist or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -94,7 +94,7 @@ def look_at(pid: int) -> Sight | None:
     if fields[0] in "ZX":
         return None
     ticks = int(fields[11]) + int(fields[12])
-    # T: by SIGSTOP. t: by a debugger, which is somebody's intention.
+    # T: stopped by SIGSTOP. t: stopped by a debugger, which is intended.
     return Sight(fields[0] == "T", fields[0] == "t", ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -104,7 +104,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has this pid and has not ended (a zombie has)."""
+    """Whether a process with this pid runs. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

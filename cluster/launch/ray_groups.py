@@ -1,8 +1,8 @@
-"""Ray's placement groups of ours: by their names, whose they are and for whom; and how those of dead clusters go.
+"""AlignedServe's placement groups in Ray: their names, and the removal of groups of dead clusters.
 
-They are detached, since a cluster outlives a supervisor that is replaced. In the end the supervisor releases them;
-where it was killed and has no successor, the last of its roles does (`leave_nothing`); where all were killed, the next
-supervisor that starts in this Ray cluster, of whatever application (`remove_abandoned`).
+The groups are detached, because a cluster outlives a supervisor that is replaced. At the end the supervisor releases
+them. If it was killed and has no successor, the last process of the cluster does (`leave_nothing`). If all were killed,
+the next supervisor that starts in this Ray cluster does, of any application (`remove_abandoned`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "alignedserve-"  # an application's own in Ray, with its name
-LEAVE_S = 10.0  # in which the others of a cluster without a supervisor have ended, too
+NAMESPACE = "alignedserve-"  # prefix of an application's namespace in Ray
+LEAVE_S = 10.0  # time within which the other processes of a cluster without a supervisor end, too
 LOOK_S = 0.25
 _LIVING = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
 _SERVE = "serve"  # its namespace
-_SUPERVISOR = "SERVE_REPLICA::{}#Supervisor#"  # a replica's name begins so, with its application's
+_SUPERVISOR = "SERVE_REPLICA::{}#Supervisor#"  # prefix of the replica's name, with the application's name
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of ours. `entry` is what Ray's table has of it."""
+    """A placement group of AlignedServe. `entry` is its entry in Ray's table."""
 
     identity: str
     namespace: str
@@ -41,7 +41,7 @@ class Group:
         return frozenset(name for unit in self.units for name in unit)
 
     def remove(self) -> None:
-        """Give its room back. Ray kills whoever still runs in it."""
+        """Remove the group and release its room. Ray kills actors that still run in it."""
         remove_placement_group(handle(self.identity))
 
 
@@ -50,7 +50,7 @@ def group_name(namespace: str, cluster_id: str, units: Iterable[Iterable[str]]) 
 
 
 def groups() -> list[Group]:
-    """All groups of ours that take room, or wait for it, in this Ray cluster."""
+    """All groups of AlignedServe in this Ray cluster that have room or wait for it."""
     found = []
     for identity, entry in placement_group_table().items():
         parts = entry["name"].rsplit("/", 2)  # an application's name may have a slash
@@ -65,22 +65,22 @@ def handle(identity: str) -> PlacementGroup:
 
 
 def remove_abandoned(but: str) -> None:
-    """Remove the groups of clusters, of whatever application, that have neither a supervisor nor a role any more; those
-    in the namespace `but` are left out."""
+    """Remove the groups of clusters of any application that have no processes any more. Groups in the namespace `but`
+    are kept."""
     if not (found := [group for group in groups() if group.namespace != but]):
         return
     living = Living.now()
     for group in found:
         if not living.has_supervisor(group.namespace) and not living.roles(group.namespace):
-            logger.warning("placement group %s goes: its cluster is dead", group.entry["name"])
+            logger.warning("removing placement group %s: its cluster is dead", group.entry["name"])
             group.remove()
 
 
 def leave_nothing(namespace: str, name: str) -> bool:
-    """For a role that ends since there is no supervisor: the last of its cluster removes its groups. Returns whether
-    this one did. Blocks, for `LEAVE_S` at most. `name` is the role's own in Ray.
+    """For a process that ends because it has no supervisor: the last one of its cluster removes the groups.
 
-    They all end at about the same moment. One of them waits for the others, which wait for nobody.
+    Returns whether this process did. Blocks for at most `LEAVE_S`. `name` is its own name in Ray. All processes end at
+    about the same time. One of them waits for the others, which do not wait.
     """
     deadline = time.monotonic() + LEAVE_S
     while time.monotonic() < deadline:
@@ -98,13 +98,13 @@ def leave_nothing(namespace: str, name: str) -> bool:
 
 
 def _lasting(name: str) -> tuple[bool, str]:
-    """Agents come first: one that ends without a supervisor ends the others of its node."""
+    """Sort key: node agents first, because a node agent without a supervisor ends the other processes of its node."""
     return not name.startswith("node_agent"), name
 
 
 @dataclass(frozen=True, slots=True)
 class Living:
-    """The named actors of a Ray cluster, by namespace: roles are in their application's, supervisors in Serve's."""
+    """The named actors of a Ray cluster, by namespace. Roles are in their application's, supervisors in Serve's."""
 
     names: Mapping[str, frozenset[str]]
 

@@ -1,4 +1,4 @@
-"""Roles as Ray actors, found again by their names."""
+"""Runs roles as Ray actors, which are found again by their names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL_DEVICES_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
 
 
 class RayLauncher(Launcher):
-    """`namespace` is the cluster's own within its Ray cluster. Blocking calls of Ray run in threads."""
+    """`namespace` is the cluster's own in Ray. Blocking calls of Ray run in threads."""
 
     def __init__(self, namespace: str, config: Config, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:
         self._classes = actors
@@ -54,7 +54,7 @@ class RayLauncher(Launcher):
         self._node_ids: dict[str, str] = {}
         self._here = ""
         self._gpus = 0
-        self._placed: dict[str, Any] = {}  # what was asked of `_places`
+        self._placed: dict[str, Any] = {}  # the last arguments of `_places.place`
         self._places: RayPlaces | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -70,7 +70,7 @@ class RayLauncher(Launcher):
             nodes.append(Node(name, node["NodeManagerAddress"], int(resources.get("GPU", 0)), resources))
         self._gpus = max(node.gpus for node in nodes)
         self._here = nodes[0].node_id
-        self.elastic = nodes[0].host != LOOPBACK  # nobody can join a Ray that listens on loopback
+        self.elastic = nodes[0].host != LOOPBACK  # no node can join a Ray cluster that listens on loopback
         return nodes
 
     async def place(
@@ -91,7 +91,7 @@ class RayLauncher(Launcher):
         try:
             found = await self._look()
             if not found.keys() >= set(instances):
-                logger.warning("a placement group is no more, whoever removed it: there is to be another")
+                logger.warning("a placement group was removed: creating a new one")
                 await asyncio.to_thread(self._places.place, **self._placed, room=NodeRoom({}, {}), elastic=self.elastic)
                 found = await self._look()
             async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -123,7 +123,7 @@ class RayLauncher(Launcher):
             share = gpu_share(config, shape, gpus) if device == "cuda" else 0.0
             first, *others = eligible(nodes, plan_units(config, shape.ids(), share))
             failed = await self._vet_on(first, config, device)
-            if failed is not None and others:  # a model need not lie where no instance ever runs
+            if failed is not None and others:  # nodes without instances need not have the model
                 said = await asyncio.gather(*(self._vet_on(node_id, config, device) for node_id in others))
                 failed = None if None in said else failed
         except RayError as error:
@@ -132,7 +132,7 @@ class RayLauncher(Launcher):
             raise failed
 
     async def _vet_on(self, node_id: str, config: Config, device: str) -> AlignedServeError | None:
-        """What is wrong on that node; None: nothing."""
+        """The error on that node; None if there is none."""
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         task = ray.remote(_vet_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         said: tuple[str, str] | None = await task.remote(to_tree(config), device)
@@ -143,8 +143,9 @@ class RayLauncher(Launcher):
             await asyncio.to_thread(self._places.release)
 
     async def find(self) -> Sequence[Running]:
-        """One that does not answer runs all the same while Ray counts its node alive. Who that is may be unknown: it is
-        asked again for `supervisor.orphan_after_s`, and killed after that, or where others on its node answer."""
+        """A process that does not answer counts as running while Ray counts its node alive. If its role is unknown, it
+        is asked again for `supervisor.orphan_after_s`. After that, or if other processes on its node answer, it is
+        killed."""
         named = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
         names = [entry["name"] for entry in named if entry["namespace"] == self.namespace]
         answered: list[Running] = []
@@ -175,7 +176,7 @@ class RayLauncher(Launcher):
         while True:
             try:
                 self._actors[settings.id] = await asyncio.to_thread(self._create, settings, options)
-            except ValueError as error:  # Ray has not yet noticed that the last one of this name has ended
+            except ValueError as error:  # Ray has not yet noticed that the last actor of this name has ended
                 if time.monotonic() > deadline:
                     raise UnavailableError(f"{settings.id} could not be started: {error}") from error
                 await asyncio.sleep(0.05)
@@ -186,14 +187,14 @@ class RayLauncher(Launcher):
                 return
 
     async def _clear(self, role_id: str) -> None:
-        """One that was never placed, or whose node was given up, has its name still: it is not to come any more."""
+        """Kill an actor that was never placed, or whose node was given up. Otherwise it would keep its name."""
         with contextlib.suppress(ValueError, RayError):
             old = await asyncio.to_thread(ray.get_actor, role_id, namespace=self.namespace)
             await asyncio.to_thread(ray.kill, old)
 
     async def _end_silent(self, silent: Silent) -> None:
-        """`_clear`, once its process is dead where that can be seen to: Ray calls an actor dead that it has only told
-        to end, and one that is stopped holds on to what its successor needs."""
+        """End the process if it is on this node, then `_clear` it. Ray counts an actor as dead once it was told to end,
+        but a stopped process keeps resources that its successor needs."""
         if silent.node.node_id == self._here and not await end_process(sv.Peer(pid=silent.pid), END_TIMEOUT_S):
             logger.warning("%s (pid %d) does not end", silent.name, silent.pid)
         await self._clear(silent.name)
@@ -213,7 +214,7 @@ class RayLauncher(Launcher):
             await asyncio.to_thread(ray.kill, actor)
 
     async def announce(self, supervisor_address: str, *, leave: bool = False) -> None:
-        """Who does not answer now is told again until it does, or has ended."""
+        """A process that does not answer is told again until it answers or has ended."""
         telling = [self._keep(self._tell(role_id, supervisor_address, leave=leave)) for role_id in self._actors]
         if telling:
             await asyncio.wait(telling, timeout=DESCRIBE_TIMEOUT_S)
@@ -226,10 +227,10 @@ class RayLauncher(Launcher):
                 async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
                     await said
             except (ActorUnavailableError, TimeoutError) as error:
-                logger.warning("%s could not be told of the new supervisor yet: %s", role_id, _brief(error))
+                logger.warning("%s could not be told about the new supervisor yet: %s", role_id, _brief(error))
                 await asyncio.sleep(UNAVAILABLE_RETRY_S)
             except RayError as error:
-                logger.warning("%s could not be told of the new supervisor: %s", role_id, _brief(error))
+                logger.warning("%s could not be told about the new supervisor: %s", role_id, _brief(error))
                 return
             else:
                 return
@@ -238,7 +239,7 @@ class RayLauncher(Launcher):
         await end_tasks(self._tasks)
 
     async def _assume(self, spare_id: str, settings: RoleSettings) -> bool:
-        """Whether the spare has taken the role; one that cannot is killed."""
+        """Whether the spare has taken the role. If not, the spare is killed."""
         spare = self._actors.pop(spare_id, None)
         if spare is None:
             return False
@@ -253,7 +254,7 @@ class RayLauncher(Launcher):
         return True
 
     def _options(self, settings: RoleSettings) -> dict[str, Any]:
-        # A spare's name is nobody's place: it keeps it when it has taken a role, and the next spare is there already.
+        # A spare keeps its name in Ray when it takes a role, so each spare gets a unique name.
         name = f"{settings.id}-{secrets.token_hex(4)}" if settings.role == SPARE else settings.id
         options: dict[str, Any] = {
             "name": name,
@@ -267,7 +268,7 @@ class RayLauncher(Launcher):
         elif (node_id := self._node_ids.get(settings.node_id)) is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
         if settings.device.startswith("cuda"):
-            # Memory of another process's GPU can be opened only where that GPU is visible.
+            # A process can open memory of another GPU only if that GPU is visible to it.
             options["runtime_env"] = ALL_DEVICES_VISIBLE
         elif settings.role == SPARE and resolve_device(self._config, self._gpus) == "cuda":
             options["runtime_env"] = ALL_DEVICES_VISIBLE
@@ -277,7 +278,7 @@ class RayLauncher(Launcher):
         return ray.remote(self._classes[settings.role]).options(**options).remote(settings.to_dict(), self.namespace)
 
     async def _describe(self, name: str, alive: Mapping[str, Node]) -> Running | Silent | None:
-        """None where it has ended, or can never come up: then it is killed. `alive`: nodes by Ray's id."""
+        """None if it has ended, or can never start, in which case it is killed. `alive`: nodes by Ray's id."""
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace=self.namespace)
             asked: asyncio.Future[dict[str, Any]] = asyncio.ensure_future(actor.describe.remote())
@@ -285,7 +286,7 @@ class RayLauncher(Launcher):
             silent = None if asked.done() else await asyncio.to_thread(look_at_silent, name, actor, alive)
             if silent is not None and silent.node.node_id == self._here and is_stopped(silent.pid):
                 asked.cancel()
-                logger.warning("%s was found, and is stopped", name)
+                logger.warning("%s was found, but is stopped", name)
                 return silent
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
                 said = await asked
@@ -314,7 +315,7 @@ class RayLauncher(Launcher):
         while True:
             try:
                 await actor.wait_ended.remote()
-            except ActorUnavailableError:  # its node is cut off: Ray says later what became of it
+            except ActorUnavailableError:  # its node is unreachable: Ray will report later whether it has ended
                 await asyncio.sleep(UNAVAILABLE_RETRY_S)
             except RayTaskError as error:  # its role failed; the process ends a moment later
                 reason = reason or str(error.cause)
@@ -325,7 +326,7 @@ class RayLauncher(Launcher):
 
 
 def _vet_here(tree: Tree, device: str) -> tuple[str, str] | None:
-    """A task of Ray's: the code and the message of what is wrong here."""
+    """A Ray task: the code and the message of an error on this node; None if there is none."""
     try:
         vet_node(from_tree(tree), device)
     except AlignedServeError as error:
@@ -334,7 +335,7 @@ def _vet_here(tree: Tree, device: str) -> tuple[str, str] | None:
 
 
 def _brief(error: BaseException) -> str:
-    """The line of Ray's many that says what happened."""
+    """The most informative line of a Ray error, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines if "cause:" in line.lower() or "Error" in line), lines[0] if lines else "")
     return f"{type(error).__name__}: {said}"[:300]

@@ -1,7 +1,7 @@
 """Where Ray places instances: a placement group with a bundle for each unit (ADR 37), found again by its name.
 
-The first group spreads all units that a cluster starts with; what is added later has a group each, and gives it back
-when it has gone. `ray_groups.py` has their names, and what becomes of them where no supervisor releases them.
+The first group spreads all units of the start over nodes. Units that are added later have a group each, which is
+removed with them. `ray_groups.py` has the groups' names, and removes groups that no supervisor releases.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from alignedserve.config import Config
 from alignedserve.errors import ResourceError, UnavailableError
 from alignedserve.scheduler.core.pairing import pair_up
 
-SETTLE_S = 0.5  # Ray takes milliseconds where there is room
+SETTLE_S = 0.5  # Ray needs milliseconds if there is room
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One bundle of a group. `node` is Ray's id of the node that it is on; empty: on none yet."""
+    """One bundle of a group. `node` is Ray's id of its node; empty: not placed yet."""
 
     group: str
     index: int
@@ -40,7 +40,7 @@ class Bundle:
 
 
 class RayPlaces:
-    """All methods block. `namespace` is the cluster's own in Ray; `cluster_id` tells it from one that had the same."""
+    """All methods block. `namespace` is the cluster's own in Ray; `cluster_id` distinguishes it from predecessors."""
 
     def __init__(self, namespace: str, cluster_id: str, config: Config) -> None:
         self._namespace = namespace
@@ -54,14 +54,14 @@ class RayPlaces:
     def place(
         self, shape: Shape, ids: Sequence[tuple[str, str]], room: NodeRoom, *, on_gpu: bool, elastic: bool
     ) -> None:
-        """Have a bundle for each of these instances and for no others, as far as groups can be divided.
+        """Create a bundle for each of these instances, and remove other groups as a whole.
 
-        `room`: the host memory of nodes, by Ray's ids; `elastic`: further nodes may come. Raises ResourceError where
-        there would have to be more, and none can come; UnavailableError after `release`.
+        `room`: the host memory of nodes, by Ray's ids; `elastic`: further nodes may join. Raises ResourceError if
+        resources are missing and no node can join; UnavailableError after `release`.
         """
         with self._changing:
             if self._released:
-                raise UnavailableError("this cluster has ended, and takes no room any more")
+                raise UnavailableError("this cluster has ended, and reserves no more room")
             if not self._swept:
                 remove_abandoned(but=self._namespace)
                 self._swept = True
@@ -73,7 +73,7 @@ class RayPlaces:
         wanted = {role_id for _, role_id in ids}
         for group in groups():
             if group.namespace == self._namespace and not (self._owns(group) and group.instances & wanted):
-                group.remove()  # of a cluster that is dead, or of instances that have gone
+                group.remove()  # of a dead cluster, or of removed instances
         self.look()
         new = [(role, role_id) for role, role_id in ids if role_id not in self._bundles]
         if not new:
@@ -91,20 +91,20 @@ class RayPlaces:
         self._settle(new)
 
     def look(self) -> Mapping[str, Bundle]:
-        """The bundle of each instance, as Ray has it now."""
+        """The current bundle of each instance."""
         found: dict[str, Bundle] = {}
         for group in filter(self._owns, groups()):
             for index, instances in enumerate(group.units):
                 node = group.entry["bundles_to_node_id"].get(index, "") if group.entry["state"] != "PENDING" else ""
                 bundle = Bundle(group.identity, index, instances, group.entry["bundles"][index], node)
                 found.update(dict.fromkeys(instances, bundle))
-        self._bundles = found  # at once: `options` reads it in another thread
+        self._bundles = found  # atomic, because `options` reads it in another thread
         return found
 
     def options(self, role: str, role_id: str) -> dict[str, Any]:
-        """Options of the actor of an instance: its bundle, and its part of what that holds.
+        """Ray options of an instance's actor: its bundle, and its share of the bundle's resources.
 
-        Raises UnavailableError where it has none now.
+        Raises UnavailableError if the instance has no bundle now.
         """
         bundle = self._bundles.get(role_id)
         if bundle is None:
@@ -117,7 +117,7 @@ class RayPlaces:
         return {**own, "resources": asked, "scheduling_strategy": strategy}
 
     def could_give(self) -> dict[str, dict[str, float]]:
-        """What each node has for a cluster in the place of this one, by Ray's id: all that groups of others leave."""
+        """Resources of each node, by Ray's id, for a cluster that replaces this one: all that others do not use."""
         nodes = {node["NodeID"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
         for group in groups():
             if group.namespace == self._namespace or group.entry["state"] == "PENDING":
@@ -128,7 +128,7 @@ class RayPlaces:
         return nodes
 
     def release(self) -> None:
-        """Give back all room, for good: nothing is placed after it."""
+        """Release all room for good. Nothing can be placed after that."""
         with self._changing:
             self._released = True
             for group in filter(self._owns, groups()):
@@ -146,9 +146,9 @@ class RayPlaces:
         *,
         on_gpu: bool,
     ) -> None:
-        """A group for each unit: of the nodes that have what it asks for beside what the cluster has there, on one of
-        those that it is paired with, or else on the one that the fewest units are on; all as far as `room` allows.
-        Where others have taken a node's resources, Ray takes another."""
+        """Create a group for each unit. Nodes with enough resources left come first; among them the nodes of paired
+        units, then the nodes with the fewest units, as far as `room` allows. If other clusters use a node's resources,
+        Ray chooses another node."""
         paired = in_pairs(self._config, on_gpu=on_gpu)
         bundles = {(bundle.group, bundle.index): bundle for bundle in self._bundles.values()}
         taken = [(bundle.node, bundle.resources) for bundle in bundles.values()]
@@ -166,7 +166,7 @@ class RayPlaces:
             self._create([unit], strategy="STRICT_PACK", _soft_target_node_id=target)
 
     def _partners(self, unit: Unit, shape: Shape) -> set[str]:
-        """The nodes of those that it is paired with."""
+        """The nodes of the instances that the unit is paired with."""
         pairs = [pair for pair in pair_up(shape.prefill, shape.decode) if set(pair) & set(unit.instances)]
         return {self._bundles[name].node for pair in pairs for name in pair if name in self._bundles}
 
@@ -184,7 +184,7 @@ class RayPlaces:
 
 
 def _share(gpus: float, instances: int) -> float:
-    """What each of a bundle's instances takes of a GPU: Ray has no part of one process's share on another GPU."""
+    """The share of a GPU for each instance of a bundle. Ray cannot split one process's share over several GPUs."""
     if gpus <= 1.0:
         return int(1000 * gpus / instances) / 1000
     return min(1.0, int(1000 / -(-instances // int(gpus))) / 1000)
@@ -199,13 +199,13 @@ def _less(had: Mapping[str, float], taken: Iterable[Mapping[str, float]]) -> dic
 
 
 def _require(nodes: Sequence[Mapping[str, float]], units: Sequence[Unit]) -> None:
-    """Raises ResourceError where the nodes do not have what all units ask for together, of some resource."""
+    """Raises ResourceError if all nodes together have less of a resource than the units need."""
     for name in sorted({name for unit in units for name in unit.resources}):
         asked = sum(unit.resources.get(name, 0.0) for unit in units)
         had = sum(node.get(name, 0.0) for node in nodes)
         if asked > had:
             raise ResourceError(
-                f"the instances ask for {asked:g} {name} (cluster.prefill_resources, cluster.decode_resources), but "
-                f"this Ray has {had:g}, and no further node can join it; ask for less, or join a Ray cluster with "
-                "RAY_ADDRESS"
+                f"the instances need {asked:g} {name} (cluster.prefill_resources, cluster.decode_resources), but this "
+                f"Ray cluster has only {had:g}, and no further node can join it; lower the requirements, or use a Ray "
+                "cluster with RAY_ADDRESS"
             )

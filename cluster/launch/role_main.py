@@ -1,10 +1,10 @@
-"""A role as a plain process: settings as JSON on the first line of stdin, then what its launcher has to say.
+"""Runs a role as a plain process. The first line of stdin has its settings as JSON; later lines are messages.
 
-Later lines have `supervisor_address`, where the supervisor is now (`leave`: go there at once), or `assume`, the
+A message has `supervisor_address`, the supervisor's new address (with `leave`: connect to it at once), or `assume`, the
 settings of the role that a spare takes.
 
 `python -m alignedserve.cluster.launch.role_main` ends when its role ends, on SIGTERM, and when stdin closes. A closed
-stdin means that its launcher has ended; no process may outlive it.
+stdin means that its launcher has ended, and no process may outlive the launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alignedserve.errors import UnavailableError
 
 
 async def host_role(role: RoleServer) -> None:
-    """Run a role from its start to its end. An agent guards the supervisor itself."""
+    """Run a role from start to end. A node agent guards the supervisor by itself."""
     guarding = [] if role.role == "node_agent" else [asyncio.get_running_loop().create_task(guard_supervisor(role))]
     try:
         logs.setup(role.config.log, role.role, role.settings.id)
@@ -38,7 +38,7 @@ async def host_role(role: RoleServer) -> None:
 
 
 class Seat:
-    """Where a process runs its role: the one it was started with or, if that was a spare's, the one it was given."""
+    """Runs the role of a process: the role it was started with or, for a spare, the role that it was given."""
 
     def __init__(self, settings: RoleSettings, make: Callable[[RoleSettings], RoleServer]) -> None:
         self.settings = settings
@@ -47,7 +47,7 @@ class Seat:
         self._given: asyncio.Future[RoleSettings] = asyncio.get_running_loop().create_future()
 
     def assume(self, settings: RoleSettings) -> None:
-        """Take this role. Raises UnavailableError where the process has one."""
+        """Take this role. Raises UnavailableError if the process is not a free spare."""
         if not isinstance(self.role, SpareServer) or self._given.done():
             raise UnavailableError(f"this process is {self.settings.id}, and cannot become {settings.id}")
         self._given.set_result(settings)
@@ -94,7 +94,7 @@ async def _stdin() -> asyncio.StreamReader:
 
 
 async def _follow(lines: asyncio.StreamReader, seat: Seat) -> None:
-    """Takes in what the launcher says; returns when it is gone."""
+    """Handle messages of the launcher until it has ended."""
     while line := await lines.readline():
         said = json.loads(line)
         if "assume" in said:
@@ -116,7 +116,7 @@ def main() -> None:
         status = 0
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of the engine or of a native library must not hold up the end of a process whose role is over.
+    # Threads of the engine or of a native library must not delay the end of the process.
     os._exit(status)
 
 

@@ -1,6 +1,6 @@
-"""A warm spare: a process that has imported everything and waits for its role, in which it is a worker at once.
+"""A warm spare: a process that has imported everything and waits for a role, so that it starts faster.
 
-What it does not do before: read a model (which one, and on which device, its role says), or touch a GPU.
+It does not read a model or use a GPU before it has a role, because the role determines both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpareServer(RoleServer):
-    """Role `spare`: joins, so that it is listed and watched like any other; `leave` ends it, not its process."""
+    """Role `spare`. It joins, so that it is listed and watched. `leave` ends the role, not the process."""
 
     role: ClassVar[str] = SPARE
 

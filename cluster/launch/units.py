@@ -1,4 +1,4 @@
-"""Which instances are placed together, and what they ask of a node: a bundle of Ray's placement group each (ADR 37)."""
+"""Units: instances that are placed together, with their resources. Each is a bundle in Ray (ADR 37)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from alignedserve.cluster.supervisor.plan import Shape
 from alignedserve.config import Config
 from alignedserve.resources import parse_resources
 
-ROUNDING = 1e-9  # of shares that are added up and taken away
-LEAST_CPU = 0.01  # a bundle must ask for something
+ROUNDING = 1e-9  # tolerance for sums of shares
+LEAST_CPU = 0.01  # a bundle must not be empty
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Instances that share a node, and all that they ask for of it."""
+    """Instances that share a node, and the sum of their resources."""
 
     instances: tuple[str, ...]
     resources: Mapping[str, float]
 
     def fits(self, left: Mapping[str, float]) -> bool:
-        """Whether a node that has this left can give what is asked for."""
+        """Whether a node with these free resources has room for the unit."""
         return all(left.get(name, 0.0) >= amount - ROUNDING for name, amount in self.resources.items())
 
 
 def resources_of(config: Config, role: str, gpu_share: float) -> dict[str, float]:
-    """What one instance of a role asks for. `gpu_share` of a GPU; 0: it runs on a CPU."""
+    """Ray resources of one instance of a role. `gpu_share` is its share of a GPU; 0: it runs on a CPU."""
     text = config.cluster.prefill_resources if role == "prefill" else config.cluster.decode_resources
     asked = parse_resources(text, f"cluster.{role}_resources")
     return asked | ({"GPU": gpu_share} if gpu_share else {})
@@ -57,19 +57,19 @@ def plan_units(config: Config, instances: Sequence[tuple[str, str]], gpu_share: 
 
 
 def gpu_share(config: Config, shape: Shape, gpus: Sequence[int]) -> float:
-    """Of a GPU, for one instance, on nodes with so many GPUs: as few share one as can be."""
+    """Share of a GPU for each instance, on nodes with `gpus` GPUs, so that as few instances as possible share one."""
     if not config.cluster.share_gpu:
         return 1.0
     total, largest = max(1, sum(gpus)), max(1, *gpus, 1)
     sharers = -(-shape.instances // total)
-    if in_pairs(config, on_gpu=True):  # all of a unit are on one node
+    if in_pairs(config, on_gpu=True):  # all instances of a unit are on one node
         unit = 1 + -(-max(shape.prefill, shape.decode) // min(shape.prefill, shape.decode))
         sharers = max(sharers, -(-unit // largest))
     return 1.0 if sharers == 1 else int(1000 / sharers) / 1000
 
 
 def _pairs(instances: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Each of the smaller side, with those of the other that go with it, by index."""
+    """Groups of one instance of the smaller role and its partners of the other, by index."""
     prefill = [instance for instance in instances if instance[0] == "prefill"]
     decode = [instance for instance in instances if instance[0] == "decode"]
     few, many = sorted((prefill, decode), key=len)
@@ -83,7 +83,7 @@ def _together(asked: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for resources in asked:
         for name, amount in resources.items():
             total[name] = total.get(name, 0.0) + amount
-    # Ray knows no fractions over 1.
+    # Ray allows no fractional amounts over 1.
     rounded = {name: amount if amount <= 1.0 else math.ceil(amount - 1e-9) for name, amount in total.items()}
     return {name: round(amount, 4) for name, amount in rounded.items()} or {"CPU": LEAST_CPU}
 

@@ -1,7 +1,8 @@
-"""Actors that do not answer a supervisor that has just started: who they are, as far as that can be known.
+"""Identifies actors that do not answer a supervisor that has just started.
 
-Their node may be cut off for a moment; that it has gone, Ray says. Until then they run, and are fenced as all others
-that are silent. Ray knows an actor's name, node and process; the roles that answer were told which role that is.
+Their node may be unreachable for a moment. Ray reports when it is gone. Until then they count as running, and are
+fenced like other silent processes. Ray knows an actor's name, node and pid; the views of answering processes give its
+role.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from alignedserve.gateway.serve.ray_private import actor_record
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """An actor that runs, as far as Ray knows, and does not answer."""
+    """An actor that runs according to Ray, but does not answer."""
 
     name: str
     actor: Any
@@ -27,8 +28,9 @@ class Silent:
     pid: int
 
     def identify(self, answered: Sequence[Running], device: str) -> Running | None:
-        """What runs in it; None where nobody knows. `answered` are the roles that do; `device`: where instances run of
-        which nobody says it. What roles are started with alike, it has of another, of its own role if there is one."""
+        """The process in the actor; None if it is unknown. `answered` are the processes that answer. `device` is the
+        device of instances whose device is unknown. Settings that roles share are taken from another process, of the
+        same role if possible."""
         told = newest_view(answered)
         peers = [peer for peer in told.peers if (peer.node_id, peer.pid) == (self.node.node_id, self.pid)]
         role_id = peers[0].process.id if peers else self.name  # a spare that has taken a role keeps its name

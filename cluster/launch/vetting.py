@@ -1,7 +1,7 @@
-"""Whether another cluster could take the place of one that runs: found out while that one still serves.
+"""Checks whether a new cluster could replace the running one, while the running one still serves.
 
-What is asked for here is little enough that every cluster that could start has it. Memory and GPUs that are in use are
-not counted as missing, since the cluster that runs ends first.
+The checks cover only necessary conditions. Memory and GPUs in use do not count as missing, because the running cluster
+ends first.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from alignedserve.sizing import GIB
 
 
 def vet_node(config: Config, device: str) -> None:
-    """What an instance and a shard of the pool find when they start on this node.
+    """Check what an instance and a shard need to start on this node.
 
     `device`: "cpu" or "cuda". Raises ModelError, ConfigError, ResourceError.
     """
     folder = check_model(config)
-    from alignedserve.engine.model.inspect import inspect_model  # takes seconds, which a mistyped path does not need
+    from alignedserve.engine.model.inspect import inspect_model  # its import takes seconds
 
     inspect_model(config.served_model_name, folder, config.model.dtype, device, config.model.trust_remote_code)
     check_cost_model(config)
     wanted, total = int(config.kv_pool.size_gib * GIB), total_memory_bytes()
     if wanted > total:
         raise ResourceError(
-            f"kv_pool.size_gib asks for {describe_bytes(wanted)}, but a node has {describe_bytes(total)}; ask for less"
+            f"kv_pool.size_gib is {describe_bytes(wanted)}, but a node has only {describe_bytes(total)}; lower it"
         )
 
 
 def eligible(nodes: Mapping[str, Mapping[str, float]], units: Sequence[Unit]) -> list[str]:
-    """The nodes, of `nodes` with the resources that each could give, that some unit could be on.
+    """The nodes that could run at least one unit. `nodes` has the resources that each node could give, by node.
 
-    Raises ResourceError where they do not have what all units ask for.
+    Raises ResourceError if the nodes do not have the resources of all units.
     """
     for name in sorted({name for unit in units for name in unit.resources}):
         asked = sum(unit.resources.get(name, 0.0) for unit in units)
         had = sum(node.get(name, 0.0) for node in nodes.values())
         if asked > had + ROUNDING:
-            raise _lacking(f"{asked:g} {name}", f"all nodes together could give {had:g}")
+            raise _lacking(f"{asked:g} {name}", f"all nodes together have only {had:g}")
     for unit in units:
         if not any(unit.fits(node) for node in nodes.values()):
             what = describe_resources(unit.resources)
-            raise _lacking(f"{what} on one node for {', '.join(unit.instances)}", "no node could give that")
+            raise _lacking(f"{what} on one node for {', '.join(unit.instances)}", "no node has that")
     return [name for name, node in nodes.items() if any(unit.fits(node) for unit in units)]
 
 
 def _lacking(asked: str, had: str) -> ResourceError:
     return ResourceError(
-        f"the new cluster's instances ask for {asked} (cluster.prefill_resources, cluster.decode_resources, a GPU "
-        f"each), but {had}; ask for less, or have such nodes first. One that waits for its nodes can be had, too: "
-        "delete the application, then deploy it"
+        f"the new cluster's instances need {asked} (cluster.prefill_resources, cluster.decode_resources), "
+        f"but {had}; lower the requirements or add nodes first. To start a cluster that waits for its nodes, delete "
+        "the application, then deploy it"
     )

@@ -1,1 +1,1 @@
-"""What runs on each node: the agent that owns memory segments and ends processes, and the checks for hung ones."""
+"""The node agent, which owns memory segments and ends processes, and the checks for hung processes on a node."""

@@ -1,4 +1,4 @@
-"""The node agent: owns the memory segments of its node, and ends processes there. One a node."""
+"""The node agent, one per node: owns the node's memory segments, and ends processes there."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from alignedserve.transfer.segments import SegmentServer
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 8.0
-HANDOVER_S = 3.0  # in which processes that outlived this agent's predecessor hand over what they have mapped
+HANDOVER_S = 3.0  # time for processes that outlived the previous node agent to return their segments
 HOLDERS = frozenset({"prefill", "decode", "kv_pool"})
-OWNED_SEGMENT = re.compile(r"(.+)/[^/]+-(\d+)")  # by one incarnation alone, as a candidate buffer: nobody takes it over
-VIEW_INFO = "view"  # what roles were told last, but for their peers; base64 of a ClusterView
+# Owned by one incarnation, as a candidate buffer: it is never taken over.
+OWNED_SEGMENT = re.compile(r"(.+)/[^/]+-(\d+)")
+VIEW_INFO = "view"  # the last view without its peers, a ClusterView in base64
 
 
 class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
-    """Holds on to each process of its node from the moment it hears of it, so that a pid used again is no danger."""
+    """Holds a handle to each process of its node from its first view, so that a reused pid does no harm."""
 
     role = "node_agent"
 
@@ -46,7 +47,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         self.segments = SegmentServer(settings.agent_socket, settings.token)
         self._handles: dict[tuple[str, int], ProcessHandle] = {}
         self._ended_processes = EndedProcesses()
-        self._here: dict[tuple[str, int], sv.Peer] = {}  # the processes of this node, as last told
+        self._here: dict[tuple[str, int], sv.Peer] = {}  # the processes of this node in the last view
         self._memory_at_start = available_memory_bytes()
         self._guard = SupervisorGuard(settings.node_id, self.config.supervisor)
         self._guarding: asyncio.Task[None] | None = None
@@ -58,14 +59,14 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         return [(na_grpc.add_NodeAgentServicer_to_server, self)]
 
     async def on_start(self) -> None:
-        self.segments.expect(HANDOVER_S)  # until the first view says who is there
+        self.segments.expect(HANDOVER_S)  # until the first view lists the processes
         await asyncio.to_thread(prepare_socket_folder, self.settings.agent_socket)
         await asyncio.to_thread(self.segments.start)
         self._guarding = asyncio.get_running_loop().create_task(self._guard_supervisor())
         self.set_state("ready")
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Hold on to who lives here, let go of who does not."""
+        """Open handles to the processes of this node, and close handles to processes that are gone."""
         self._guard.on_view(view)
         self._ended_processes.on_view(view)
         if not any(self._may_hold(peer) for peer in view.peers):
@@ -88,22 +89,22 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
                 self._handles[key] = handle
 
     def _may_hold(self, peer: sv.Peer) -> bool:
-        """Whether the process may have mapped what this agent's predecessor made."""
+        """Whether the process may have mapped segments of the previous node agent."""
         here = peer.node_id == self.settings.node_id and peer.process.role in HOLDERS
         return here and not peer.fenced and peer.state in (*SERVING_STATES, "lost")
 
     def _drop_orphans(self) -> None:
-        """Give up segments whose only owner is dead. Who still has one mapped keeps the memory until it lets go."""
+        """Drop segments whose only owner is dead. A process that has mapped one keeps its memory until it unmaps it."""
         for segment in self.segments.segments():
             owner = OWNED_SEGMENT.fullmatch(segment.name)
             if owner and self._ended_processes.has_ended(owner[1], int(owner[2])):
-                logger.info("segment %s goes: its owner has ended", segment.name)
+                logger.info("dropping segment %s: its owner has ended", segment.name)
                 self.segments.drop(segment.name)
 
     async def _guard_supervisor(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._drop_orphans()  # what was handed over since the last view, too
+            self._drop_orphans()  # also segments that were returned since the last view
             await self._guard.look(self.host.ordered_at if self.host is not None else None)
 
     async def on_close(self) -> None:
@@ -124,7 +125,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         )
 
     def set_supervisor(self, address: str) -> None:
-        """Roles that lost the supervisor read here where it is now."""
+        """Publish the supervisor's address for processes that lost it."""
         if address != self.segments.info.get("supervisor_address"):
             self._publish(supervisor_address=address)
 
@@ -136,7 +137,7 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         if self.host is not None and not self.host.view.peers:
             return
         if self.orphaned:
-            # Nobody is left to fence what hangs here, and the others end themselves: this node's lease has run out.
+            # No supervisor can fence processes that hang here, and the others end themselves, so end them all.
             for handle in self._handles.values():
                 handle.signal(signal.SIGKILL)
 
@@ -159,11 +160,11 @@ class NodeAgentServer(RoleServer, na_grpc.NodeAgentServicer):
         key = (request.process.id, request.process.incarnation)
         peer = self._here.get(key)
         if peer is None or peer.pid != request.pid:
-            message = f"pid {request.pid} is not that of a process of this cluster on this node: nothing is ended"
+            message = f"pid {request.pid} does not belong to a process of this cluster on this node: nothing was ended"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
         handle = self._handles.pop(key, None) or open_process(peer)
         if handle is None:
-            return pb.Empty()  # it has ended; whoever has its number now is none of ours
+            return pb.Empty()  # it has ended, and its pid may belong to a process of another program
         try:
             handle.signal(signal.SIGKILL)
             if not await handle.wait_ended(END_TIMEOUT_S):

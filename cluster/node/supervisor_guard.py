@@ -1,8 +1,8 @@
-"""An eye on the supervisor: one that hangs is ended, so that Ray Serve starts its successor.
+"""Ends a supervisor that hangs, so that Ray Serve starts its successor.
 
-Serve alone takes a minute: it calls a replica unhealthy after three health checks without an answer, and then waits
-for it to end in order. The agent of its node looks first; every other role there ends one that stays stopped, since the
-agent may have been stopped with it.
+Serve alone needs a minute: it treats a replica as unhealthy after three failed health checks, and then waits for an
+orderly end. The node agent acts first. Every other process on the node also ends a supervisor that stays stopped,
+because the node agent may be stopped, too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
 END_TIMEOUT_S = 5.0
-AGENT_FIRST_S = 1.0  # by how much every other role is more patient than the node's agent
+AGENT_FIRST_S = 1.0  # additional patience of processes other than the node agent
 _SERVING = sv.Heartbeat(state="ready")
 
 
 class SupervisorGuard:
-    """`look` is to be called every `LOOK_S`. Looks only at a supervisor of its own node that may be ended, and ends one
-    that has counted as hung for `patience_s`."""
+    """Ends a supervisor that has counted as hung for `patience_s`. It watches only a supervisor on its own node that
+    may be ended. `look` must be called every `LOOK_S`."""
 
     def __init__(self, node_id: str, limits: SupervisorConfig, patience_s: float = 0.0) -> None:
         self._node_id = node_id
@@ -46,7 +46,7 @@ class SupervisorGuard:
             self._hang_detector = HangDetector(time.monotonic())
 
     async def look(self, heard_at: float | None) -> None:
-        """End it where it hangs. `heard_at`: when it last sent anything; None where it has no open stream to here."""
+        """End the supervisor if it hangs. `heard_at`: time of its last message; None without an open stream."""
         peer, now = self._peer, time.monotonic()
         slept_s, self._looked_at = now - self._looked_at, now
         if peer is None or (sight := look_at(peer.pid)) is None:
@@ -67,8 +67,8 @@ class SupervisorGuard:
 
 
 async def guard_supervisor(role: RoleServer) -> None:
-    """What every role but an agent does beside its work. The supervisor answers the heartbeats of agents alone: what
-    is seen here is one that is stopped."""
+    """Runs beside every role except node agents. Because the supervisor answers only heartbeats of node agents, this
+    detects only a stopped supervisor."""
     guard = SupervisorGuard(role.settings.node_id, role.config.supervisor, AGENT_FIRST_S)
     while True:
         await asyncio.sleep(LOOK_S)
@@ -76,6 +76,6 @@ async def guard_supervisor(role: RoleServer) -> None:
             guard.on_view(role.host.view)
             try:
                 await guard.look(None)
-            except OSError:  # no descriptor is free, say: the guard goes on
-                logger.warning("whether the supervisor is stopped cannot be seen", exc_info=True)
+            except OSError:  # for example no free file descriptor: go on
+                logger.warning("cannot check whether the supervisor is stopped", exc_info=True)
                 await asyncio.sleep(END_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Looks at the processes of this node: which have ended, which are stopped, which use the processor."""
+"""Watches the processes of this node: whether they have ended, are stopped, or use the processor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Key = tuple[str, int]
 
 
 class Watchdog:
-    """Holds on to each process by its pidfd. `on_dead` is called on the loop as soon as one has ended, whole."""
+    """Holds each process by its pidfd. `on_dead` is called on the loop as soon as a process has completely ended."""
 
     def __init__(self, on_dead: Callable[[pb.ProcessKey], None]) -> None:
         self._on_dead = on_dead
         self._held: dict[Key, ProcessHandle] = {}
 
     def follow(self, node_id: str, members: Iterable[ManagedProcess]) -> None:
-        """From now on these are looked at, as far as they run on the node `node_id`, which is this one."""
+        """Watch those of `members` that run on this node, `node_id`, from now on."""
         here = {
             _key(member.key): member
             for member in members
@@ -34,7 +34,7 @@ class Watchdog:
                 self._take(key, member)
 
     def look(self) -> dict[Key, Sight]:
-        """Of each process, by id and incarnation."""
+        """The state of each process, by id and incarnation."""
         sights = {key: look_at(handle.pid) for key, handle in self._held.items()}
         return {key: sight for key, sight in sights.items() if sight is not None}
 
@@ -46,7 +46,7 @@ class Watchdog:
         process = member.key
         handle = open_process(member.hello)
         if handle is None:
-            # It ended before it could be held on to, or runs where this process cannot see it: others will say.
+            # It has ended already, or is not visible to this process. Other events will report its end.
             return
         self._held[key] = handle
         asyncio.get_running_loop().add_reader(handle.descriptor, self._ended, key, process)

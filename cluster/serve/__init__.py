@@ -1,1 +1,1 @@
-"""Ray, Ray Serve and HAProxy as this cluster needs them."""
+"""Starts and configures Ray, Ray Serve and HAProxy."""

@@ -1,7 +1,7 @@
-"""What Ray Serve needs so that its HAProxy serves one cluster, on the addresses asked for, and leaves nothing behind.
+"""Prepares Ray Serve's HAProxy for one cluster, on the configured addresses, and removes its files at the end.
 
-Serve takes all of this from the environment: it keeps HAProxy's files in one folder of /tmp, and its statistics on
-fixed ports of every address, unless told otherwise (`ray/serve/_private/constants.py`; docs/adr/0008).
+Serve is configured by environment variables. By default it keeps HAProxy's files in one folder of /tmp, and its
+statistics on fixed ports of every address (`ray/serve/_private/constants.py`; docs/adr/0008).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from alignedserve.cluster.serve import haproxy_exec
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
 
-# Sockets lie below it in a folder named for a node, 56 characters, and a socket's path has room for 107.
+# Sockets are in a subfolder named after a node (56 characters), and a socket's path has at most 107 characters.
 PARENT = Path("/tmp")
 PREFIX = "as-"
 START = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -40,21 +40,21 @@ OURS = (
 )
 WILDCARDS = ("0.0.0.0", "::", "")
 LEAST_CONNECTIONS = 128
-MANY_CONNECTIONS = 16384  # idle clients, slow ones among them, keep none of the others out
+MANY_CONNECTIONS = 16384  # enough that idle and slow clients do not block others
 SPARE_STREAMS = 64
 REPLICA_PORTS = 500
-PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # of these `free_ports` takes some
-FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's own and those that systems give to outgoing connections
-DISCARD = "127.0.0.1:9"  # the access log goes to syslog otherwise
+PRIVATE_PORTS = (*range(32000, 32768), *range(61000, 65536))  # from which `free_ports` chooses
+FIRST_REPLICA_PORT, REPLICA_RANGES = 20000, 24  # between Ray's ports and the ephemeral ports
+DISCARD = "127.0.0.1:9"  # the access log would go to syslog otherwise
 
 
 def wanted(config: Config) -> bool:
-    """Whether HAProxy is to be in front; Ray's own variable says more than the configuration."""
+    """Whether HAProxy is used. Ray's own variable overrides the configuration."""
     return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1" if config.gateway.proxy == "haproxy" else "0") == "1"
 
 
 def prepare(config: Config) -> HaProxyFolder | None:
-    """A folder from which HAProxy runs; None where it does not on this machine."""
+    """A folder from which HAProxy runs; None if HAProxy cannot run on this machine."""
     clean_stale()
     executable = _executable()
     if executable is None or most_connections(config) < LEAST_CONNECTIONS:
@@ -67,23 +67,23 @@ def prepare(config: Config) -> HaProxyFolder | None:
 
 
 def serve_host(host: str) -> str:
-    """The address to give to Serve. Its HAProxy reaches replicas at 127.0.0.1 unless they listen on every address; the
-    one that clients reach is then HAProxy's alone (`haproxy_exec`)."""
+    """The address for Serve. HAProxy reaches replicas at 127.0.0.1 unless they listen on every address. Clients reach
+    only HAProxy's own address then (`haproxy_exec`)."""
     return host if host in WILDCARDS else "127.0.0.1"
 
 
 def most_connections(config: Config) -> int:
-    """What the gateways can hold, and room for many idle ones, within this process's limit of open files."""
+    """Maximum connections: for the gateways' requests and many idle clients, within the limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = 2 * config.gateway.max_queue * max(config.gateway.replicas, config.gateway.max_replicas)
     enough = max(MANY_CONNECTIONS, held)
-    # Two descriptors a connection, and some for HAProxy itself.
+    # Each connection needs two descriptors, and HAProxy itself needs some.
     return enough if hard == resource.RLIM_INFINITY else min(enough, (hard - 200) // 2)
 
 
 def streams(config: Config) -> int:
-    """How many calls one HTTP/2 connection may carry: those that the gateways take, and room for cancels. Each has a
-    connection of its own behind HAProxy, so a few could take all that there are; those beyond wait with the client."""
+    """Maximum calls on one HTTP/2 connection: as many as the gateways accept, and some for cancels. Behind HAProxy each
+    call has its own connection, so one client could use all of them. Further calls wait in the client."""
     held = config.gateway.max_queue * max(config.gateway.replicas, config.gateway.max_replicas)
     return min(most_connections(config), held + SPARE_STREAMS)
 
@@ -101,7 +101,7 @@ def _executable() -> str | None:
 
 
 class HaProxyFolder:
-    """A folder for one HAProxy's files, private to this user; its name holds the pid of the command that owns it."""
+    """A private folder for one HAProxy's files. Its name contains the pid of the command that owns it."""
 
     def __init__(self, executable: str) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=PARENT))
@@ -114,7 +114,7 @@ class HaProxyFolder:
         self._start.chmod(0o700)
 
     def works(self) -> bool:
-        """Whether it can be executed: neither the folder nor the binary may suit this machine."""
+        """Whether HAProxy can be executed from this folder on this machine."""
         environment = os.environ | {haproxy_exec.EXECUTABLE: self._executable}
         try:
             done = subprocess.run([self._start, "-v"], capture_output=True, timeout=10.0, check=False, env=environment)
@@ -123,7 +123,7 @@ class HaProxyFolder:
         return done.returncode == 0
 
     def environment(self, config: Config) -> dict[str, str]:
-        """Variables for Serve's processes, with ports that are free now."""
+        """Environment variables for Serve's processes, with ports that are free now."""
         gateway = config.gateway
         taken = (gateway.port, gateway.grpc_port, gateway.live_port)
         metrics, statistics, http, grpc, live = free_ports(5, but=taken)
@@ -148,23 +148,23 @@ class HaProxyFolder:
             "RAY_SERVE_HAPROXY_STATS_PORT": str(statistics),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http),
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
-            # Serve binds replicas' gRPC ports so that two processes may share one: of two clusters, each other's calls.
+            # Serve binds gRPC ports so that two processes may share one, so clusters must not use the same ports.
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_http),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_http + REPLICA_PORTS - 1),
             "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replica_grpc),
             "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replica_grpc + REPLICA_PORTS - 1),
-            "RAY_SERVE_PORT_QUARANTINE_S": "60",  # by default an hour and more, with the time below
+            "RAY_SERVE_PORT_QUARANTINE_S": "60",  # it would be over an hour by default, with the time below
             "RAY_SERVE_HAPROXY_LOG_TARGET": DISCARD,
             "RAY_SERVE_HAPROXY_MAXCONN": str(most_connections(config)),
-            # A client that is to send or to read, and does neither. One that waits for tokens is not meant.
+            # Limit for a client that neither sends nor reads when it should. Waiting for tokens does not count.
             "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
-            # Calls over one gRPC connection: 100 otherwise, and those beyond wait without a word.
+            # Calls on one gRPC connection. The default is 100, and further calls wait silently.
             "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(streams(config)),
             "RAY_SERVE_HAPROXY_H2_BE_MAX_CONCURRENT_STREAMS": str(streams(config)),
-            "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",  # headers fit in it, as they do in Serve's Python proxy
-            # A reload leaves a process that serves the streams it has: two minutes are too few for some.
+            "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",  # large enough for the headers that Serve's Python proxy accepts
+            # After a reload the old process serves its open streams, which may take longer than two minutes.
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-            # A replica waits half a minute before it ends otherwise.
+            # By default a replica waits half a minute before it ends.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
 
@@ -173,7 +173,7 @@ class HaProxyFolder:
 
 
 def clean_stale() -> None:
-    """Remove the folders of commands that were killed."""
+    """Remove the folders of commands that have ended without removing them."""
     for folder in PARENT.glob(f"{PREFIX}*-*"):
         pid = folder.name.removeprefix(PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
@@ -183,10 +183,10 @@ def clean_stale() -> None:
 
 
 def free_ports(count: int, but: Collection[int] = ()) -> list[int]:
-    """Different TCP ports on which nobody listens now, and none of `but`.
+    """Distinct TCP ports on which no process listens now, without those in `but`.
 
-    Outside of the range from which the kernel takes ports for outgoing connections, where that leaves enough: there
-    one could be gone before it is used.
+    They are outside the range of ephemeral ports if enough are free there, because an outgoing connection could take an
+    ephemeral port before it is used.
     """
     draw = random.SystemRandom()
     candidates = draw.sample(PRIVATE_PORTS, min(len(PRIVATE_PORTS), 64 * count))
@@ -205,9 +205,10 @@ def free_ports(count: int, but: Collection[int] = ()) -> list[int]:
 
 
 def free_range(count: int, skip: int = 0) -> int:
-    """The first of `count` ports in a row on which nobody listens; others start elsewhere in the same moment.
+    """The first of `count` consecutive ports on which no process listens.
 
-    `skip` passes over so many free ranges. Raises ResourceError where there is none.
+    The search begins at a place that depends on the pid, so that commands started together use different ranges. `skip`
+    is the number of free ranges to skip. Raises ResourceError if there is no free range.
     """
     listening = _listening_ports()
     for number in range(REPLICA_RANGES):
@@ -216,7 +217,7 @@ def free_range(count: int, skip: int = 0) -> int:
             if not skip:
                 return first
             skip -= 1
-    raise ResourceError(f"there are no {count} free ports in a row between {FIRST_REPLICA_PORT} and 32000")
+    raise ResourceError(f"there are no {count} consecutive free ports between {FIRST_REPLICA_PORT} and 32000")
 
 
 def _listening_ports() -> set[int]:

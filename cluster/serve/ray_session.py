@@ -1,4 +1,4 @@
-"""Starting Ray and Serve, or joining those that RAY_ADDRESS names; and ending what was started."""
+"""Starts Ray and Serve, or joins the Ray cluster that RAY_ADDRESS names, and ends what it started."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes 
 LOOPBACK = "127.0.0.1"
 OLD_SESSION_S = 24 * 3600.0
 
-# Set before Ray is imported, and inherited by what it starts.
+# Set before Ray is imported, and inherited by the processes that it starts.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_worker_niceness": "0",  # Ray's 15 would leave a cluster a thirtieth of what anybody else gets
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.3",  # a proxy is replaced after the third that fails
+    "RAY_worker_niceness": "0",  # at Ray's default of 15, workers get a thirtieth of another process's CPU time
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.3",  # a proxy is replaced after the third failed check
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
 }
-# For replicas only: handles of this process, which has no event loop, work in their router's own.
+# For replicas only. Handles in this process, which has no event loop, use their router's loop.
 REPLICA_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -45,7 +45,7 @@ REPLICA_ENVIRONMENT = {
 
 
 class RaySession:
-    """`owned` tells whether Ray was started here, and is to end here. All methods block; one thread uses it."""
+    """`owned` tells whether this session starts and ends Ray. All methods block; one thread uses the session."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -58,20 +58,20 @@ class RaySession:
         self._serve_ran = False
         self._session_dir: Path | None = None
         self._haproxy: haproxy.HaProxyFolder | None = None
-        self.note = ""  # what the user should know of how it was started
+        self.note = ""  # what the user should know about the start
 
     @property
     def logs_dir(self) -> str:
-        """Where Ray keeps what its processes, and ours in them, write."""
+        """The folder of the logs of Ray and of the processes in it."""
         return str(self._session_dir / "logs") if self._session_dir else ""
 
     def start(self) -> None:
-        """Raises AlignedServeError where Ray cannot be started or joined."""
+        """Start or join Ray. Raises AlignedServeError if that fails."""
         for name, value in (ENVIRONMENT | self._proxy_environment()).items():
             os.environ.setdefault(name, value)
         if self.owned:
             os.environ.pop("RAY_ADDRESS", None)
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one to the home folder
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray writes one to the home folder
             self._clean_sessions()
         import ray
         import ray.serve
@@ -109,21 +109,21 @@ class RaySession:
             self._session_dir = ray_private.session_dir()
 
     def _proxy_environment(self) -> dict[str, str]:
-        """Which proxy Serve has. In a cluster that is joined, that cluster's own environment says."""
+        """Variables that select Serve's proxy. A Ray cluster that is joined has its own."""
         if not self.owned or not haproxy.wanted(self._config):
             return {}
         self._haproxy = haproxy.prepare(self._config)
         if self._haproxy is None:
-            self.note = "HAProxy does not run on this machine: Serve's Python proxy, which is slower, takes its place"
+            self.note = "HAProxy does not run on this machine: Serve's Python proxy, which is slower, is used instead"
             os.environ.pop("RAY_SERVE_ENABLE_HA_PROXY", None)
             return {}
         environment = self._haproxy.environment(self._config)
         for name in haproxy.OURS:
-            os.environ[name] = environment[name]  # whatever they were
+            os.environ[name] = environment[name]  # overrides existing values
         return environment
 
     def deploy(self) -> None:
-        """Start Serve where it does not run, and the application on it. Returns when its replicas are up."""
+        """Start Serve if it does not run, and deploy the application. Returns when its replicas are up."""
         from ray import serve
 
         from alignedserve.config_sources import to_tree
@@ -158,7 +158,7 @@ class RaySession:
         return host if self._haproxy is None else haproxy.serve_host(host)
 
     def _grpc_host(self) -> str:
-        """Where Serve's own gRPC ports listen; HAProxy, where it runs, is in front of them."""
+        """The host on which Serve's own gRPC ports listen: loopback if HAProxy is in front of them."""
         host = self._config.gateway.host
         if self._haproxy is not None:
             return LOOPBACK
@@ -166,19 +166,20 @@ class RaySession:
 
     @staticmethod
     def build(tree: dict[str, Any]) -> Any:
-        """The application; `support.fake_serve` has another."""
+        """The Serve application. Tests (`support.fake_serve`) replace it."""
         from alignedserve.cluster.app import application
 
         return application(from_tree(tree), wait_ready=False)
 
     def progress(self, timeout_s: float = 1.0) -> dict[str, Any] | None:
-        """What the supervisor says; None while there is none. It hears that somebody here sees to the end."""
+        """The supervisor's progress; None if it does not answer. The call also tells it that this command ends it."""
         return self._ask("progress", timeout_s, os.getpid(), socket.gethostname())
 
     def drain(self, grace_s: float) -> dict[str, Any] | None:
-        """Have gateways take nothing new, and end what they have within `grace_s`; None where nobody answers.
+        """Make gateways refuse new requests and finish the open ones within `grace_s` seconds.
 
-        To be called again until `drained`; `open` says how many requests are left.
+        Returns None if the supervisor does not answer. Call it again until `drained` is true; `open` is the number of
+        requests left.
         """
         return self._ask("drain", 5.0, grace_s)
 
@@ -190,27 +191,27 @@ class RaySession:
         try:
             handle = serve.get_deployment_handle("Supervisor", self.app_name)
             said: dict[str, Any] = getattr(handle, method).remote(*arguments).result(timeout_s=timeout_s)
-        except Exception:  # it is not there yet, or not any more: the caller decides how long to wait
+        except Exception:  # it is not up yet, or has ended: the caller decides how long to wait
             return None
         return said
 
     def url(self) -> str:
-        """Where HTTP is served."""
+        """The URL of the HTTP API."""
         from alignedserve.cluster.app import http_url
 
         return http_url(self._config)
 
     def live_url(self) -> str:
-        """Where `/live`, `/health` and `/metrics` answer however many clients there are; "" without HAProxy."""
+        """The URL where `/live`, `/health` and `/metrics` answer however many clients connect; "" without HAProxy."""
         if self._haproxy is None:
             return ""
         front = urlsplit(self.url())
         return front._replace(netloc=f"{front.netloc.rpartition(':')[0]}:{os.environ[haproxy_exec.LIVE]}").geturl()
 
     def dead_part(self) -> str:
-        """The name of a process of Ray's own, started here, that has ended; "" while none has.
+        """The name of a process of Ray itself that was started here and has ended; "" if there is none.
 
-        Without its raylet or its GCS a cluster serves on for a while, and cannot replace anything any more.
+        Without its raylet or GCS a cluster goes on serving for a while, but cannot replace processes.
         """
         if not self.owned or not self._started:
             return ""
@@ -224,18 +225,18 @@ class RaySession:
 
         try:
             return self.app_name in serve.status().applications
-        except Exception:  # whatever it is, nothing answers
+        except Exception:  # whatever the cause, Serve does not answer
             return False
 
     def stop(self) -> None:
-        """End the application; and Serve and Ray, where they were started here."""
+        """End the application, and Serve and Ray if they were started here."""
         if not self._started:
             return
         import ray
         from ray import serve
 
         if self._deployed:
-            with contextlib.suppress(Exception):  # go on ending, whatever is broken
+            with contextlib.suppress(Exception):  # go on with the rest, whatever fails
                 serve.delete(self.app_name)
             with contextlib.suppress(Exception):
                 if self.owned or not (self._serve_ran or serve.status().applications):
@@ -244,24 +245,24 @@ class RaySession:
             ray.shutdown()
 
     def close(self) -> None:
-        """Remove what ended processes leave that nobody will read."""
+        """Remove the files of HAProxy, which has ended."""
         if self._haproxy is not None:
             self._haproxy.remove()
             self._haproxy = None
 
     def forget_session(self) -> None:
-        """Remove what Ray wrote: nothing went wrong."""
+        """Remove Ray's session folder, after a run without errors."""
         if self.owned and self._session_dir is not None:
             shutil.rmtree(self._session_dir, ignore_errors=True)
 
     def _refuse_taken_name(self, serve: Any) -> None:
         if not self.owned and self.app_name in serve.status().applications:
             raise ConfigError(
-                f"the Ray cluster runs an application called {self.app_name!r} already; set cluster.name to another"
+                f"the Ray cluster already runs an application named {self.app_name!r}; set cluster.name to another name"
             )
 
     def _clean_sessions(self) -> None:
-        """Remove what sessions that have ended left a day ago; a session's name ends in its starter's pid."""
+        """Remove folders of sessions that ended over a day ago. A session's name ends in the pid that started it."""
         for session in self._folder.glob("session_*_*"):
             pid = session.name.rpartition("_")[2]
             with contextlib.suppress(OSError):
@@ -271,7 +272,7 @@ class RaySession:
 
 
 def _replica_reason(app_name: str) -> str:
-    """Why a replica could not start, in its own words: the last line of the traceback that Serve keeps; "" without."""
+    """Why a replica could not start: the last line of the traceback that Serve keeps; "" if there is none."""
     from ray import serve
 
     with contextlib.suppress(Exception):
@@ -284,7 +285,7 @@ def _replica_reason(app_name: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What a person can use of an error: Ray's carry a traceback, whose last line says what happened, in colour."""
+    """A readable line of an error. Ray's errors contain a coloured traceback, whose last line has the cause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -294,7 +295,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _twice(begin: Callable[[], object], clear_up: Callable[[], object]) -> None:
-    """Ray gives its processes fixed times to come up, which a busy machine may miss once."""
+    """Call `begin`, and once more if it timed out: on a busy machine Ray's processes may exceed Ray's fixed limits."""
     try:
         begin()
     except Exception as error:  # Ray raises a dozen types
@@ -308,4 +309,4 @@ def _busy() -> str:
     load, cores = os.getloadavg()[0], usable_cores()
     if load < 2 * cores:
         return ""
-    return f" (this machine is busy: a load of {load:.0f} on {cores} cores; try again when it is less so)"
+    return f" (this machine is busy: its load is {load:.0f} on {cores} cores; try again when it is lower)"

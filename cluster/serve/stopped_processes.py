@@ -1,8 +1,8 @@
-"""The command's eye on what Ray and Serve have started for it: nobody else notices that one of those is stopped.
+"""Ends processes of Ray and Serve that stay stopped (SIGSTOP). No other process detects them.
 
-Roles and gateways are ended sooner by their supervisor. But while Serve's controller is stopped, no gateway and no
-supervisor is replaced, and while HAProxy is, no request gets in. Without its raylet or GCS nothing is replaced either:
-the command ends when one of them has ended, so one that stays stopped is ended too.
+The supervisor ends stopped roles and gateways sooner. But while Serve's controller is stopped, no gateway or supervisor
+is replaced, and while HAProxy is stopped, no request gets in. A stopped raylet or GCS is ended too: nothing can be
+replaced without it, and the command ends when it has ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from alignedserve.cluster.launch.descendants import Descendants
 
 STOPPED_S = 2.0
-UNREPLACED_STOPPED_S = 10.0  # the whole cluster ends with it
+UNREPLACED_STOPPED_S = 10.0  # longer, because the whole cluster ends with such a process
 NOTE_S = 2.0
-REPLACED = ("ray::", "haproxy")  # how those call themselves that somebody starts again
+REPLACED = ("ray::", "haproxy")  # name prefixes of processes that are started again
 UNREPLACED = ("raylet", "gcs_server")
 
 
 class StoppedWatch:
-    """`look` is to be called again and again. What a debugger stops is left alone."""
+    """`look` must be called periodically. Processes stopped by a debugger are left alone."""
 
     def __init__(
         self, descendants: Descendants, after_s: float = STOPPED_S, unreplaced_s: float = UNREPLACED_STOPPED_S
@@ -33,7 +33,7 @@ class StoppedWatch:
         self._since: dict[int, float] = {}
 
     def look(self) -> list[str]:
-        """Kill those that have been stopped for too long; what to say of each."""
+        """Kill processes that have been stopped for too long. Returns a message for each."""
         now, said = time.monotonic(), []
         if now - self._noted_at >= NOTE_S:
             self._noted_at = now
@@ -44,8 +44,8 @@ class StoppedWatch:
             limit_s = next((limit for word, limit in self._limits.items() if name.startswith(word)), None)
             if limit_s is not None and now - since >= limit_s:
                 self._descendants.kill(pid)
-                follows = ": Ray starts another" if name.startswith(REPLACED) else ""
-                said.append(f"{name} (pid {pid}) had been stopped for {limit_s:g} s, and was ended{follows}")
+                follows = ": Ray starts a new one" if name.startswith(REPLACED) else ""
+                said.append(f"{name} (pid {pid}) was stopped for {limit_s:g} s, and was ended{follows}")
         return said
 
 

@@ -1,4 +1,4 @@
-"""What the supervisor decides to do: the core lists it, the server carries it out."""
+"""The supervisor's actions: the core returns them, the server carries them out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start the process, or have a spare take the role, where `spare_id` names one."""
+    """Start the process, or let the spare `spare_id`, if given, take the role."""
 
     planned: PlannedRole
     generation: int
@@ -19,14 +19,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Tell the process to end: nothing needs it any more."""
+    """Tell the process to end, because nothing needs it any more."""
 
     role_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """End the process, whatever state it is in, and say `ended` once it is known to be dead."""
+    """Fence the process, and call `ended` once it is known to be dead."""
 
     role_id: str
     generation: int
@@ -36,7 +36,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FenceGuest:
-    """The same for a process that somebody else starts, and replaces; say `process_ended`."""
+    """Fence a process that Ray Serve starts and replaces, and call `process_ended`."""
 
     hello: sv.RoleHello
     reason: str

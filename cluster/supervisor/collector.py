@@ -1,4 +1,4 @@
-"""Metrics of this moment: every role is asked to report, and their pages become one."""
+"""Collects the current metrics: every process reports, and the pages are merged."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Collector:
         self._round: asyncio.Task[None] | None = None
 
     def heard(self, role_id: str) -> None:
-        """A heartbeat came."""
+        """A heartbeat has arrived."""
         if (event := self._waiting.get(role_id)) is not None:
             event.set()
 
     async def refresh(self) -> None:
-        """Have every role report now. One round serves all who ask meanwhile; who is late is left out."""
+        """Make every process report now. Concurrent callers share one round. Late processes are left out."""
         if self._round is None or self._round.done():
             self._round = asyncio.get_running_loop().create_task(self._ask_all())
         await asyncio.shield(self._round)
@@ -47,7 +47,7 @@ class Collector:
 
 
 def cluster_metrics(roster: Roster, launches: int) -> str:
-    """What all roles said last, and what the supervisor knows itself."""
+    """The last metrics of all processes, and those of the supervisor itself."""
     ready: dict[str, int] = {}
     for slot in roster.slots.values():
         ready[slot.planned.role] = ready.get(slot.planned.role, 0) + slot.ready

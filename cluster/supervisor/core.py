@@ -33,10 +33,10 @@ LONGEST_BACKOFF_S = 30.0
 
 
 class SupervisorCore:
-    """Which processes should run, which do, and what everyone is to know of everyone.
+    """Which processes should run, which processes run, and the view that all of them receive.
 
-    `view_version` grows with each change that others must hear of; it begins at the clock's time, so that it goes on
-    growing when the supervisor itself is replaced.
+    `view_version` grows with each change that other processes must learn. It begins at the clock's time, so that it
+    keeps growing when the supervisor itself is replaced.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SupervisorCore:
         first_version: int = 1,
         agent_socket: Callable[[Node, int], str] | None = None,
     ) -> None:
-        """`gpus`: of the one node that there is until `located`; `agent_socket`: `NodeBook`'s."""
+        """`gpus`: of the only node before `located`; `agent_socket`: see `NodeBook`."""
         self.config = config
         self.view_version = first_version  # of the view that `view` gives now
         self.roster = Roster(planned)  # slots of planned processes and guests, by role id
@@ -74,7 +74,7 @@ class SupervisorCore:
     # ---- events
 
     def expect(self, known: Iterable[sv.Peer], now: float) -> None:
-        """What an earlier supervisor told of processes that may join: before `begin`, and before any can."""
+        """Note processes known to an earlier supervisor. Call it before `begin`, and before any process can join."""
         for peer in known:
             if (slot := self.roster.slots.get(peer.process.id)) is not None:
                 slot.found = ManagedProcess.told(peer, now)
@@ -82,22 +82,22 @@ class SupervisorCore:
                 self.roster.found_guests[peer.process.id] = ManagedProcess.told(peer, now)
 
     def begin(self, now: float, running: Iterable[str] = ()) -> list[Action]:
-        """Start what does not run. `running` are the ids of processes that were found, and are expected to join."""
+        """Start missing processes. `running` are the ids of processes that were found and should join."""
         found = set(running)
         for slot in self.roster.slots.values():
-            if slot.planned.id in found and slot.phase is Phase.WAITING:  # else it has joined already
+            if slot.planned.id in found and slot.phase is Phase.WAITING:  # otherwise it has joined already
                 slot.enter(Phase.STARTING, now)
                 slot.deadline = now + max(ADOPTION_S, self.config.supervisor.fence_after_s)
                 self.nodes.expect(slot.planned.node_id, now)
         return self.tick(now)
 
     def located(self, placement: Placement, now: float) -> list[Action]:
-        """What nodes there are, and where instances are to run. Who was on a node that has gone counts as ended."""
+        """Apply the current nodes and places of instances. Processes on a removed node count as ended."""
         changed = self.settle(placement, now)
         return self.tick(now) if changed else []
 
     def settle(self, placement: Placement, now: float) -> bool:
-        """`located` before `begin`: nothing is started. Whether nodes came or went."""
+        """`located` without starting anything, for use before `begin`. Returns whether nodes were added or removed."""
         lost = self.nodes.take_in(placement)
         for slot in [slot for node_id in lost for slot in self.nodes.on(node_id)]:
             self._lost_with_node(slot, now)
@@ -112,7 +112,7 @@ class SupervisorCore:
     def joined(self, hello: sv.RoleHello, now: float, unix_s: float = 0.0) -> pb.Failure | None:
         """A process said hello on a new stream. Returns why it is refused, or None."""
         key = hello.process
-        if hello.node_id in self.nodes.gone:  # whatever its place is, others may have it by now
+        if hello.node_id in self.nodes.gone:  # another process may have its place by now
             return _refusal(f"node {hello.node_id} was given up")
         slot = self.roster.slots.get(key.id)
         if slot is None:
@@ -128,7 +128,7 @@ class SupervisorCore:
         if self.closing or (same and slot.phase is Phase.ENDING):
             return _refusal(f"{key.id} is being ended")
         if not same:
-            found = self.roster.found(key)  # ready as before: others go on with it, while its first heartbeat comes
+            found = self.roster.found(key)  # it keeps its last known state until its first heartbeat
             slot.member = ManagedProcess(
                 hello, HangDetector(now), unix_s, found.beat if found is not None else sv.Heartbeat()
             )
@@ -144,7 +144,7 @@ class SupervisorCore:
         return None
 
     def heard(self, key: pb.ProcessKey, beat: sv.Heartbeat, now: float) -> list[Action]:
-        """A heartbeat of a process that has joined; one of another incarnation says nothing."""
+        """A heartbeat of a process that has joined. Heartbeats of other incarnations are ignored."""
         member = self.roster.member(key)
         if member is None:
             return []
@@ -163,7 +163,7 @@ class SupervisorCore:
         return [*actions, *self._let_go(now)]
 
     def broke(self, key: pb.ProcessKey, now: float) -> list[Action]:
-        """The stream of a process that had joined is gone."""
+        """The stream of a process that had joined has broken."""
         if self.roster.member(key) is None:
             return []
         slot = self.roster.slots.get(key.id)
@@ -175,14 +175,14 @@ class SupervisorCore:
         return []
 
     def seen(self, sights: Mapping[tuple[str, int], Sight], now: float) -> None:
-        """What the kernel says of processes, by id and incarnation. Of those that are not here nothing is known."""
+        """The kernel's state of processes on this node, by id and incarnation."""
         for member in self.roster.watched():
             sight = sights.get((member.key.id, member.key.incarnation))
             if sight is not None:
                 member.hang_detector.seen(sight, now)
 
     def process_ended(self, key: pb.ProcessKey, reason: str, now: float) -> list[Action]:
-        """This process of a role or guest is known to be dead, whoever fills its place by now."""
+        """This process of a role or guest is known to be dead, even if its place is filled again by now."""
         if self.roster.member(key) is None and self.roster.found(key) is None:
             return []
         slot = self.roster.slots.get(key.id)
@@ -214,7 +214,7 @@ class SupervisorCore:
             self._fail(failure, f"{role_id} failed to start {slot.failures} times: {cause}")
         if self.scaling.is_new(slot) and self.was_ready and slot.failures >= self.config.supervisor.max_start_failures:
             self.scaling.give_up(f"{role_id} failed to start: {failure.message if failure else reason}", now)
-        # The first death after being ready is answered at once; a process that keeps dying waits longer each time.
+        # The first death after being ready is followed by a restart at once; repeated deaths by growing delays.
         doubling = max(0, slot.failures - (1 if slot.was_ready else 0))
         slot.launch_at = now + (min(LONGEST_BACKOFF_S, 0.25 * 2**doubling) if doubling else 0.0)
         slot.member = None
@@ -224,8 +224,8 @@ class SupervisorCore:
         return self.tick(now)
 
     def _lost_with_node(self, slot: Slot, now: float) -> None:
-        """It can reach nobody any more: others may take its place, whether or not it has ended yet."""
-        logger.warning("%s has gone with its node", slot.planned.id)
+        """The node of this process is gone. Another process may take its place, even if it has not ended yet."""
+        logger.warning("%s is lost with its node", slot.planned.id)
         slot.device = slot.end_reason = ""
         if slot.draining:
             self.scaling.forget(slot)
@@ -236,11 +236,11 @@ class SupervisorCore:
         slot.enter(Phase.WAITING, now)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: launch what is due, fence what is silent."""
+        """Time has passed: launch processes that are due, fence silent ones."""
         slept_s = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
         if slept_s > min(LATE_S, self.config.supervisor.fence_after_s / 2):
-            self.roster.forgive(slept_s, now)  # nobody else is to blame for what was not heard meanwhile
+            self.roster.forgive(slept_s, now)  # missing heartbeats of that time do not count
         limits = self.config.supervisor
         self.nodes.follow(max(2 * limits.heartbeat_s, limits.fence_after_s / 2), now)
         if self.roster.drop_lost_guests(now, lambda node, until: self._is_cut_off(node, until - RECONNECT_S, now)):
@@ -254,9 +254,9 @@ class SupervisorCore:
         return [action for action in (*leaving, *due, *guests) if action is not None]
 
     def scale(self, prefill: int, decode: int, free_bytes: Mapping[str, int], now: float) -> list[Action]:
-        """Have other numbers of instances; 0: as it is. `free_bytes` of host memory by node, as far as nodes say it.
+        """Change the numbers of instances; 0: unchanged. `free_bytes`: free host memory by node, as far as known.
 
-        Raises AlignedServeError, and changes nothing, where that cannot be.
+        Raises AlignedServeError, and changes nothing, if that is impossible.
         """
         shape = next_shape(self.scaling.shape, prefill, decode)
         self._require_running("it cannot be scaled now")
@@ -269,9 +269,9 @@ class SupervisorCore:
         return self.tick(now)
 
     def restart(self, roles: Collection[str], free_bytes: Mapping[str, int], now: float, unix_ns: int) -> list[Action]:
-        """Replace every process of these roles that there is now, at `unix_ns`, one after the other (`rolling.py`).
+        """Replace all processes of these roles that exist at `unix_ns`, one after the other (`rolling.py`).
 
-        Raises AlignedServeError, and changes nothing, where that cannot be.
+        Raises AlignedServeError, and changes nothing, if that is impossible.
         """
         self._require_running("nothing can be restarted now")
         model, plan = self.planner.model_info, self.planner.store_plan
@@ -282,9 +282,9 @@ class SupervisorCore:
         return self.tick(now)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Gateways take nothing new, and have `grace_s` for what they have; then nothing is started any more.
+        """Gateways refuse new requests, and get `grace_s` seconds for open ones. After that nothing is started.
 
-        Called again it can only make the time shorter.
+        A further call can only shorten the time.
         """
         if not self.ending or grace_s < self.grace_s:
             self.ending = True
@@ -293,7 +293,7 @@ class SupervisorCore:
 
     @property
     def closing(self) -> bool:
-        """Nothing is replaced or let in any more. Before that, while gateways drain, their requests need everybody."""
+        """Whether nothing is replaced or admitted any more. While gateways drain, their requests need all processes."""
         return self.ending and (self.grace_s <= 0.0 or not self.was_ready or self.roster.guests_drained())
 
     # ---- what others see
@@ -309,19 +309,19 @@ class SupervisorCore:
         return "degraded" if self.roster.missing() or self.degraded() else "ready"
 
     def degraded(self) -> list[str]:
-        """What is not as it should be though its role is served, and who waits for a node."""
+        """Problems of roles that are still served, and instances that wait for a node."""
         return [*self.roster.degraded(), *self.nodes.waiting(), *self.nodes.silent()]
 
     def status(self, cluster_id: str) -> sv.ClusterStatus:
-        """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
+        """Living processes and problems. The server adds metrics and the supervisor itself."""
         return status_of(self, cluster_id)
 
     # ---- inside
 
     def _require_running(self, otherwise: str) -> None:
-        if self.paused:  # the successor has seen already what there is to be
+        if self.paused:  # the successor has already read the state
             raise UnavailableError(
-                "the application is being updated, and another supervisor is taking this cluster over: nothing was "
+                "the application is being redeployed, and another supervisor is taking over this cluster: nothing was "
                 "changed; try again in a few seconds"
             )
         if self.ending or self.failure is not None or not self.was_ready:
@@ -333,7 +333,7 @@ class SupervisorCore:
             self.was_ready = self.has_served = True
 
     def _guest_joined(self, hello: sv.RoleHello, now: float, unix_s: float) -> pb.Failure | None:
-        """Gateways are started by Ray Serve: any may join, and nobody here replaces one."""
+        """A gateway joined. Ray Serve starts and replaces gateways, so any gateway may join."""
         key = hello.process
         if key.role != "gateway":
             return _refusal(f"no {key.role} with the id {key.id} belongs to this cluster")
@@ -349,7 +349,7 @@ class SupervisorCore:
         return None
 
     def _pair(self, now: float) -> None:
-        """Where instances are has become known: who is paired with whom, and whether they can have their channel."""
+        """Update the pairs after a device became known, and check that each pair can have its channel."""
         self.scaling.pair()
         problem = self.scaling.channel_problem()
         if problem is None:
@@ -445,11 +445,12 @@ class SupervisorCore:
             return self._fence(slot, stopped, now)
         if now <= slot.deadline or self._is_cut_off(slot.planned.node_id, slot.since, now):
             return None
-        return self._fence(slot, "it was found running, and has not joined in time", now)
+        return self._fence(slot, "it was found running, but did not join in time", now)
 
     def _is_cut_off(self, node_id: str, silent_since: float, now: float) -> bool:
-        """Whether it is its node that is not reached. Whoever places instances says in time whether that has gone;
-        after `orphan_after_s` processes there have ended themselves. A node without an agent has less credit.
+        """Whether a process is silent because its node is unreachable. The launcher reports in time whether the node is
+        gone. After `orphan_after_s` the processes there have ended themselves. A node without a node agent gets less
+        time.
         """
         limits = self.config.supervisor
         credit_s = limits.orphan_after_s if self.nodes.number(node_id) is not None else limits.fence_after_s

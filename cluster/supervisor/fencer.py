@@ -1,4 +1,4 @@
-"""Ending processes for certain: by the node's agent, which waits on them, here on this node, or by the launcher."""
+"""Fences processes: by the node agent, which waits for their end, by this process on its own node, or the launcher."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RETRY_S = 1.0
 
 
 class Fencer:
-    """Messages do not fence memory: only a process that is known to be dead writes nothing any more.
+    """Fences processes. Messages cannot protect memory: only a process that is known to be dead cannot write any more.
 
-    `here` is the node of this process, where it can do itself what an agent does.
+    `here` is the node of this process, where it can end processes without the node agent.
     """
 
     def __init__(self, roster: Callable[[], Roster], launcher: Launcher, token: str) -> None:
@@ -39,26 +39,26 @@ class Fencer:
         self._token = token
 
     async def end(self, role_id: str, hello: sv.RoleHello | None, still_wanted: Callable[[], bool]) -> bool:
-        """End the process, trying until it is dead or `still_wanted` is not.
+        """Try to end the process until it is dead or `still_wanted` returns False.
 
-        True when it was seen to end; False when the launcher's own word (`watch`) came first.
+        True if its end was observed; False if the launcher (`watch`) reported it first.
         """
         while still_wanted():
             if hello is not None and await self._end(hello):
                 return True
-            if still_wanted():  # the launcher knows processes by their ids: a successor may have this one by now
+            if still_wanted():  # the launcher identifies processes by id, which a successor may have by now
                 await self._launcher.kill(role_id)
             await asyncio.sleep(RETRY_S)
         return False
 
     async def kill(self, slot: Slot) -> None:
-        """One try; the launcher says when it has ended."""
+        """Try once to end the process. The launcher reports its end."""
         hello = slot.member.hello if slot.member else None
         if hello is None or not await self._end(hello):
             await self._launcher.kill(slot.planned.id)
 
     async def _end(self, hello: sv.RoleHello) -> bool:
-        """True when the process is known to be dead. An agent that does not answer at once may hang itself."""
+        """True if the process is known to be dead. A node agent that does not answer at once may hang itself."""
         through_agent = asyncio.create_task(self._through_agent(hello))
         try:
             done, _ = await asyncio.wait([through_agent], timeout=AGENT_PATIENCE_S)
@@ -71,7 +71,7 @@ class Fencer:
             through_agent.cancel()
 
     async def _through_agent(self, hello: sv.RoleHello) -> bool:
-        """False where there is no agent to say so."""
+        """Whether the node agent ended the process. False without a node agent."""
         agent = self._agent(hello)
         if agent is None:
             return False
@@ -87,8 +87,7 @@ class Fencer:
         return True
 
     async def free_memory_bytes(self, timeout_s: float = AGENT_TIMEOUT_S) -> dict[str, int]:
-        """What each node has free now, by its id, as its agent reads it; those whose agent does not say so are left
-        out."""
+        """Free host memory in bytes, by node, from the node agents. Nodes whose agent does not answer are left out."""
         agents = self._agents()
         said = await asyncio.gather(*(self._ask_memory(agent, timeout_s) for agent in agents))
         return {agent.node_id: free for agent, free in zip(agents, said, strict=True) if free is not None}
@@ -98,14 +97,14 @@ class Fencer:
         try:
             said = await na_grpc.NodeAgentStub(channel).Describe(pb.Empty(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            logger.warning("%s does not say what memory is free: %s", agent.process.id, error.details())
+            logger.warning("%s did not report its free memory: %s", agent.process.id, error.details())
             return None
         finally:
             await channel.close()
         return int(said.memory_available_bytes)
 
     def _agent(self, hello: sv.RoleHello) -> sv.RoleHello | None:
-        """The agent of the process's node, unless it is the process itself."""
+        """The node agent of the process's node, unless it is the process itself."""
         for agent in self._agents():
             if agent.node_id == hello.node_id and agent.process.id != hello.process.id:
                 return agent

@@ -1,9 +1,9 @@
-"""From one supervisor to the next while both live: an update of the application, or its move to another node.
+"""The take-over by a successor while both supervisors live: at a redeploy, or a move to another node.
 
-The successor asks twice. First to pause: while it looks at what runs, nothing is placed or started, nobody's order is
-taken, and what was begun before is finished before it is answered. Who is being ended goes on being ended: that is one
-certain process, and the successor hears of its death. Then, once roles can find it, the successor asks for the cluster
-itself: the predecessor closes its server, and every role joins the successor.
+The successor sends two calls. The first pauses the predecessor: it places and starts nothing, refuses commands, and
+finishes what it had begun before it answers, while the successor finds running processes. Fencing that has begun goes
+on, and the successor learns of the death. Once processes can find the successor, its second call takes over the
+cluster: the predecessor closes its server, and every process joins the successor.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 20.0  # a successor that has not come by then has died
+PAUSE_S = 20.0  # a successor that has not called again by then is dead
 ASK_TIMEOUT_S = 2.0
-ASK_S = 15.0  # until one that is there but does not answer is given up
+ASK_S = 15.0  # time limit for a predecessor that lives but does not answer
 RETRY_S = 0.25
 FOLLOWED_WITHIN_S = 15.0
 FOLLOWED_LOOK_S = 0.1
-_SOMEBODY_ELSE = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)  # has the port by now
+_SOMEBODY_ELSE = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)  # another server has the port by now
 
 
 class Leaving:
-    """A supervisor's side: `pause` is told of its beginning and its end."""
+    """The predecessor's side. `pause` is called at the beginning and at the end of a pause."""
 
     def __init__(self, pause: Callable[[bool], None]) -> None:
         self.address = ""
@@ -43,13 +43,13 @@ class Leaving:
         self._begun: set[asyncio.Future[None]] = set()
 
     def finish(self, work: asyncio.Future[None]) -> None:
-        """This is over before a successor is answered."""
+        """Finish this work before a successor gets an answer."""
         self._begun.add(work)
         work.add_done_callback(self._begun.discard)
 
     @contextlib.contextmanager
     def finishes(self) -> Iterator[None]:
-        """`finish`, for what is done within."""
+        """`finish` for the work in the context."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.finish(done)
         try:
@@ -58,9 +58,9 @@ class Leaving:
             done.set_result(None)
 
     async def asked(self, address: str) -> None:
-        """To pause (""), or to leave the cluster to the supervisor at that address; returns once it is as asked.
+        """Pause (""), or leave the cluster to the supervisor at `address`. Returns when that is done.
 
-        Where that takes longer than the successor waits, it asks again.
+        If that takes longer than the successor's time limit, the successor calls again.
         """
         self._pause(True)
         if self._resume is not None:
@@ -79,30 +79,30 @@ class Leaving:
     def _go_on(self) -> None:
         if self._left.is_set():
             return
-        logger.warning("the successor that asked to pause has not come: going on")
+        logger.warning("the successor that requested a pause has not taken over: going on")
         self._pause(False)
 
 
 class Predecessor:
-    """A successor's side. One that is alive but slow is asked again: whoever is not told to let go would end the
-    cluster under its successor."""
+    """The successor's side. A slow predecessor is called again, because it would end the cluster if it did not learn of
+    its successor."""
 
     def __init__(self, peer: sv.Peer, token: str) -> None:
         self.peer = peer
         self.ended = False
-        """Nobody listens at its address: it is known to lead nothing any more."""
+        """No supervisor listens at its address, so it leads no cluster any more."""
         self.view = sv.ClusterView()
-        """What it said last of the cluster; empty: it has not answered."""
+        """The last view that it sent; empty: it has not answered."""
         self._token = token
 
     async def pause(self) -> sv.HandOverReply | None:
-        """Its configuration, where it lives; None where it has `ended`, or has not answered within `ASK_S`."""
+        """Pause it. Returns its configuration; None if it has `ended`, or did not answer within `ASK_S`."""
         return await self._ask("")
 
     async def leave_to(self, address: str) -> bool:
-        """Have it let go of the cluster; whether it has. One that hangs is ended by its node's agent."""
+        """Make it leave the cluster. Returns whether it did. If it hangs, its node agent ends it."""
         if await self._ask(address) is None and not self.ended:
-            logger.error("the supervisor at %s has not been told that %s leads the cluster", self.peer.address, address)
+            logger.error("the supervisor at %s could not be told that %s leads the cluster", self.peer.address, address)
             return False
         return True
 
@@ -134,33 +134,33 @@ class Predecessor:
 
 
 def newest_view(found: Sequence[Running], predecessor: Predecessor | None = None) -> sv.ClusterView:
-    """What was said last of the cluster, to roles or to its successor; empty where nothing was."""
+    """The newest view that processes or the successor received; empty if there is none."""
     views = [running.view for running in found] + ([predecessor.view] if predecessor is not None else [])
     return max(views, key=lambda view: view.version, default=sv.ClusterView())
 
 
 def known_processes(found: Sequence[Running], told: sv.ClusterView) -> list[sv.Peer]:
-    """What was told of those who were found, as far as their pids are known, and of gateways."""
+    """The found processes with known pids, and the gateways, as the last view describes them."""
     now_ns = time.time_ns()
     known = [running.peer(told, now_ns) for running in found]
     return [peer for peer in known if peer is not None] + [p for p in told.peers if p.process.role == "gateway"]
 
 
 def newest_incarnation(view: sv.ClusterView) -> int:
-    """Of anyone in the cluster, its supervisor included."""
+    """The newest incarnation in the cluster, including its supervisor."""
     named = (peer.process.incarnation for peer in view.peers)
     return max((view.told_by, *view.incarnations.values(), *named))
 
 
 async def newer_leader(launcher: Launcher, incarnation: int) -> str:
-    """The address of a supervisor that roles follow and that is newer than this incarnation; "" where there is none."""
+    """The address of a supervisor that processes follow and that is newer than `incarnation`; "" if there is none."""
     told = newest_view(await launcher.find()).supervisor
     return told.address if told.process.incarnation > incarnation else ""
 
 
 async def wait_followed(launcher: Launcher, incarnation: int) -> None:
-    """Returns once roles say that they follow this supervisor, or a newer one: only by that can a predecessor that was
-    not told know of it, and Ray Serve ends that one as soon as this one is up."""
+    """Wait until processes follow this supervisor or a newer one. A predecessor that could not be told learns of its
+    successor only from them, and Ray Serve ends it as soon as the successor is up."""
     deadline = time.monotonic() + FOLLOWED_WITHIN_S
     while (found := await launcher.find()) and newest_view(found).supervisor.process.incarnation < incarnation:
         if time.monotonic() > deadline:

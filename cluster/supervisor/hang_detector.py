@@ -1,16 +1,16 @@
-"""Telling a process that hangs from a slow one, by what it says of itself and what the kernel says of it.
+"""Distinguishes a process that hangs from a slow one, by its heartbeats and the kernel's state of it.
 
-| what is seen | what it is | ended after |
+| observation | meaning | fenced after |
 |---|---|---|
 | stopped (SIGSTOP) | hung for certain | `STOPPED_S` |
 | ready, heartbeats stop | hung, or blocked | `supervisor.fence_after_s` |
-| ready, heartbeats go on, there is work, the counter of progress stands still | a loop that hangs | \
-`supervisor.stall_after_s`, or `STEPS` times its longest step where that is more |
+| ready, heartbeats go on, there is work, the progress counter does not change | a loop that hangs | \
+`supervisor.stall_after_s`, or `STEPS` times its longest step if that is more |
 | not ready yet, silent, uses the processor | it imports, or reads weights | `supervisor.start_timeout_s` |
 | not ready yet, silent, idle | hung | `LOADING` times `supervisor.fence_after_s` |
-| under a debugger | somebody looks at it | not at all |
+| under a debugger | it is inspected | never |
 
-No time counts in which this process itself was not running: what was not heard meanwhile is nobody's fault.
+Time in which this process itself was not running does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from alignedserve.config import SupervisorConfig
 from alignedserve.proto import supervisor_pb2 as sv
 
 STOPPED_S = 1.0
-LATE_S = 1.5  # whoever looks later than this was not running itself
+LATE_S = 1.5  # after a longer gap between two looks, the observer itself was not running
 STEPS = 10.0
 LOADING = 3.0
 IDLE_CPU_S = 0.05
@@ -30,11 +30,11 @@ IDLE_CPU_S = 0.05
 
 @dataclass(slots=True)
 class HangDetector:
-    """Of one process, from its first word on. Times are the caller's monotonic clock."""
+    """Watches one process from its first message on. Times are from the caller's monotonic clock."""
 
     heard_at: float
     progressed_at: float = 0.0
-    """When it last had no work, or had come further with it."""
+    """When it last had no work, or had made progress."""
     active_at: float = 0.0
     """When it was last seen to have used the processor."""
     stopped_at: float | None = None
@@ -43,7 +43,7 @@ class HangDetector:
     cpu_s: float = 0.0
 
     def heard(self, beat: sv.Heartbeat | None, now: float) -> None:
-        """It gave a sign of life: a heartbeat, or none of its words but a new stream."""
+        """It sent a heartbeat, or opened a new stream (None)."""
         self.heard_at = now
         if beat is None or not beat.busy or beat.progress != self.progress:
             self.progressed_at = now
@@ -61,7 +61,7 @@ class HangDetector:
             self.active_at = now
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So many seconds until now do not count."""
+        """Ignore the last `seconds` before now."""
         self.heard_at = min(now, self.heard_at + seconds)
         self.progressed_at = min(now, self.progressed_at + seconds)
         self.active_at = min(now, self.active_at + seconds)
@@ -83,10 +83,10 @@ class HangDetector:
         if beat.state in ("", "starting", "loading"):
             silence = LOADING * limits.fence_after_s
             idle = now - max(self.heard_at, self.active_at) > silence
-            return f"nothing was heard of it for {silence:g} s, and it does nothing" if idle else ""
+            return f"it sent no heartbeat for {silence:g} s, and is idle" if idle else ""
         if now - self.heard_at > limits.fence_after_s:
-            return f"nothing was heard of it for {limits.fence_after_s:g} s"
+            return f"it sent no heartbeat for {limits.fence_after_s:g} s"
         patience = max(limits.stall_after_s, STEPS * beat.step_s)
         if beat.busy and now - self.progressed_at > patience:
-            return f"it has work, and came no further with it for {patience:.3g} s"
+            return f"it has work, but made no progress for {patience:.3g} s"
         return ""

@@ -1,4 +1,4 @@
-"""Gateways that hang: Ray Serve starts and replaces them, and the supervisor ends one that it would wait for."""
+"""Finds gateways that hang. Ray Serve starts and replaces gateways, and the supervisor fences those that hang."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from alignedserve.cluster.supervisor.roster import Roster
 from alignedserve.config import SupervisorConfig
 
 IsCutOff = Callable[[str, float, float], bool]
-"""Whether a node, silent since a time, is not reached now."""
+"""Whether a node that is silent since a given time is unreachable now."""
 
 
 def hung_guests(
     roster: Roster, limits: SupervisorConfig, own_pid: int, is_cut_off: IsCutOff, now: float
 ) -> list[FenceGuest]:
-    """Those that are to be ended from now on; each is named once."""
+    """Gateways to fence. Each is returned once."""
     watched = [(member, _hung(member, roster, limits, is_cut_off, now)) for member in roster.guests.values()]
-    # One that has not come to this supervisor, since it cannot. Who of these is dead, the watchdog says.
+    # Gateways that could not join this supervisor yet. The watchdog reports which of them are dead.
     watched += [(member, member.hang_detector.stopped(now)) for member in roster.found_guests.values()]
     due = [
         FenceGuest(member.hello, hung)
         for member, hung in watched
         if hung and member.key.id not in roster.ending_guests
-        # A gateway in this very process is running.
+        # A gateway in this process does not hang.
         if member.hello.pid != own_pid
     ]
     roster.ending_guests.update(fence.hello.process.id for fence in due)

@@ -1,4 +1,4 @@
-"""What a supervisor that starts finds of its application, and what becomes of it under its own configuration."""
+"""The take-over of an application's running processes by a supervisor that starts, under its own configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 ROLES_END_S = 8.0
 LOOK_S = 0.25
-UNHEALTHY_S = 5.0  # until Ray Serve has a gateway end that calls itself unhealthy
+UNHEALTHY_S = 5.0  # time until Ray Serve ends a gateway that reports unhealthy
 
 
 @dataclass(frozen=True, slots=True)
 class Inheritance:
-    """`before` is the configuration that what runs was started with; None: nothing runs."""
+    """`before` is the configuration of the running processes; None: nothing runs."""
 
     identity: Identity
     change: Change = NO_CHANGE
@@ -38,19 +38,20 @@ class Inheritance:
 
 
 def from_nothing() -> Inheritance:
-    """A cluster of its own."""
+    """A new cluster."""
     return Inheritance(Identity(new_cluster_id(), new_token()))
 
 
 async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
-    """What runs of the application; a supervisor that leads it pauses. `code`: what this process runs.
+    """Find the application's running processes, and pause the supervisor that leads them. `code`: this version.
 
-    Raises AlignedServeError where what runs would have to end for a cluster that could not start.
+    Raises AlignedServeError if running processes would have to end for a cluster that could not start.
     """
     found = await launcher.find()
     if compare_all(_started_with(found), _on_their_device(config, found)).replaced_for:
-        await launcher.vet(config)  # before anybody hears of this one: where it cannot be, what runs goes on
-        found = await launcher.find()  # after what may have taken long
+        # Before any other process learns of this one: if it fails, the running cluster goes on.
+        await launcher.vet(config)
+        found = await launcher.find()  # again, because the check may have taken long
     if not found:
         return from_nothing()
     settings = found[0].settings
@@ -73,8 +74,8 @@ async def inherit(launcher: Launcher, config: Config, code: str) -> Inheritance:
 
 
 async def end_predecessors(inheritance: Inheritance, launcher: Launcher) -> None:
-    """End the cluster that runs: its gateways leave first, in the time that their open requests have. Ray Serve has
-    their successors up by then, or starting: requests that come meanwhile wait before its proxies."""
+    """End the running cluster. Its gateways leave first, within the time for open requests. Ray Serve has started their
+    successors by then, and new requests wait at its proxies."""
     before = inheritance.before
     assert before is not None
     logger.warning("%s", inheritance.change)
@@ -91,7 +92,7 @@ async def end_predecessors(inheritance: Inheritance, launcher: Launcher) -> None
 
 
 def _started_with(found: Sequence[Running]) -> list[tuple[str, Config]]:
-    """Each role that runs, and its configuration."""
+    """The running roles and their configurations."""
     living = [running.settings for running in found if running.settings.role != SPARE]
     return [(settings.role, _read(settings.config)) for settings in living]
 
@@ -104,12 +105,12 @@ def _on_their_device(config: Config, found: Sequence[Running]) -> Config:
 async def _predecessor(
     told: sv.ClusterView, token: str, launcher: Launcher
 ) -> tuple[Predecessor | None, sv.HandOverReply | None]:
-    """One that may live though it does not answer is told to let go all the same."""
+    """The predecessor, also if it does not answer but may live; it is told to leave later."""
     if not told.HasField("supervisor"):
         return None, None
     alive = {node.node_id for node in await launcher.nodes()}
     if told.supervisor.node_id and told.supervisor.node_id not in alive:
-        logger.info("the supervisor at %s has gone with its node", told.supervisor.address)
+        logger.info("the supervisor at %s is lost with its node", told.supervisor.address)
         return None, None
     predecessor = Predecessor(told.supervisor, token)
     said = await predecessor.pause()
@@ -117,7 +118,7 @@ async def _predecessor(
 
 
 def _read(tree: Mapping[str, Mapping[str, Any]]) -> Config:
-    """A configuration of another version of the package, too: keys that are none here are left out."""
+    """A configuration, possibly of another version of the package: unknown keys are ignored."""
     known = set(known_keys())
     return from_tree(
         {

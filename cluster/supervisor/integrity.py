@@ -1,4 +1,4 @@
-"""Every process of a cluster recounts its stores and books; one that cannot be asked is named."""
+"""Makes every process of a cluster recount its stores and check its state. Processes that do not answer are listed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASK_TIMEOUT_S = 10.0
 
 
 async def check_cluster(roster: Roster, token: str, timeout_s: float = ASK_TIMEOUT_S) -> sv.IntegrityReport:
-    """What all of them find, within `timeout_s` each."""
+    """The findings of all processes, within `timeout_s` each."""
     hellos = [member.hello for member, _ in roster.members()]
     reports = await asyncio.gather(*(_ask(hello, token, timeout_s) for hello in hellos))
     return sv.IntegrityReport(books=[book for report in reports for book in report.books])
@@ -27,7 +27,7 @@ async def _ask(hello: sv.RoleHello, token: str, timeout_s: float) -> sv.Integrit
     try:
         report: sv.IntegrityReport = await sv_grpc.RoleStub(channel).CheckIntegrity(pb.Empty(), timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
-        problem = f"the process cannot be asked: {error.code().name}"
+        problem = f"the process does not answer: {error.code().name}"
         silent = sv.BookCheck(store="all", instance=hello.process.id, problem=problem, unknown=True)
         return sv.IntegrityReport(books=[silent])
     finally:

@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A process that has joined: who it is, and what it said last."""
+    """A process that has joined: its hello and its last heartbeat."""
 
     hello: sv.RoleHello
     hang_detector: HangDetector
@@ -37,7 +37,7 @@ class ManagedProcess:
 
     @classmethod
     def told(cls, peer: sv.Peer, now: float) -> ManagedProcess:
-        """A process of an earlier supervisor, as that told of it: its state and its stores hold until it says more."""
+        """A process as an earlier supervisor described it. State and stores stay valid until its first heartbeat."""
         hello = sv.RoleHello(
             process=peer.process,
             pid=peer.pid,
@@ -60,12 +60,12 @@ class ManagedProcess:
 
     @property
     def news(self) -> tuple[object, ...]:
-        """What others are told of its last heartbeat."""
+        """The parts of its last heartbeat that other processes learn."""
         beat = self.beat
         return self.state, list(beat.stores), beat.HasField("failure"), list(beat.alarms), list(beat.reaches)
 
     def peer(self, *, lost: bool, fenced: bool = False, detailed: bool = False) -> sv.Peer:
-        """As others see it; what changes all the time is left out but where `detailed`."""
+        """The process as other processes see it. Frequently changing fields are included only if `detailed`."""
         peer = sv.Peer(
             process=self.key,
             pid=self.hello.pid,
@@ -88,7 +88,7 @@ class ManagedProcess:
 
 @dataclass(slots=True)
 class Slot:
-    """A planned process and whoever fills it now. `since` is when the phase began."""
+    """A planned process, and the process that fills it now. `since` is when the phase began."""
 
     planned: PlannedRole
     phase: Phase = Phase.WAITING
@@ -96,24 +96,24 @@ class Slot:
     launch_at: float = 0.0
     deadline: float = 0.0
     generation: int = 0
-    """Counts the processes that filled this slot: what is said of an earlier one does not touch its successor."""
+    """Counts the processes of this slot, so that events of an earlier process do not affect its successor."""
     incarnation: int = 0
-    """Of its last process: a successor's is larger, though it may be on a node whose clock is behind."""
+    """Of its last process. A successor's is larger, even if the clock of its node is behind."""
     device: str = ""
-    """Where the model of its process lay, for the successor to take its place."""
+    """The device of its last process's model, which the successor uses again."""
     member: ManagedProcess | None = None
     found: ManagedProcess | None = None
-    """Who was found running here, as far as that is known, until it has joined or ended."""
+    """The process that was found running here, if any, until it has joined or ended."""
     was_ready: bool = False
     used: bool = False
-    """Requests may be with this process: it has been ready, or was found running."""
+    """The process may have requests: it has been ready, or was found running."""
     ready_at: float = 0.0
     failures: int = 0
-    """Ends in a row before it was ready, or soon after."""
+    """Consecutive ends before the process was ready, or soon after."""
     end_reason: str = ""
-    """Why it is being ended, where it was us."""
+    """Why the supervisor ends it, if it does."""
     draining_since: float | None = None
-    """It is to end once no request needs it, and is not to be replaced."""
+    """Set if it ends once no request needs it, without a successor."""
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
@@ -138,11 +138,11 @@ class Slot:
 
     @property
     def place(self) -> Place:
-        """Where its model lies, or is to lie, as far as is known."""
+        """The place of its model, now or planned, as far as known."""
         node_id = self.member.hello.node_id if self.member is not None else self.planned.node_id
         return Place(node_id, self.device or self.planned.device)
 
     @property
     def reaches(self) -> tuple[str, ...]:
-        """The devices whose memory its own reads; none: it has not said."""
+        """The devices whose memory its own device can read; empty: unknown."""
         return tuple(self.member.beat.reaches) if self.member is not None else ()

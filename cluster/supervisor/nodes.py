@@ -1,4 +1,4 @@
-"""The machines that a cluster is on: how they are numbered, what each has of its own, and what runs where."""
+"""The nodes of a cluster: their numbers, their node agents and shards, and the processes on them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from alignedserve.proto import supervisor_pb2 as sv
 
 logger = logging.getLogger(__name__)
 
-NODE_ROLES = ("node_agent", "kv_pool")  # which each node has for itself that instances are on
+NODE_ROLES = ("node_agent", "kv_pool")  # roles of which each node with instances has one
 
-RETURN_S = 10.0  # a connection that is opened anew tries for five seconds at a time
-GONE_KEPT = 128  # processes of nodes that went before these have ended themselves long ago
+RETURN_S = 10.0  # a new connection may take five seconds per attempt
+GONE_KEPT = 128  # processes of nodes that were lost earlier have ended themselves long ago
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a launcher says: the machines that there are, the supervisor's own first, and where instances are to run.
+    """A launcher's answer: the nodes, the supervisor's own first, and the places of instances.
 
-    `where` has the node of each instance, by id; `waiting` what those wait for that have none yet.
+    `where` has the node of each instance, by id; `waiting` has a reason for each instance without a node.
     """
 
     nodes: tuple[Node, ...]
     where: Mapping[str, str] = field(default_factory=dict)
     waiting: Mapping[str, str] = field(default_factory=dict)
     elastic: bool = False
-    """Nodes may come that nobody has heard of yet."""
+    """Further nodes may join."""
 
 
 class NodeBook:
-    """Changes the roster's slots: each node that is used has an agent and a shard, until it is gone for good.
+    """Changes the roster's slots: each used node has a node agent and a shard until it is gone for good.
 
-    Nodes are numbered as they are first used, and no number is given twice. Before the first placement there is one
-    node, which has no name.
+    Nodes are numbered in the order of their first use. Numbers are never reused. Before the first placement there is
+    one node without a name.
     """
 
     def __init__(self, roster: Roster, gpus: int = 0, socket: Callable[[Node, int], str] | None = None) -> None:
@@ -50,11 +50,11 @@ class NodeBook:
         self._nodes = {"": Node("", gpus=gpus)}
         self._numbers: dict[str, int] = {}
         self._sockets: dict[str, str] = {}
-        self._back_at: dict[str, float] = {}  # of nodes that were out of contact; infinite: they still are
-        self._expected_at: dict[str, float] = {}  # since when somebody of the node is waited for, and none was heard
+        self._back_at: dict[str, float] = {}  # when unreachable nodes came back; infinite: they still are unreachable
+        self._expected_at: dict[str, float] = {}  # since when processes of the node are expected, without a heartbeat
         self.next_number = 0
         self.gone: dict[str, None] = {}
-        """The last `GONE_KEPT` nodes that were used and count as ended for good, whoever comes back, in their order."""
+        """The last `GONE_KEPT` used nodes that are gone for good, in order, even if their processes come back."""
 
     # ---- what is known
 
@@ -67,11 +67,11 @@ class NodeBook:
         return self._nodes.get(node_id) or Node(node_id)
 
     def number(self, node_id: str) -> int | None:
-        """None where the cluster has nothing of its own on the node."""
+        """The node's number; None if the cluster does not use it."""
         return self._numbers.get(node_id)
 
     def agent_socket(self, node_id: str) -> str:
-        """Of the node's agent; empty where it has none."""
+        """The socket of the node's agent; empty if it has none."""
         return self._sockets.get(node_id, "")
 
     @property
@@ -80,24 +80,24 @@ class NodeBook:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes."""
+        """Number of GPUs of all nodes."""
         return sum(node.gpus for node in self._nodes.values())
 
     def unused(self) -> list[Node]:
-        """Those on which the cluster has neither an agent nor a shard yet."""
+        """Nodes on which the cluster has neither a node agent nor a shard yet."""
         return [node for node in self._nodes.values() if node.node_id not in self._numbers]
 
     def waiting(self) -> list[str]:
-        """Instances that have no node, a line each."""
+        """A line for each instance without a node."""
         said = self._placement.waiting if self._placement is not None else {}
         return [f"{role_id}: {why}" for role_id, why in sorted(said.items()) if role_id in self._roster.slots]
 
     def expect(self, node_id: str, now: float) -> None:
-        """Somebody runs there, as an earlier supervisor or the launcher said, who has yet to be heard of."""
+        """Expect processes on the node, which an earlier supervisor or the launcher reported."""
         self._expected_at[node_id] = now
 
     def follow(self, quiet_s: float, now: float) -> None:
-        """Look which of the other nodes are in contact: somebody there was heard in the last so many seconds."""
+        """Update which other nodes are reachable: a process there sent a message in the last `quiet_s` seconds."""
         heard: dict[str, float] = {}
         for member, _ in self._roster.members():
             node_id = member.hello.node_id
@@ -112,11 +112,11 @@ class NodeBook:
                 self._back_at[node_id] = now
 
     def is_cut_off(self, node_id: str, now: float) -> bool:
-        """Whether another node is out of contact, or was a moment ago: its processes need some time to come back."""
+        """Whether another node is unreachable, or was a moment ago, because its processes need some time to return."""
         return self._placement is not None and now - self._back_at.get(node_id, -math.inf) < RETURN_S
 
     def silent(self) -> list[str]:
-        """The nodes that are out of contact, a line each."""
+        """A line for each unreachable node."""
         return [
             f"node {node_id} does not answer" for node_id in self._numbers if self._back_at.get(node_id) == math.inf
         ]
@@ -129,7 +129,7 @@ class NodeBook:
         ]
 
     def planned(self, slot: Slot) -> PlannedRole | None:
-        """The role, with the node and the device of its next process; None while there is no node for it."""
+        """The role with the node and the device of its next process; None while it has no node."""
         planned = slot.planned
         if self._placement is None or planned.role in NODE_ROLES:
             return planned
@@ -140,7 +140,7 @@ class NodeBook:
         return replace(planned, node_id=node_id, device=device)
 
     def free_device(self, node_id: str = "") -> str:
-        """The GPU of the node that the fewest instances are on."""
+        """The GPU of the node with the fewest instances."""
         planned = [slot.planned for slot in self._roster.slots.values()]
         used = [role.device for role in planned if role.on_gpu and role.node_id == node_id]
         return min((f"cuda:{number}" for number in range(max(1, self.node(node_id).gpus))), key=used.count)
@@ -148,8 +148,8 @@ class NodeBook:
     # ---- what changes
 
     def adopt(self, view: sv.ClusterView, found: Iterable[tuple[PlannedRole, str]]) -> None:
-        """What an earlier supervisor told everyone, and roles that run, with the sockets of their nodes' agents: nodes
-        that are used keep their numbers, whatever runs there still, and those that have gone stay away."""
+        """Take over an earlier supervisor's view, and running roles with the sockets of their node agents. Used nodes
+        keep their numbers, whatever still runs there, and lost nodes stay excluded."""
         known: list[tuple[str, int | None, str]] = [
             (shard.node_id, _number(shard.pool_id), shard.agent_socket) for shard in view.pools
         ]
@@ -165,12 +165,12 @@ class NodeBook:
         self.next_number = max((view.next_node, *(number + 1 for number in self._numbers.values())))
 
     def take_in(self, placement: Placement) -> list[str]:
-        """What there is now. Returns the nodes that were used and have gone."""
+        """Apply the current nodes. Returns the used nodes that are gone."""
         self._placement = placement
         self._nodes = {node.node_id: node for node in placement.nodes}
         lost = [node_id for node_id in self._numbers if node_id not in self._nodes]
         for node_id in lost:
-            logger.warning("node %s has gone", node_id)
+            logger.warning("node %s is gone", node_id)
             for role in NODE_ROLES:
                 role_id = f"{role}-{self._numbers[node_id]}"
                 if role_id in self._roster.slots:
@@ -187,7 +187,7 @@ class NodeBook:
             del self.gone[node_id]
 
     def open(self, now: float) -> list[PlannedRole]:
-        """Give every node that instances are to be on, and that has none yet, an agent and a shard. Returns these."""
+        """Plan a node agent and a shard for each node with instances that has none yet. Returns these roles."""
         if self._placement is None:
             return []
         wanted = [slot.planned.id for slot in self._roster.slots.values() if slot.planned.role in MODEL_ROLES]
@@ -208,7 +208,7 @@ class NodeBook:
         return added
 
     def on(self, node_id: str) -> list[Slot]:
-        """Those whose processes are on the node."""
+        """Slots whose processes are on the node."""
         return [
             slot
             for slot in self._roster.slots.values()
@@ -217,7 +217,7 @@ class NodeBook:
 
 
 def _number(role_id: str) -> int:
-    """Of the node that the role is one of `NODE_ROLES` of."""
+    """The number of the node of a role in `NODE_ROLES`."""
     return int(role_id.rpartition("-")[2])
 
 

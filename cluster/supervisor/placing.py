@@ -1,4 +1,4 @@
-"""Where the supervisor's processes are to run: asks the launcher for room, and tells the core what nodes there are."""
+"""Places processes: asks the launcher for room, and passes nodes and places to the core."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 NODES_LOOK_S = 0.5
 MEMORY_ASK_S = 2.0
-FRESH_S = 0.05  # what was found out so shortly before holds
+FRESH_S = 0.05  # results of this age are reused
 
 
 class Placing:
-    """`settle` once, then `follow` for as long as the supervisor lives; `look` when something is to be placed now."""
+    """Call `settle` once, then `follow` for the supervisor's life, and `look` to place something now."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class Placing:
         self._placed: list[tuple[str, str]] = []
 
     async def settle(self, now: float) -> None:
-        """Nothing is started by it. Raises ResourceError where there can never be room."""
+        """Find nodes and places without starting anything. Raises ResourceError if there can never be room."""
         self._core.settle(await self._placement(), now)
 
     async def look(self, older_s: float = 0.0) -> None:
-        """Have room for the instances there are to be, and take in what nodes there are, unless that was done
-        `older_s` ago. Raises ResourceError, UnavailableError."""
+        """Reserve room for the planned instances, and update the nodes, unless that was done less than `older_s` ago.
+        Raises ResourceError and UnavailableError."""
         if older_s and time.monotonic() - self._looked_at <= older_s:
             return
-        async with self._looking:  # so that nothing older is taken in after what is newer
+        async with self._looking:  # so that an older result does not replace a newer one
             self._carry_out(self._core.located(await self._placement(), time.monotonic()))
 
     async def follow(self) -> None:
-        """Look again and again, but in a pause: then it is a successor that places."""
+        """Call `look` periodically, except during a pause, when a successor places."""
         while True:
             await asyncio.sleep(NODES_LOOK_S)
             if self._core.paused:
@@ -68,12 +68,12 @@ class Placing:
                 with self._leaving.finishes():
                     await self.look()
             except AlignedServeError as error:
-                logger.warning("where instances are to run is not known now: %s", error.message)
-            except Exception:  # it must go on: nobody else hears of nodes that have gone
-                logger.exception("where instances are to run is not known now")
+                logger.warning("the places of instances cannot be determined now: %s", error.message)
+            except Exception:  # it must go on, because only this task notices removed nodes
+                logger.exception("the places of instances cannot be determined now")
 
     async def _placement(self) -> Placement:
-        """With room for the instances that there are to be, and for those that are still there, and for no others."""
+        """The placement, with room for the planned and the remaining instances only."""
         slots = self._instances()
         ids = [(planned.role, planned.id) for planned in slots]
         if ids != self._placed:
@@ -86,7 +86,7 @@ class Placing:
         return placement
 
     async def _room(self, new: Sequence[tuple[str, str]]) -> NodeRoom:
-        """What nodes have for these instances. Nodes that do not say it in time count as full."""
+        """Free memory of nodes for these instances. Nodes that do not answer in time count as full."""
         free_bytes = await self._fencer.free_memory_bytes(MEMORY_ASK_S) if new else {}
         planner = self._core.planner
         return self._core.scaling.room(new, planner.model_info, planner.store_plan, free_bytes)

@@ -1,4 +1,4 @@
-"""What a cluster consists of: the roles that the configuration asks for, their devices, and who prefetches for whom."""
+"""The processes that a configuration requires, and their devices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from alignedserve.errors import ResourceError
 REQUIRED_ROLES = ("node_agent", "kv_pool", "scheduler", "prefill", "decode")
 MODEL_ROLES = ("prefill", "decode")
 SPARE = "spare"
-# What a spare may become. An agent is quick to start, and owns memory.
+# Roles that a spare may take. A node agent starts quickly, and owns memory.
 SPARED_ROLES = (*MODEL_ROLES, "kv_pool", "scheduler")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRole:
-    """One process that should run. `device` is where its model lies ("cpu", "cuda:N"); roles without one have "cpu".
+    """One process that should run. `device` holds its model ("cpu", "cuda:N"); roles without a model have "cpu".
 
-    `node_id` is where it is to run; empty: that is not known yet.
+    `node_id` is its node; empty: not known yet.
     """
 
     role: str
@@ -35,7 +35,7 @@ class PlannedRole:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many instances there are to be. Their numbers count from 0."""
+    """The target number of instances. They are numbered from 0."""
 
     prefill: int
     decode: int
@@ -59,9 +59,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that processes can be started on; `host` is the address that its gRPC servers bind.
+    """A machine on which processes can be started; `host` is the address that its gRPC servers bind.
 
-    `resources`: what Ray has of it in all, `memory` in bytes among them; empty: unknown.
+    `resources`: its total resources in Ray, including `memory` in bytes; empty: unknown.
     """
 
     node_id: str
@@ -71,14 +71,14 @@ class Node:
 
 
 def resolve_device(config: Config, gpus: int) -> str:
-    """ "cpu" or "cuda", for "auto" by what the node has."""
+    """ "cpu" or "cuda"; "auto" is resolved by the node's number of GPUs."""
     if config.cluster.device != "auto":
         return config.cluster.device
     return "cuda" if gpus else "cpu"
 
 
 def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
-    """Raises ResourceError where more GPUs are asked for than there are. `shape` is the configured one by default."""
+    """Raises ResourceError if the instances need more GPUs than there are. `shape` is by default the configured one."""
     if resolve_device(config, gpus) == "cpu":
         return
     shape = shape or Shape.configured(config)
@@ -87,7 +87,7 @@ def check_gpus(config: Config, gpus: int, shape: Shape | None = None) -> None:
         raise ResourceError(f"cluster.device is 'cuda' for {asked}, but this machine has no GPU; use --device cpu")
     if instances > gpus and not config.cluster.share_gpu:
         raise ResourceError(
-            f"{asked} need {instances} GPUs, but there are {gpus}; ask for fewer, set cluster.share_gpu: true to let "
+            f"{asked} need {instances} GPUs, but there are {gpus}; use fewer, set cluster.share_gpu: true to let "
             "several share one, or use --device cpu"
         )
 
@@ -112,9 +112,9 @@ def plan_roles(config: Config, gpus: int, shape: Shape | None = None) -> list[Pl
 
 
 def plan_processes(config: Config, device: str, shape: Shape) -> list[PlannedRole]:
-    """What there is to be beside what each node has for itself, before it is known on which nodes.
+    """The planned processes without node agents and shards, before their nodes are known.
 
-    `device`: "cpu" or "cuda", of which an instance gets one of its node's when it is placed.
+    `device`: "cpu" or "cuda". An instance gets one of its node's GPUs when it is placed.
     """
     placeholder = "cuda:0" if device == "cuda" else device
     instances = [PlannedRole(role, role_id, placeholder) for role, role_id in shape.ids()]

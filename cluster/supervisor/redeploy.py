@@ -1,5 +1,5 @@
-"""What a changed configuration asks of a cluster that runs: nothing, other numbers of instances, a rolling restart, or
-another cluster in its place.
+"""Determines how a running cluster follows a changed configuration: nothing, other numbers of instances, a rolling
+restart, or a new cluster.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COUNTS = frozenset({"cluster.prefill", "cluster.decode"})
-SERVES = frozenset({"cluster.name", "model.chat_template"})  # beside gateway.*: Ray Serve replaces gateways anyway
+SERVES = frozenset({"cluster.name", "model.chat_template"})  # besides gateway.*: Ray Serve replaces gateways anyway
 INSTANCES = frozenset({"prefill", "decode"})
 EVERYBODY = frozenset({*INSTANCES, *PROCESS_ROLES})
-# What a process reads when it starts, and what leaves the sizes of stores and what the tokens are as they were.
+# Keys that a process reads when it starts, and that affect neither the sizes of stores nor the tokens.
 ROLLED: Mapping[str, frozenset[str]] = {
     "kv_pool.growth_reserve": frozenset({"kv_pool", "scheduler"}),
     "kv_pool.copy_timeout_s": INSTANCES,
@@ -45,8 +45,8 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`replaced_for`: keys for which nothing that runs can go on; empty: it can. `shape`: other numbers of instances.
-    `rolled`: roles whose processes are to be replaced one after the other."""
+    """`replaced_for`: changed keys that require a new cluster; empty: the running one can go on. `shape`: other numbers
+    of instances. `rolled`: roles for a rolling restart."""
 
     replaced_for: tuple[str, ...] = ()
     shape: Shape | None = None
@@ -58,7 +58,7 @@ class Change:
 
     def __str__(self) -> str:
         if self.replaced_for:
-            return f"another cluster takes its place, for {', '.join(self.replaced_for)}"
+            return f"a new cluster replaces it because of {', '.join(self.replaced_for)}"
         parts = [f"going to {self.shape}"] if self.shape else []
         parts += [f"a rolling restart of {', '.join(sorted(self.rolled))}"] if self.rolled else []
         return "; ".join(parts) or "everything goes on"
@@ -68,7 +68,7 @@ NO_CHANGE = Change()
 
 
 def compare(old: Config, new: Config) -> Change:
-    """What it takes to go from one configuration to the other. For a key that is not known here, everything is new."""
+    """The change from one configuration to the other. A key that is not listed here requires a new cluster."""
     replaced, rolled, counts = [], frozenset[str](), False
     for key in differing(old, new):
         section = key.partition(".")[0]
@@ -90,8 +90,8 @@ def compare(old: Config, new: Config) -> Change:
 
 
 def compare_all(old: Iterable[tuple[str, Config]], new: Config) -> Change:
-    """Of processes, each a role and what it was started with: all that one of them asks for itself. Numbers of
-    instances are nobody's own, and left out."""
+    """The combined change of processes, each a role and the configuration it was started with, without numbers of
+    instances."""
     changes = [(role, compare(one, new)) for role, one in old]
     replaced = {key: None for _, change in changes for key in change.replaced_for}
     return Change(tuple(replaced), rolled=frozenset(role for role, change in changes if role in change.rolled))
@@ -112,13 +112,13 @@ def _value(config: Config, section: str, key: str) -> Any:
 
 
 async def follow(change: Change, supervisor: Supervisor) -> None:
-    """Have what runs follow a changed configuration, one thing after the other; returns when the last is under way."""
+    """Apply a changed configuration to the running cluster step by step. Returns when the last step has begun."""
     logger.info("the configuration has changed: %s", change)
     if change.shape is not None:
         try:
             await _when_at_rest(supervisor, partial(supervisor.scale, change.shape.prefill, change.shape.decode))
         except AlignedServeError as error:
-            logger.error("%s cannot be had: %s", change.shape, error.message)
+            logger.error("cannot change to %s: %s", change.shape, error.message)
             supervisor.core.scaling.failure = error.message
         supervisor.core.scaling.followed = change.shape
         supervisor.core.view_version += 1
@@ -127,17 +127,17 @@ async def follow(change: Change, supervisor: Supervisor) -> None:
 
 
 async def _when_at_rest(supervisor: Supervisor, begin: Callable[[], Awaitable[object]]) -> None:
-    """Begin once nothing else is under way. In a pause nothing is: what a successor has not seen would be lost."""
+    """Begin once nothing else is in progress, and not during a pause, because a successor would not know of it."""
     core = supervisor.core
     while True:
         while not core.was_ready or not _at_rest(core) or core.paused:
             await supervisor.wait_changed(0.5)
         try:
             await begin()
-        except UnavailableError as error:  # an order came meanwhile, or no agent answered
+        except UnavailableError as error:  # another command came first, or no node agent answered
             if core.ending or core.failure is not None:
                 raise
-            logger.warning("the changed configuration is followed later: %s", error.message)
+            logger.warning("the changed configuration will be applied later: %s", error.message)
             await asyncio.sleep(RETRY_S)
         else:
             return

@@ -1,11 +1,10 @@
-"""A rolling restart: every process of some roles is replaced, one after the other, and no request notices.
+"""A rolling restart: every process of some roles is replaced, one after the other, without failing a request.
 
-The order names the incarnations that are to be replaced, so nothing needs to be remembered of what was done: a
-supervisor's successor goes on from the order, which stands in the view. An instance drains first, as one that is to go
-(`scaling.py`); where there is room, one more runs meanwhile. Where further nodes may come, that shows only when it has
-found a place: one that has none after `ROOM_S` is given up. Pool, scheduler and node agent are replaced as if they had
-died. Gateways and the supervisor are Ray Serve's: they call themselves unhealthy, and Serve lets them end in order
-beside their successors.
+The order in the view names the incarnations to replace, so no progress is stored, and a supervisor's successor
+continues from it. An instance drains first, as in `scaling.py`. If there is room, one more instance runs meanwhile. If
+further nodes may join, room is known only once that instance has a place; it is given up after `ROOM_S` without one.
+Shards, the scheduler and node agents are replaced as if they had died. Gateways and the supervisor report unhealthy,
+and Ray Serve lets them end in order beside their successors.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ logger = logging.getLogger(__name__)
 PROCESS_ROLES = ("kv_pool", "scheduler", "node_agent")
 SERVE_ROLES = ("gateway", "supervisor")
 ORDER = ("decode", "prefill", *PROCESS_ROLES, *SERVE_ROLES)
-PATIENCE_S = 60.0  # beyond what a step may take
+PATIENCE_S = 60.0  # in addition to the longest time of a step
 MOST_FAILURES = 2
-ROOM_S = 10.0  # in which one more has its place; Ray takes milliseconds where there is room
+ROOM_S = 10.0  # time limit to place one more instance; Ray needs milliseconds if there is room
 
 
 class Rolling:
-    """`state` is the order under way, or the last one; it tells people and successors how far it is.
+    """`state` is the current or the last order, and shows its progress to users and successors.
 
-    `step` is to be called when time has passed or somebody's state has changed. It changes slots through `Scaling`.
+    `step` must be called periodically, and when the state of a process changes. It changes slots through `Scaling`.
     """
 
     def __init__(self, roster: Roster, scaling: Scaling, longest_step_s: float) -> None:
-        """`longest_step_s`: what a start and the drain of a gateway may take together."""
+        """`longest_step_s`: the longest time of a start and a gateway's drain together."""
         self.state = sv.Restart(done=True)
         self._roster = roster
         self._scaling = scaling
         self._patience_s = longest_step_s + PATIENCE_S
-        self._since = 0.0  # since when it waits for the same thing
+        self._since = 0.0  # since when the current step waits
         self._reasons: dict[str, str] = {}
         self.supervisor_due = False
-        """This very process is the next to be replaced."""
+        """This process itself is the next to be replaced."""
 
     @property
     def running(self) -> bool:
         return not self.state.done
 
     def refuse_others(self) -> None:
-        """Raises UnavailableError while one is under way."""
+        """Raises UnavailableError during a rolling restart."""
         if self.running:
             raise UnavailableError(
                 f"a rolling restart is under way ({self.state.doing or 'it begins'}); `alignedserve status` shows it"
@@ -62,12 +61,12 @@ class Rolling:
     def begin(
         self, roles: Collection[str], since_ns: int, now: float, check: Callable[[Shape], None], incarnation: int
     ) -> None:
-        """Replace all of `roles` that there is now, at `since_ns` (Unix time). `check` raises ConfigError where there
-        is no room for so many instances; `incarnation` is that of the supervisor itself. Raises UnavailableError,
-        ConfigError for what is no role."""
+        """Replace all processes of `roles` that exist at `since_ns` (Unix time). `check` raises ConfigError if there is
+        no room for a number of instances; `incarnation` is that of the supervisor itself. Raises UnavailableError, and
+        ConfigError for an unknown role."""
         self.refuse_others()
         if unknown := sorted(set(roles) - set(ORDER)):
-            raise ConfigError(f"there is no role {unknown[0]!r}; there are {', '.join(ORDER)}")
+            raise ConfigError(f"unknown role {unknown[0]!r}; choose from {', '.join(ORDER)}")
         shape = self._scaling.shape
         self.state = sv.Restart(
             since_ns=since_ns,
@@ -95,16 +94,16 @@ class Rolling:
             self.state.CopyFrom(view.restart)
             self._since = now
         for slot in self._surplus():
-            if not slot.used:  # it had no process yet: the cluster is what it was, and is tried again if need be
+            if not slot.used:  # it had no process yet, so it is given up, and added again if needed
                 self._give_back(slot, now)
 
     def note_end(self, role_id: str, reason: str) -> None:
-        """A process has ended that was not meant to: why, should it not start again."""
+        """Note why a process ended unexpectedly, in case it does not start again."""
         if self.running:
             self._reasons[role_id] = reason
 
     def step(self, now: float, incarnation: int) -> list[Slot]:
-        """Go on, where nothing is to be waited for; the slots whose processes are to be ended now.
+        """Take the next step unless something must be waited for. Returns the slots whose processes must end now.
 
         `incarnation` is that of the supervisor itself.
         """
@@ -124,7 +123,7 @@ class Rolling:
             self.state.doing = waited_for
             return []
         if spares := [slot for slot in self._old(SPARE) if slot.phase is not Phase.ENDING]:
-            return spares  # before any role is replaced: it would come from one, and go on with old code
+            return spares  # first, because a successor that starts from an old spare would run old code
         for role in self.state.roles:
             if role in MODEL_ROLES:
                 if self._step_instances(role, now):
@@ -145,7 +144,7 @@ class Rolling:
         return []
 
     def _waited_for(self, now: float) -> str | None:
-        """Who is not ready, and must be before anything else is touched."""
+        """The process that must be ready before the next step, as a line for the status; None if there is none."""
         for slot in self._roster.slots.values():
             if slot.planned.role == SPARE or slot.ready:
                 continue
@@ -153,17 +152,17 @@ class Rolling:
             if slot.draining:
                 return f"{role_id} drains"
             if slot in self._surplus() and not self._has_room(slot, now):
-                logger.info("there is no room for %s: the others drain without it", role_id)
+                logger.info("there is no room for %s: the other instances drain without it", role_id)
                 self.state.surplus.remove(slot.planned.role)
                 self._give_back(slot, now)
-                return f"{role_id} finds no room"
+                return f"{role_id} has no room"
             if slot.failures >= MOST_FAILURES and slot.phase is Phase.WAITING:
                 self._stop(f"{role_id} does not start: {self._reasons.get(role_id, 'its process has ended')}", now)
             return f"{role_id} starts"
         return None
 
     def _surplus(self) -> list[Slot]:
-        """Instances that were added so that none is missing meanwhile."""
+        """Additional instances that run during the restart."""
         if not self.running:
             return []
         lasting = set(Shape(self.state.prefill, self.state.decode).ids())
@@ -172,7 +171,7 @@ class Rolling:
         ]
 
     def _has_room(self, slot: Slot, now: float) -> bool:
-        """Whether it has a place to be started on, or may still find one."""
+        """Whether it has a place to start, or may still get one."""
         late = now - max(slot.launch_at, self._since) > ROOM_S
         return not late or slot.phase is not Phase.WAITING or self._scaling.has_place(slot)
 
@@ -188,7 +187,7 @@ class Rolling:
         ]
 
     def _name_old(self) -> None:
-        """Those that had been launched before the order, and have joined since."""
+        """Processes that were launched before the order and have joined since."""
         for member, _ in self._roster.members():
             if self.state.old.get(member.key.id) == 0:
                 self.state.old[member.key.id] = member.key.incarnation
@@ -197,7 +196,7 @@ class Rolling:
         return self.state.old.get(member.key.id) == member.key.incarnation
 
     def _step_instances(self, role: str, now: float) -> bool:
-        """Whether there is still something to be done for the role."""
+        """Whether processes of the role have yet to be replaced."""
         shape, there_are_to_be = self._scaling.shape, getattr(self.state, role)
         count = getattr(shape, role)
         old = self._old(role)
@@ -230,7 +229,7 @@ class Rolling:
         del self.state.retiring[:]
         ready = [member for member in there if member.state == "ready"]
         old = [member for member in ready if self._is_old(member)]
-        # Serve may have fewer by now, where they autoscale.
+        # With autoscaling, Serve may have fewer gateways by now.
         if len(ready) < self.state.gateways and now - self._since < PATIENCE_S:
             self.state.doing = "a gateway starts"
         elif old:
@@ -244,7 +243,7 @@ class Rolling:
         more = self._surplus()
         self.state.done, self.state.failure, self.state.doing = True, reason, ""
         del self.state.retiring[:]
-        if any(not slot.ready for slot in more):  # nothing has gone for which it would be needed
+        if any(not slot.ready for slot in more):  # no process was removed that would need it
             self._scaling.give_up(reason, now)
         logger.error("the rolling restart has stopped: %s", reason)
 

@@ -1,4 +1,4 @@
-"""Who is planned, who has joined, and what is missing."""
+"""The planned processes, the processes that have joined, and the missing roles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Roster:
     def __init__(self, planned: Sequence[PlannedRole]) -> None:
         self.slots = {role.id: Slot(role) for role in planned}
         self._generations: dict[str, int] = {}
-        self._incarnations: dict[str, int] = {}  # of the last process of who has no slot now
+        self._incarnations: dict[str, int] = {}  # of the last process of ids that have no slot now
         self.guests: dict[str, ManagedProcess] = {}
         self.lost_guests: dict[str, float] = {}
         """Guests whose stream is gone, and until when they may come back."""
@@ -39,7 +39,7 @@ class Roster:
         return member if member is not None and member.key == key else None
 
     def watched(self) -> list[ManagedProcess]:
-        """Everyone whom the kernel is asked about: who has joined, and who may come."""
+        """All processes whose kernel state is watched: those that have joined, and those that may join."""
         expected = [slot.found for slot in self.slots.values() if slot.found is not None]
         return [member for member, _ in self.members()] + expected + list(self.found_guests.values())
 
@@ -62,41 +62,41 @@ class Roster:
         self._generations[role_id], self._incarnations[role_id] = slot.generation, slot.incarnation
 
     def adopt(self, incarnations: Mapping[str, int]) -> None:
-        """Those of an earlier supervisor's roster."""
+        """Take over the incarnations of an earlier supervisor's roster."""
         self._incarnations |= incarnations
         for role_id in self._incarnations.keys() & self.slots.keys():
             self.slots[role_id].incarnation = self._incarnations.pop(role_id)
 
     def incarnations(self) -> dict[str, int]:
-        """Of the last process that joined, by id: also of instances that have gone, since their ids are used again."""
+        """The incarnation of the last process that joined, by id, also of removed instances, whose ids are reused."""
         gone = {name: last for name, last in self._incarnations.items() if name.rpartition("-")[0] in MODEL_ROLES}
         there = {name: slot.incarnation for name, slot in self.slots.items()}
         return {name: last for name, last in (gone | there).items() if last}
 
     def newest(self) -> int:
-        """The greatest incarnation that was heard of."""
+        """The greatest known incarnation."""
         there = (slot.incarnation for slot in self.slots.values())
         guests = (member.key.incarnation for member in self.guests.values())
         return max((*self._incarnations.values(), *there, *guests), default=0)
 
     def members(self) -> list[tuple[ManagedProcess, bool]]:
-        """Everyone who has joined and is not known to be dead, and whether its stream is gone."""
+        """All processes that have joined and are not known to be dead, and whether their streams have broken."""
         planned = [
             (slot.member, slot.phase is not Phase.JOINED) for slot in self.slots.values() if slot.member is not None
         ]
         return planned + [(member, member.key.id in self.lost_guests) for member in self.guests.values()]
 
     def open_requests(self) -> int:
-        """What gateways hold, as they said last."""
+        """Open requests of all gateways, from their last heartbeats."""
         return int(sum(member.beat.gauges[OPEN_GAUGE] for member in self.guests.values()))
 
     def guests_drained(self) -> bool:
-        """Whether no gateway holds a request or takes one."""
+        """Whether no gateway holds or accepts requests."""
         return all(member.state == DRAINED for member in self.guests.values())
 
     def drop_lost_guests(self, now: float, spared: Callable[[str, float], bool]) -> bool:
-        """Forget those whose time is over, but for those of whose node and time `spared` is true; whether there were
-        any."""
+        """Forget lost guests whose time is over, except those for which `spared(node, time)` is true. Returns whether
+        there were any."""
         due = [(role_id, until) for role_id, until in self.lost_guests.items() if now >= until]
         over = [role_id for role_id, until in due if not spared(self.guests[role_id].hello.node_id, until)]
         for role_id in over:
@@ -110,12 +110,12 @@ class Roster:
         self.ending_guests.discard(role_id)
 
     def is_fenced(self, role_id: str) -> bool:
-        """Whether it is being ended: nothing that it says counts any more."""
+        """Whether the process is being ended. Its messages are ignored then."""
         slot = self.slots.get(role_id)
         return slot.phase is Phase.ENDING if slot is not None else role_id in self.ending_guests
 
     def forgive(self, seconds: float, now: float) -> None:
-        """Nobody is to blame for what was not heard in so many seconds until now."""
+        """Ignore missing heartbeats of the last `seconds`."""
         for member in self.watched():
             member.hang_detector.forgive(seconds, now)
         for slot in self.slots.values():
@@ -123,11 +123,11 @@ class Roster:
                 slot.since = now
 
     def all_ready(self) -> bool:
-        """Whether every role that the cluster needs is; spares come after that."""
+        """Whether all processes except spares are ready."""
         return all(slot.ready or slot.draining for slot in self.slots.values() if slot.planned.role != SPARE)
 
     def ready_spare(self, node_id: str = "") -> Slot | None:
-        """One on that node, where it matters."""
+        """A ready spare on that node, or on any node if none is given."""
         spares = (slot for slot in self.slots.values() if slot.planned.role == SPARE and slot.ready)
         return next((slot for slot in spares if not node_id or slot.planned.node_id == node_id), None)
 
@@ -137,7 +137,7 @@ class Roster:
         return [role for role in REQUIRED_ROLES if role not in ready]
 
     def degraded(self) -> list[str]:
-        """Instances that are not ready though another of their role is, as "decode-1: starting"; and all alarms."""
+        """Instances that are not ready while others of their role are, as "decode-1: starting"; and all alarms."""
         missing = set(self.missing())
         late = [
             f"{slot.planned.id}: {slot.member.state if slot.phase is Phase.JOINED and slot.member else slot.phase}"

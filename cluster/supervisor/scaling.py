@@ -1,7 +1,7 @@
-"""How many instances there are, and how that changes: whether there is room, who comes, who goes, who pairs with whom.
+"""Changes the number of instances: checks for room, adds and removes instances, and pairs them.
 
-The numbers of instances count from 0, so the ones that go are those with the highest. One that goes drains first: it
-stays a part of the cluster, with its pairs, until neither it nor the scheduler knows of a request that needs it.
+Instances are numbered from 0, and those with the highest numbers are removed. A removed instance drains first: it stays
+in the cluster, with its pairs, until neither it nor the scheduler has a request that needs it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ DRAIN_LIMIT_S = 120.0
 
 
 class Scaling:
-    """Changes the roster's slots. What is to be done with their processes, the core decides."""
+    """Changes the roster's slots. The core decides about their processes."""
 
     def __init__(self, config: Config, roster: Roster, nodes: NodeBook, shape: Shape) -> None:
         self.shape = shape
         self.followed = Shape.configured(config)
-        """What the configuration asked for that was followed last: this one's numbers may still be to come."""
+        """The configured numbers that were applied last. Those of this configuration may have yet to be applied."""
         self.pairs: list[tuple[str, str]] = []
         self.failure = ""
         self._config = config
         self._roster = roster
         self._nodes = nodes
-        self._before = shape  # what a growth that fails goes back to
+        self._before = shape  # the numbers to return to if a growth fails
         self.pair()
 
     # ---- a change
@@ -54,9 +54,9 @@ class Scaling:
         return shape.prefill > self.shape.prefill or shape.decode > self.shape.decode
 
     def check(self, shape: Shape, model_info: str, store_plan: str, free_bytes: Mapping[str, int]) -> None:
-        """Raises UnavailableError where it is not the time for it, ResourceError where there is no room."""
+        """Raises UnavailableError if the change is impossible now, ResourceError if there is no room."""
         if draining := [slot.planned.id for slot in self._draining()]:
-            raise UnavailableError(f"{', '.join(draining)} must have ended first; try again in a moment")
+            raise UnavailableError(f"{', '.join(draining)} must end first; try again in a moment")
         if not model_info or not store_plan:
             raise UnavailableError("the cluster is still starting; try again when it is ready")
         if self.grows(shape):
@@ -65,20 +65,20 @@ class Scaling:
 
     def _check_gpus(self, shape: Shape) -> None:
         if self._nodes.elastic:
-            return  # they may come with further nodes
+            return  # further nodes may bring GPUs
         check_gpus(self._config, self._nodes.gpus, shape)
         if self._on_cpu() or not self._config.cluster.share_gpu:
             return
         each = -(-Shape.configured(self._config).instances // self._nodes.gpus)
         if shape.instances > each * self._nodes.gpus:
             raise ResourceError(
-                f"{shape} are more than {self._nodes.gpus} GPUs hold: each was divided for {each} instances at the "
-                "start; start the cluster with as many as there may be"
+                f"{shape} do not fit {self._nodes.gpus} GPUs: each was divided for {each} at the start; start "
+                "the cluster with the largest number of instances that you may need"
             )
 
     def _check_memory(self, shape: Shape, model_info: str, store_plan: str, free_bytes: Mapping[str, int]) -> None:
         if not free_bytes:
-            raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+            raise UnavailableError("no node agent reported its free memory; try again in a moment")
         new = self._new(shape)
         room, units = self.room(new, model_info, store_plan, free_bytes), self._units(new)
         if room.fits(units):
@@ -94,10 +94,10 @@ class Scaling:
     def room(
         self, instances: Sequence[tuple[str, str]], model_info: str, store_plan: str, free_bytes: Mapping[str, int]
     ) -> NodeRoom:
-        """What nodes have for these new instances, `(role, id)`; before the stores are planned they need nothing.
+        """Free memory of nodes, and the needs of these new instances, `(role, id)`; 0 before the stores are planned.
 
-        A node on which nothing of the cluster runs yet has what Ray says of it, without the shard that it would get;
-        it counts where all of the instances may run there.
+        An unused node has the memory that Ray reports, less its future shard. It counts only if all of the instances
+        may run there.
         """
         if not model_info or not store_plan:
             return NodeRoom(free_bytes, {})
@@ -113,11 +113,11 @@ class Scaling:
         return NodeRoom({**fresh, **free_bytes}, needed)
 
     def _units(self, instances: Sequence[tuple[str, str]]) -> list[Unit]:
-        """Of a GPU they ask for a thousandth at least: what one gets of it, its launcher says."""
+        """The units of these instances, with a nominal share of a GPU. The launcher sets the real share."""
         return plan_units(self._config, instances, 0.0 if self._on_cpu() else 0.001)
 
     def _needed_bytes(self, role: str, model: ModelInfo, plan: StorePlan) -> int:
-        """Host memory of an instance: on a CPU its weights, cache and buffers, too; on GPUs those lie there."""
+        """Host memory of an instance in bytes: on a CPU with its weights, cache and buffers; on GPUs without them."""
         if not self._on_cpu():
             return PROCESS_BYTES
         buffers = plan.batch_buffer + plan.requests_buffer if self._config.cluster.prefetch else 0
@@ -128,7 +128,7 @@ class Scaling:
         return resolve_device(self._config, self._nodes.gpus) == "cpu"
 
     def change(self, shape: Shape, now: float) -> None:
-        """Add the slots that are missing, and mark those that are too many."""
+        """Add missing slots, and mark surplus ones as draining."""
         logger.info("from %s to %s", self.shape, shape)
         wanted = {role_id for _, role_id in shape.ids()}
         for role, role_id in self._new(shape):
@@ -142,24 +142,24 @@ class Scaling:
         self.pair()
 
     def give_up(self, reason: str, now: float) -> None:
-        """An instance that was added cannot start: back to what there was before."""
+        """Revert to the numbers before, because an added instance cannot start."""
         failed, before = self.shape, self._before
         self.change(before, now)
         self.failure = f"{reason}; the cluster stays with {before}"
-        logger.error("%s cannot be had: %s", failed, self.failure)
+        logger.error("cannot change to %s: %s", failed, self.failure)
 
     def settle(self) -> None:
-        """Once all are there, the change has come about: nothing goes back to what there was before."""
+        """Complete the change once all instances are ready. It is not reverted after that."""
         if self._roster.all_ready():
             self._before = self.shape
 
     @property
     def growing(self) -> bool:
-        """Whether a change is under way that added instances."""
+        """Whether a change that adds instances is in progress."""
         return not set(self.shape.ids()) <= set(self._before.ids())
 
     def is_new(self, slot: Slot) -> bool:
-        """Whether it was added by a change that has not come about yet."""
+        """Whether it was added by a change that is not complete yet."""
         return not slot.draining and (slot.planned.role, slot.planned.id) not in self._before.ids()
 
     def has_place(self, slot: Slot) -> bool:
@@ -167,7 +167,7 @@ class Scaling:
         return self._nodes.planned(slot) is not None
 
     def adopt(self, view: sv.ClusterView, found: Iterable[PlannedRole], now: float) -> None:
-        """Go on with what an earlier supervisor told everyone. `found` are the processes that run."""
+        """Take over the view of an earlier supervisor. `found` are the running processes."""
         for planned in found:
             slot = self._roster.slots.get(planned.id)
             if slot is not None:
@@ -188,7 +188,7 @@ class Scaling:
         return [slot.planned.id for slot in self._draining()]
 
     def due(self, now: float) -> list[tuple[Slot, bool]]:
-        """Those of which nobody needs anything any more; True: though requests may be lost with it."""
+        """Draining slots whose processes can end now. True: its drain took too long, and requests may be lost."""
         due = []
         for slot in self._draining():
             if not slot.used and slot.phase in (Phase.WAITING, Phase.STARTING, Phase.JOINED):
@@ -211,7 +211,7 @@ class Scaling:
         )
 
     def forget(self, slot: Slot) -> None:
-        """The process of one that was to go has ended. In a rolling restart another takes its place."""
+        """The process of a draining instance has ended. In a rolling restart a successor takes its place."""
         self._roster.remove(slot.planned.id)
         if (slot.planned.role, slot.planned.id) in self.shape.ids():
             self._roster.add(slot.planned)
@@ -220,9 +220,9 @@ class Scaling:
     # ---- inside
 
     def pair(self) -> None:
-        """Those that have both served stay paired as they are: requests may lie in the buffers between them.
+        """Update the pairs. A pair whose instances have both served is kept, because its buffers may hold requests.
 
-        A pair is added for an instance that would have none, but with one that is to go.
+        A pair is added for an instance that would otherwise have none, or only pairs with a draining instance.
         """
         if not self._config.cluster.prefetch:
             return
@@ -232,15 +232,15 @@ class Scaling:
         where = {name: (slot.place, slot.reaches) for name, slot in slots.items()}
         wanted = pair_up(self.shape.prefill, self.shape.decode, lambda d, p: _known_rank(*where[d], *where[p]))
         added = [pair for pair in wanted if not lasting.issuperset(pair)]
-        self.pairs = sorted(kept + added)  # whoever joined first
+        self.pairs = sorted(kept + added)  # independent of the order of joining
 
     def link_rank(self, decode_id: str, prefill_id: str) -> int:
-        """How good the link of two instances is, 0 the best, as far as it is known where they are."""
+        """Rank of the link of two instances, 0 for the best, as far as their places are known."""
         ours, theirs = self._roster.slots[decode_id], self._roster.slots[prefill_id]
         return _known_rank(ours.place, ours.reaches, theirs.place, theirs.reaches)
 
     def channel_problem(self) -> ResourceError | None:
-        """Why a pair whose processes have both joined cannot have the channel that is configured."""
+        """The error of a pair, of which both processes have joined, that cannot have the configured channel."""
         cluster, slots = self._config.cluster, self._roster.slots
         for names in self.pairs:
             ours, theirs = (slots[name] for name in names)
@@ -258,13 +258,13 @@ class Scaling:
         return [(role, role_id) for role, role_id in shape.ids() if role_id not in self._roster.slots]
 
     def _device(self) -> str:
-        """Of a new instance, until it is known on which node it is to run."""
+        """The device of a new instance until its node is known."""
         return "cpu" if self._on_cpu() else self._nodes.free_device()
 
 
 @lru_cache(4096)
 def _known_rank(first: Place, reached: tuple[str, ...], second: Place, reached_back: tuple[str, ...]) -> int:
-    """What is not known yet is taken for the best: one node, devices that reach each other."""
+    """The rank of a link. Unknown facts are assumed to be the best: one node, devices that reach each other."""
     node_id = first.node_id if first.node_id and second.node_id else second.node_id
     return link_rank(replace(first, node_id=node_id), second, _reach(reached, reached_back))
 
@@ -277,8 +277,8 @@ def _reach(reached: tuple[str, ...], reached_back: tuple[str, ...]) -> PeerAcces
 
 
 def next_shape(shape: Shape, prefill: int, decode: int) -> Shape:
-    """`shape` with other numbers; 0: as it is. Raises ConfigError for numbers that no cluster can have."""
+    """`shape` with other numbers; 0: unchanged. Raises ConfigError for numbers out of range."""
     wanted = Shape(prefill or shape.prefill, decode or shape.decode)
     if not (1 <= wanted.prefill <= 1024 and 1 <= wanted.decode <= 1024):
-        raise ConfigError(f"there must be between 1 and 1024 instances of a role; {wanted} were asked for")
+        raise ConfigError(f"there must be between 1 and 1024 instances of a role, not {wanted}")
     return wanted

@@ -1,4 +1,4 @@
-"""How many blocks each store gets: decided once for a cluster's life, as soon as model and memory are known."""
+"""Plans the sizes of stores once for a cluster's life, as soon as model and memory are known."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class StorePlanner:
         self._roster = roster
         self._nodes = nodes
         self._devices: dict[str, tuple[str, DeviceMemory]] = {}  # instance -> role, and its GPU
-        self._memory_bytes: dict[str, int] = {}  # of each node, by its agent
+        self._memory_bytes: dict[str, int] = {}  # of each node, by node agent
 
     def adopt(self, model_info: str, store_plan: str) -> None:
-        """What an earlier supervisor decided holds on: the stores exist."""
+        """Keep the plan of an earlier supervisor, because the stores exist."""
         self.model_info = self.model_info or model_info
         self.store_plan = self.store_plan or store_plan
 
     def note(self, member: ManagedProcess) -> bool:
-        """Take in what a process says of the model or of memory; whether something became known by it.
+        """Note what a process reports about the model or memory. Returns whether anything became known.
 
-        Raises ResourceError where the stores do not fit.
+        Raises ResourceError if the stores do not fit.
         """
         before = (self.model_info, self.store_plan)
-        # The first word of the agent counts: it was up before any weights were loaded.
+        # The node agent's first report counts, because it was up before any weights were loaded.
         if MEMORY_GAUGE in member.beat.gauges:
             self._memory_bytes.setdefault(member.key.id, int(member.beat.gauges[MEMORY_GAUGE]))
         self.model_info = self.model_info or member.beat.model_info
@@ -51,7 +51,7 @@ class StorePlanner:
         return before != (self.model_info, self.store_plan)
 
     def _hosts(self) -> list[HostMemory] | None:
-        """What each node has, and how many instances are there; None while that is not all known."""
+        """The memory and instances of each node; None while not all of it is known."""
         slots = self._roster.slots.values()
         planned = [self._nodes.planned(slot) for slot in slots if slot.planned.role in MODEL_ROLES]
         instances = [role for role in planned if role is not None]
@@ -70,7 +70,7 @@ class StorePlanner:
         return hosts or None
 
     def _note_device(self, member: ManagedProcess) -> None:
-        """A worker says what its GPU had before it loaded anything; its successor may say another figure."""
+        """Note the memory that a worker's GPU had before anything was loaded. A successor may report another figure."""
         gauges, key = member.beat.gauges, member.key
         slot = self._roster.slots.get(key.id)
         if slot is None or not slot.planned.on_gpu or TOTAL_GAUGE not in gauges:

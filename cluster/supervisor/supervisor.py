@@ -1,4 +1,4 @@
-"""The supervisor's server: roles join it, hear of each other, and are started, watched and ended by it.
+"""The supervisor's server: processes join it, learn of each other, and are started, watched and ended by it.
 
 It decides nothing itself (`core.py` does) and starts nothing itself (a `Launcher` does), and knows nothing of Ray.
 """
@@ -52,7 +52,7 @@ EXIT_NEWS_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What makes a cluster this one. A supervisor's successor goes on with the same."""
+    """The identity of a cluster. A supervisor's successor keeps it."""
 
     cluster_id: str
     token: str = field(repr=False)
@@ -62,7 +62,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
     """Life: `start` → `end_all` (ends every process) → `close`; without `end_all` the roles wait for a successor."""
 
     def __init__(self, config: Config, launcher: Launcher, identity: Identity, *, replaceable: bool = False) -> None:
-        """`replaceable`: somebody starts a successor, so node agents may end this process when it hangs."""
+        """`replaceable`: Ray Serve starts a successor, so node agents may end this process when it hangs."""
         self.config = config
         self.identity = identity
         self.address = ""
@@ -89,17 +89,17 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.ticked_at = time.monotonic()
         self.stop_asked = asyncio.Event()
         self.code = ""
-        """What it runs beside its configuration: a successor that runs something else replaces every process."""
-        self.application = ""  # which metrics are labelled with, where there may be others
+        """Its package version and environment. A successor with another one replaces every process."""
+        self.application = ""  # label of metrics if there may be other applications
         self.predecessor: handover.Predecessor | None = None
-        """Who leads the cluster up to now, where somebody does: it is told to let go, as late as possible."""
-        self.command = (0, "")  # pid and machine of the command that ends this cluster, where there is one
+        """The supervisor that has led the cluster until now, if any. It is told to leave as late as possible."""
+        self.command = (0, "")  # pid and host of the command that ends this cluster, if any
 
     # ---- life
 
     async def start(self, change: Change = NO_CHANGE) -> None:
-        """Serve, find what runs, start what does not; `change` is what becomes of what runs. Raises ResourceError where
-        no node has what is asked for."""
+        """Serve, find running processes and start the missing ones. `change` says how running processes follow the
+        configuration. Raises ResourceError if no node has the required resources."""
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
         found = await self._launcher.find()
@@ -113,7 +113,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             self.config,
             plan_processes(self.config, device, shape),
             shape=shape,
-            first_version=max(time.time_ns() // 1_000_000, told.version + 1_000_000),  # of a clock set back, too
+            first_version=max(time.time_ns() // 1_000_000, told.version + 1_000_000),  # also if the clock was set back
             agent_socket=self._agent_socket,
         )
         self._placing = Placing(
@@ -132,7 +132,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         if not self._launcher.elastic:
             check_gpus(self.config, sum(node.gpus for node in nodes), shape)
         await self._placing.settle(now)
-        self.core.expect(handover.known_processes(found, told), now)  # agents have their slots now
+        self.core.expect(handover.known_processes(found, told), now)  # node agents have their slots now
         self._server = RpcServer(self.identity.token, nodes[0].host)
         self._server.add(sv_grpc.add_SupervisorServicer_to_server, self)
         self.address = await self._server.start()
@@ -151,12 +151,12 @@ class Supervisor(sv_grpc.SupervisorServicer):
         announced = self._launcher.announce(self.address)
         if self.predecessor is None:
             self._spawn(announced)
-        else:  # it lets go of the roles once they can find this one
+        else:  # it releases the processes once they can find this supervisor
             await announced
             has_let_go = await self.predecessor.leave_to(self.address)
             leaving = self._launcher.announce(self.address, leave=True)
             if has_let_go:
-                self._spawn(leaving)  # it does nothing for roles that have come
+                self._spawn(leaving)  # it has no effect on processes that have joined
             else:
                 await leaving
                 await handover.wait_followed(self._launcher, self._process.incarnation)
@@ -169,19 +169,19 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._following = self._spawn(self._placing.follow())
 
     def announce_end(self, grace_s: float = 0.0) -> None:
-        """Tell everyone that `end_all` is near: gateways have `grace_s` for what they hold."""
+        """Tell all processes that `end_all` follows. Gateways get `grace_s` seconds for open requests."""
         self.core.end(grace_s)
         self._publish()
 
     def retire_gateways(self) -> bool:
-        """Have Ray Serve end all that there are; whether there are any."""
+        """Make Ray Serve end all gateways. Returns whether there are any."""
         self.core.rolling.retire_all()
         self.core.view_version += 1
         self._publish()
         return bool(self.core.roster.guests)
 
     async def wait_drained(self, timeout_s: float) -> bool:
-        """Returns once no gateway holds a request, or after `timeout_s`; which of the two. After `announce_end`."""
+        """Wait until no gateway holds a request. False after `timeout_s`. Call it after `announce_end`."""
         deadline = time.monotonic() + timeout_s
         while not self.core.roster.guests_drained():
             if time.monotonic() >= deadline:
@@ -190,13 +190,13 @@ class Supervisor(sv_grpc.SupervisorServicer):
         return True
 
     async def end_all(self, grace_s: float = 8.0) -> None:
-        """Order every role to end, kill what has not within `grace_s`, agents last. Returns when all are dead."""
+        """Tell all processes to end, and kill the rest after `grace_s`, node agents last. Returns when all are dead."""
         self.announce_end()
         agents = [slot for slot in self.core.roster.slots.values() if slot.planned.role == "node_agent"]
         others = [slot for slot in self.core.roster.slots.values() if slot.planned.role != "node_agent"]
         try:
             await self._end_slots(others, grace_s)
-        finally:  # before the agents have ended: they see to it where this process is killed
+        finally:  # before the node agents end, which do this if the supervisor is killed
             self._following.cancel()
             await self._launcher.release()
         await self._end_slots(agents, min(grace_s, 3.0))
@@ -211,7 +211,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         await self._launcher.close()
 
     def _let_roles_go(self) -> None:
-        """Their streams end: they look for the supervisor that leads now."""
+        """End the streams of all processes, so that they look for the leading supervisor."""
         for outbox in self._outboxes.values():
             outbox.close()
 
@@ -224,11 +224,11 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.core.paused = paused
 
     async def wait_left(self) -> None:
-        """Returns once a successor leads the cluster: `close` lets the roles go to it."""
+        """Wait until a successor leads the cluster. `close` then lets the processes join it."""
         await self._leaving.wait()
 
     async def wait_changed(self, timeout_s: float) -> None:
-        """Returns when somebody's state changed, or the time is over."""
+        """Wait until the state of a process changes, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -239,7 +239,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self, requests: AsyncIterator[sv.RoleReport], context: grpc.aio.ServicerContext[sv.RoleReport, sv.RoleOrder]
     ) -> AsyncIterator[sv.RoleOrder]:
         hello: sv.RoleHello = await first_message(requests, "hello", context)
-        if self.left_to:  # not a refusal, which would end it: it finds the way as soon as it asks again
+        if self.left_to:  # no refusal, which would end the process: it will find the successor
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the supervisor at {self.left_to} leads the cluster")
         key = hello.process
         refusal = self.core.joined(hello, time.monotonic(), time.time())
@@ -258,7 +258,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             async for order in serve_stream(requests, outbox, lambda report: self._on_report(key, report)):
                 yield order
         finally:
-            if self._outboxes.get(key.id) is outbox:  # else it has joined again meanwhile
+            if self._outboxes.get(key.id) is outbox:  # otherwise it has joined again meanwhile
                 del self._outboxes[key.id]
                 self._carry_out(self.core.broke(key, time.monotonic()))
 
@@ -273,7 +273,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         return await self.check_integrity()
 
     async def check_integrity(self) -> sv.IntegrityReport:
-        """Every process recounts its stores and books, now."""
+        """Make every process recount its stores and check its state now."""
         return await check_cluster(self.core.roster, self.identity.token)
 
     async def Scale(
@@ -285,7 +285,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             return sv.ScaleReply(refused=failure_to_proto(error))
 
     async def scale(self, prefill: int = 0, decode: int = 0) -> sv.ScaleReply:
-        """Begin to have other numbers of instances; 0: as it is. Raises AlignedServeError where that cannot be."""
+        """Begin to change the numbers of instances; 0: unchanged. Raises AlignedServeError if that is impossible."""
         free_bytes = await self._fencer.free_memory_bytes()
         with self._leaving.finishes():
             self._carry_out(self.core.scale(prefill, decode, free_bytes, time.monotonic()))
@@ -308,8 +308,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
         return sv.RestartReply(restart=self.core.rolling.state)
 
     async def restart(self, roles: Collection[str] = ()) -> None:
-        """Begin to replace every process of these roles; none: of all that somebody starts again. Raises
-        AlignedServeError where that cannot be."""
+        """Begin a rolling restart of these roles; by default of all roles whose processes are started again. Raises
+        AlignedServeError if that is impossible."""
         free_bytes = await self._fencer.free_memory_bytes()
         known = ORDER if self._replaceable else ORDER[: -len(SERVE_ROLES)]
         self._carry_out(self.core.restart(roles or known, free_bytes, time.monotonic(), time.time_ns()))
@@ -318,7 +318,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self, request: sv.HandOverRequest, context: grpc.aio.ServicerContext[sv.HandOverRequest, sv.HandOverReply]
     ) -> sv.HandOverReply:
         await self._leaving.asked(request.address)
-        if request.address:  # whatever else is still to end here, the roles are the successor's from now on
+        if request.address:  # from now on the processes belong to the successor
             self._let_roles_go()
         config, view = json.dumps(self._tree), self.core.view()
         resizing = self.core.scaling.followed != Shape.configured(self.config)
@@ -335,14 +335,14 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self.stop_asked.set()
 
     async def _go_on_to_the_end(self) -> None:
-        """The one before was asked for it, and died meanwhile. What is open needs every role once more."""
+        """Continue the stop that a supervisor began before it died. Open requests need every role once more."""
         until_s = time.monotonic() + self.config.gateway.drain_s
         while not self.core.was_ready and time.monotonic() < until_s:
             await self.wait_changed(0.2)
         self._stop()
 
     async def status(self, *, fresh: bool = True) -> sv.ClusterStatus:
-        """Everyone who lives and, with `fresh`, the metrics of this moment."""
+        """All living processes and, with `fresh`, the metrics of this moment."""
         if fresh:
             await self._collector.refresh()
         status = self.core.status(self.identity.cluster_id)
@@ -374,7 +374,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
                 self._outboxes[key.id].put(sv.RoleOrder(heard=pb.Empty()))
 
     def _carry_out(self, actions: list[Action]) -> None:
-        if self._closed:  # whoever still tells it of an exit: the roles are a successor's
+        if self._closed:  # late events are ignored: the processes belong to a successor
             return
         for action in actions:
             match action:
@@ -389,7 +389,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._publish()
 
     def _publish(self) -> None:
-        """Tell everyone, where there is news."""
+        """Send the view to all processes if it has changed."""
         if self.core.view_version == self._told_version:
             return
         self._told_version = self.core.view_version
@@ -430,7 +430,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             await self._launcher.launch(self._settings(slot), action.spare_id)
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)
-        except Exception as error:  # whatever it was, the slot must not wait for a process that nobody started
+        except Exception as error:  # whatever the cause, the slot must not wait for a process that was not started
             logger.exception("%s could not be started", role_id)
             self._exited(role_id, action.generation, repr(error))
         else:
@@ -463,7 +463,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
             self._carry_out(self.core.process_ended(key, fence.reason, time.monotonic()))
 
     def _on_dead(self, key: pb.ProcessKey) -> None:
-        """The kernel says so, before anybody else; whoever started it may say why it ended, a moment later."""
+        """The kernel reports the end first. The launcher may report the reason a moment later."""
         asyncio.get_running_loop().call_later(EXIT_NEWS_S, self._process_ended, key)
 
     def _process_ended(self, key: pb.ProcessKey) -> None:

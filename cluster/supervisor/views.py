@@ -1,4 +1,4 @@
-"""What the supervisor says of its cluster: the view that every role is told, and the status that people ask for."""
+"""Builds the view that every process receives, and the status for users."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def view_of(core: SupervisorCore) -> sv.ClusterView:
 
 
 def status_of(core: SupervisorCore, cluster_id: str) -> sv.ClusterStatus:
-    """Live processes, and what is wrong. Without metrics and the supervisor itself, which its server adds."""
+    """Living processes and problems. The server adds metrics and the supervisor itself."""
     return sv.ClusterStatus(
         peers=[member.peer(lost=False, detailed=True) for member, lost in core.roster.members() if not lost],
         model_info=core.planner.model_info,

@@ -1,4 +1,4 @@
-"""The key by which a gateway knows the commands of whoever runs the cluster."""
+"""The key by which a gateway recognises commands of the cluster's operator."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ ADMIN_HEADER = "x-alignedserve-admin-key"
 
 
 def admin_key(token: str) -> str:
-    """What commands show in ADMIN_HEADER; the cluster's token itself does not leave the cluster."""
+    """The value that commands send in ADMIN_HEADER. The cluster's token itself does not leave the cluster."""
     return hmac.new(token.encode(), b"admin", hashlib.sha256).hexdigest()

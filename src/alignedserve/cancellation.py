@@ -1,7 +1,7 @@
-"""Cancelling tasks for certain; and whose a CancelledError is: gRPC raises one for a call that its own side closed.
+"""Reliable cancellation of tasks, and the origin of a CancelledError: gRPC also raises one for a call it closed itself.
 
-What is awaited in a task may keep a cancel to itself: gRPC does while it connects, and Python 3.11's `asyncio.wait_for`
-where what it waits for has ended in that moment, so that a loop around it goes on for ever.
+Code that a task awaits may swallow a cancellation, so that a loop around it never ends. gRPC does so while it connects,
+and Python 3.11's `asyncio.wait_for` does so if the awaited object finishes at that moment.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ STUBBORN_S = 5.0
 
 
 def task_is_cancelled() -> bool:
-    """Whether somebody has cancelled the current task; where not, a CancelledError in it is gRPC's."""
+    """Whether the current task was cancelled. If not, a CancelledError raised in it comes from gRPC."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks again and again until all have ended, however: what they raised is theirs to tell."""
+    """Cancel tasks repeatedly until all have ended. Their exceptions are ignored."""
     loop = asyncio.get_running_loop()
     tell_at_s = loop.time() + STUBBORN_S
     all_of_them = set(tasks)
@@ -35,7 +35,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         _, left = await asyncio.wait(left, timeout=AGAIN_S)
         if left and loop.time() > tell_at_s:
             tell_at_s += STUBBORN_S
-            logger.warning("cancelled, and still not ended: %s", ", ".join(sorted(map(str, left))))
+            logger.warning("tasks still run after they were cancelled: %s", ", ".join(sorted(map(str, left))))
     for task in all_of_them:
         if not task.cancelled():
-            task.exception()  # else Python tells of one that nobody has read
+            task.exception()  # otherwise Python logs an exception that was never retrieved

@@ -1,4 +1,4 @@
-"""Where configuration comes from: a YAML file, the environment, flags; merged, typed, and closed to unknown keys."""
+"""Reads the configuration from a YAML file, the environment and flags. Unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignedserve.config import SECTIONS, Config
 from alignedserve.errors import ConfigError, UnknownKeyError
 
 ENV_PREFIX = "ALIGNEDSERVE_"
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", re.ASCII)  # YAML 1.1 takes 1e-3 for a text
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", re.ASCII)  # YAML 1.1 reads 1e-3 as a string
 
 Tree = dict[str, dict[str, Any]]
 
@@ -31,8 +31,9 @@ def load(
 ) -> Config:
     """Merge the sources and build the configuration.
 
-    `flags` maps "section.key" to a value; a None is a flag that was not given. `settings_of`: the keys that the policy
-    of a name fixes. Raises ConfigError, naming the key and where it came from, or what contradicts the policy.
+    `flags` maps "section.key" to a value; None means that the flag was not given. `settings_of` returns the keys that a
+    policy fixes, by the policy's name. Raises ConfigError, which names the key and its source, also if a key
+    contradicts the policy.
     """
     tree: Tree = {}
     if file:
@@ -48,7 +49,7 @@ def load(
 
 
 def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Build the configuration from nested plain values (as `to_tree` gives them)."""
+    """Build the configuration from nested plain values, as `to_tree` returns them. Raises ConfigError."""
     checked: Tree = {}
     _merge_tree(checked, tree, "the configuration")
     return Config(**{name: section(**checked.get(name, {})) for name, section in SECTIONS.items()})
@@ -57,10 +58,10 @@ def from_tree(tree: Mapping[str, Mapping[str, Any]]) -> Config:
 def from_arguments(
     arguments: Mapping[str, Any], settings_of: Callable[[str], Mapping[str, Any]] | None = None
 ) -> Config:
-    """Build the configuration from an application's arguments: sections as `from_tree` takes them, as YAML has them
-    (`args:` of a Serve config), and `section.key` with a value or a text (`serve run … model.path=tiny`).
+    """Build the configuration from an application's arguments.
 
-    `settings_of` as in `load`. Raises ConfigError, naming the key.
+    They are sections with keys, as in YAML (`args:` of a Serve config), or `section.key` with a value or its text
+    (`serve run … model.path=tiny`). `settings_of` is the same as in `load`. Raises ConfigError, which names the key.
     """
     tree: Tree = {}
     sections = {name: value for name, value in arguments.items() if "." not in str(name)}
@@ -80,7 +81,7 @@ def to_tree(config: Config) -> Tree:
 
 
 def to_yaml(config: Config, *, docs: bool = True) -> str:
-    """The configuration as YAML, each key with its line of documentation."""
+    """The configuration as YAML; with `docs`, each key has its line of documentation."""
     lines = []
     for section in fields(config):
         lines.append(f"{section.name}:")
@@ -101,17 +102,17 @@ def _read_yaml(file: str) -> Mapping[str, Any]:
         raw = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read configuration file {file}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, nested too deeply
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, an invalid date, nested too deeply
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if raw is None:
         return {}
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{file} must hold sections (model:, cluster:, …), not {type(raw).__name__}")
+        raise ConfigError(f"{file} must contain sections (model:, cluster:, …), not {type(raw).__name__}")
     return raw
 
 
 def _meant_in_yaml(name: str, value: Any, origin: str) -> Any:
-    """As YAML 1.2 has it: `1e-3` for a float is a number, `off` for a choice a word; all else stays as it was read."""
+    """Reads a value as YAML 1.2 does: `1e-3` of a float key is a number, `off` of a choice key is a word."""
     if isinstance(value, bool) and _kind(name, origin) is str:
         word = "on" if value else "off"
         return word if word in _choices(name) else value
@@ -126,14 +127,14 @@ def _merge_tree(
     origin: str,
     read: Callable[[str, Any, str], Any] = lambda name, value, origin: value,
 ) -> None:
-    """`read`: what a value says for its key, from (key, value, origin)."""
+    """Merges `raw` into `tree`. `read(key, value, origin)` converts a value for its key."""
     for section, keys in raw.items():
         if section not in SECTIONS:
             raise _unknown(str(section), list(SECTIONS), origin)
         if keys is None:
             continue
         if not isinstance(keys, Mapping):
-            raise ConfigError(f"{section} in {origin} must hold keys, not {keys!r}")
+            raise ConfigError(f"{section} in {origin} must contain keys, not {keys!r}")
         for key, value in keys.items():
             name = f"{section}.{key}"
             _put(tree, name, read(name, value, origin), origin)
@@ -145,13 +146,13 @@ def _fix(tree: Tree, policy: str, settings: Mapping[str, Any]) -> None:
         given = tree.get(section, {}).get(key, value)
         if given != value:
             raise ConfigError(
-                f"policy {policy!r} needs {name} {value}, and it was set to {given}: leave one of them out"
+                f"policy {policy!r} needs {name} {value}, but it was set to {given}: remove one of the two settings"
             )
         _put(tree, name, value, f"policy {policy!r}")
 
 
 def is_setting(variable: str) -> bool:
-    """Whether a variable of the environment sets a key of the configuration."""
+    """Whether an environment variable sets a configuration key."""
     return variable.startswith(ENV_PREFIX) and "__" in variable
 
 
@@ -164,12 +165,12 @@ def _merge_environment(tree: Tree, environ: Mapping[str, str]) -> None:
 
 
 def value_of(name: str, text: str, origin: str) -> Any:
-    """What `text` says for the key `name`. Raises UnknownKeyError."""
+    """The value that `text` gives for the key `name`. Raises UnknownKeyError."""
     kind = _kind(name, origin)
     if kind is float:
         with contextlib.suppress(ValueError):
             return float(text)
-    if text and kind is not str:  # a name such as 007 stays what it is
+    if text and kind is not str:  # a string such as 007 is kept as it is
         with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
             return yaml.safe_load(text)
     return text
@@ -190,7 +191,7 @@ def _kind(name: str, origin: str) -> type:
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    """What a known key takes; empty: it is no choice."""
+    """The choices of a known key; empty if it has none."""
     section, _, key = name.partition(".")
     choices: tuple[str, ...] = next(f.metadata["choices"] for f in fields(SECTIONS[section]()) if f.name == key)
     return choices
@@ -198,7 +199,7 @@ def _choices(name: str) -> tuple[str, ...]:
 
 def _typed(name: str, value: Any, kind: type, origin: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # hundreds of digits: stays an int, and is refused
+        with contextlib.suppress(OverflowError):  # an int with hundreds of digits stays an int, and is refused
             value = float(value)
     if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)

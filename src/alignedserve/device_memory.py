@@ -1,9 +1,9 @@
-"""What an instance needs of a GPU's memory, part by part, and what is left of it for KV blocks. Without torch.
+"""Divides a GPU's memory between the fixed parts of an instance and its KV blocks. It does not import torch.
 
-budget       = cluster.gpu_memory_share of the device, and what of it was free, divided among those that share it
+budget       = cluster.gpu_memory_share of the device, at most its free memory, divided by the instances that share it
 fixed parts  = weights, activations of the largest pass, CUDA graphs, transfer buffers, CUDA and its libraries
 decode       : the rest is the cache
-prefill      : of the rest a quarter at most is the cache; then the batch buffer, then the requests buffer
+prefill      : about a quarter of the rest is the cache; then candidate batch buffer and candidate request buffer
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from alignedserve.graph_sizes import graph_sizes
 from alignedserve.memory import GIB, describe_bytes
 from alignedserve.model import ModelInfo
 
-TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # of a worker's heartbeat
+TOTAL_GAUGE, FREE_GAUGE = "device_total_bytes", "device_free_bytes"  # in a worker's heartbeat
 
-# Reserves that nothing here measures before the start: upper figures of what others report.
-CONTEXT_BYTES = 768 << 20  # context, modules, workspaces of cuBLAS, and what the allocator cannot use
+# Reserves that are not measured before the start: upper bounds of published figures.
+CONTEXT_BYTES = 768 << 20  # context, modules, cuBLAS workspaces, and memory lost to fragmentation
 PAIR_BYTES = 100 << 20  # NCCL takes 52 to 100 MB for a pair of ranks
-NCCL_CHANNELS = ("auto", "nccl")  # settings of cluster.channel by which it may be NCCL
-STAGING_BYTES = 64 << 20  # of copies that are packed on the device
+NCCL_CHANNELS = ("auto", "nccl")  # settings of cluster.channel that may select NCCL
+STAGING_BYTES = 64 << 20  # for copies that are packed on the device
 GRAPH_LAYER_BYTES = 256 << 10  # one layer's kernels in one captured graph
 
-SAMPLED_COPIES = 8  # of a row of fp32 logits, while its token is drawn
-LEAST_TOKENS = 2048  # a store of fewer serves nobody
+SAMPLED_COPIES = 8  # of a row of fp32 logits, while its token is sampled
+LEAST_TOKENS = 2048  # a smaller store is useless
 DECODE, PREFILL = "decode", "prefill"
 KEYS = {
     PREFILL: "prefill.token_budget, prefill.max_requests, prefill.cache_blocks or the blocks of its buffers",
@@ -38,7 +38,7 @@ KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One instance's device as it was before anything was loaded."""
+    """The memory of one instance's device, measured before anything was loaded."""
 
     instance: str
     device: str
@@ -50,13 +50,13 @@ class DeviceMemory:
         return {TOTAL_GAUGE: float(self.total_bytes), FREE_GAUGE: float(self.free_bytes)}
 
     def budget(self, config: Config, sharers: int) -> int:
-        """Bytes that one of `sharers` instances may use."""
+        """Bytes that each of the `sharers` instances on this device may use."""
         return min(int(self.total_bytes * config.cluster.gpu_memory_share), self.free_bytes) // sharers
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What each instance of a role has of its device, and for what, in bytes."""
+    """The budget of each instance of a role on its device, and its parts, in bytes."""
 
     budget: int
     parts: Mapping[str, int]
@@ -70,19 +70,19 @@ class RoleMemory:
         return f"{self.used / GIB:.2f} GiB of {self.budget / GIB:.2f}: {_figures(self.parts)}"
 
     def measured(self, weights: int, activations: int) -> RoleMemory:
-        """With what was found after loading, where that is more than was planned for it."""
+        """A copy with the sizes measured after loading, where they exceed the plan."""
         found = {"weights": weights, "activations": activations}
         return replace(self, parts={name: max(size, found.get(name, 0)) for name, size in self.parts.items()})
 
     def require_room(self, role: str, memory: DeviceMemory) -> None:
-        """Raises ResourceError, with every part, where they are more than the budget."""
+        """Raises ResourceError, which lists all parts, if their sum exceeds the budget."""
         if self.used > self.budget:
             raise ResourceError(lack(role, memory, self) + advice([role]))
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Blocks of the stores on devices, and what they lie beside by role."""
+    """Blocks of each store on a device, and the memory of each role's instances."""
 
     prefill_cache: int
     decode_cache: int
@@ -93,20 +93,21 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Blocks that would be of use on devices of any size. `largest`: of the longest request, its growth included."""
+    """Blocks that are useful on a device of any size. `largest`: of the longest request, including its growth."""
 
     least: int
     largest: int
-    served: int  # decode instances that share a prefill instance's buffers
+    served: int  # decode instances that share the buffers of one prefill instance
     block_bytes: int
 
 
 def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
-    """An upper estimate of what a pass of `tokens`, of which `rows` are sampled, takes beside weights and KV.
+    """An upper bound, in bytes, of a pass's memory besides weights and KV: `tokens` tokens, `rows` of them sampled.
 
-    The most that is alive at once: the residual and its norm in fp32, and either queries, keys and values before and
-    after the rotation with attention's output, or the MLP's gate, product and their activation; then fp32 logits and
-    what sampling makes of them; and for attention one request's keys and values side by side, or its partial outputs.
+    It covers the most that is live at once: the residual and its norm in fp32, and either queries, keys and values
+    before and after the rotation with attention's output, or the MLP's gate, product and their activation; then fp32
+    logits and the copies that sampling makes; and for attention one request's gathered keys and values, or its partial
+    outputs.
     """
     size = DTYPE_BYTES[model.dtype]
     heads = model.heads or model.kv_heads
@@ -121,7 +122,7 @@ def activation_bytes(model: ModelInfo, tokens: int, rows: int) -> int:
 
 
 def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
-    """Everything of an instance but its blocks."""
+    """All memory of an instance except its KV blocks: bytes by part."""
     if role == PREFILL:
         tokens = config.prefill.pass_tokens
         rows = min(config.prefill.max_requests, tokens)
@@ -139,10 +140,11 @@ def fixed_parts(config: Config, model: ModelInfo, role: str) -> dict[str, int]:
 
 
 def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str, DeviceMemory]]) -> DevicePlan:
-    """Blocks of every store on devices. `memories`: of each (role, instance); both roles are among them.
+    """Blocks of every store on devices. `memories`: a role and the memory of an instance of it; both roles occur.
 
-    The caches of a role are equal, so the device with the least decides for all of them.
-    Raises ResourceError, with all parts of every instance that cannot hold them, what is missing, and what to change.
+    The stores of a role are equal, so its smallest device decides their size.
+    Raises ResourceError, which lists the parts of every instance that lacks memory, how much is missing, and the
+    settings to change.
     """
     geometry = model.geometry(config.kv_pool.block_size)
     longest = geometry.blocks_for(model.max_positions) + 1
@@ -187,7 +189,7 @@ def plan_devices(config: Config, model: ModelInfo, memories: Sequence[tuple[str,
 def describe_plan(
     config: Config, roles: Mapping[str, RoleMemory], memories: Sequence[tuple[str, DeviceMemory]]
 ) -> list[str]:
-    """A line for each role, and one for each instance whose device has more than is used there."""
+    """A line for each role, and one for each instance whose device has unused memory."""
     lines = [f"memory of each {role} instance: {roles[role].describe()} GiB" for role in sorted(roles)]
     if not memories:
         return lines
@@ -196,26 +198,26 @@ def describe_plan(
         unused = budgets[memory.instance] - roles[role].budget
         if unused:
             lines.append(
-                f"{memory.instance} on {memory.device} could use {describe_bytes(unused)} more: stores of a role are "
-                "equal, so the smallest device decides"
+                f"{memory.instance} on {memory.device} leaves {describe_bytes(unused)} unused: the stores of a role "
+                "are equal, so its smallest device decides their size"
             )
     return lines
 
 
 def lack(role: str, memory: DeviceMemory, found: RoleMemory) -> str:
-    """`prefill-0 on cuda:0 (139.80 GiB) lacks 3.20 GiB: weights 12.55, ...; it may use ...`."""
+    """`prefill-0 on cuda:0 (139.80 GiB) lacks 3.20 GiB: it needs weights 12.55, ... GiB, and may use ... GiB`."""
     missing = describe_bytes(found.used - found.budget)
     return (
         f"{memory.instance} on {memory.device} ({memory.total_bytes / GIB:.2f} GiB) lacks {missing}: "
-        f"{_figures(found.parts)} GiB, of which it may use {found.budget / GIB:.2f}"
+        f"it needs {_figures(found.parts)} GiB, and may use {found.budget / GIB:.2f} GiB"
     )
 
 
 def advice(roles: Sequence[str]) -> str:
     keys = "; ".join(f"for {role}: {KEYS[role]}" for role in roles)
     return (
-        f" - ask for less ({keys}), let fewer instances share a GPU, end what else uses it, raise "
-        "cluster.gpu_memory_share, or take a smaller model.dtype"
+        f" - lower the settings ({keys}), let fewer instances share a GPU, end other programs that use it, raise "
+        "cluster.gpu_memory_share, or use a smaller model.dtype"
     )
 
 
@@ -228,7 +230,7 @@ def _figures(parts: Mapping[str, int]) -> str:
 
 
 def _budgets(config: Config, memories: Sequence[tuple[str, DeviceMemory]]) -> dict[str, int]:
-    """By instance. Of those that share a device, the first to look saw what was free before all of them."""
+    """Budgets in bytes, by instance. The instance of a device that measured first saw the most free memory."""
     on: dict[tuple[str, str], list[DeviceMemory]] = {}
     for _, memory in memories:
         on.setdefault((memory.node_id, memory.device), []).append(memory)
@@ -236,26 +238,26 @@ def _budgets(config: Config, memories: Sequence[tuple[str, DeviceMemory]]) -> di
     most = max(len(sharers) for sharers in on.values())
     for sharers in on.values():
         first = max(sharers, key=lambda memory: memory.free_bytes)
-        # As many as on the fullest device: the cluster may grow to that without anybody's share changing.
+        # Divided as on the fullest device, so that the cluster can grow without a change of any instance's share.
         found |= {memory.instance: first.budget(config, most) for memory in sharers}
     return found
 
 
 def _decode_blocks(config: Config, wanted: Wanted, rest: int) -> dict[str, int]:
-    """More than every running request at its longest is of no use."""
+    """At most room for `max_running` requests of the greatest length."""
     most = config.decode.max_running * wanted.largest
     return {"cache": config.decode.cache_blocks or max(wanted.least, min(most, rest))}
 
 
 def _prefill_blocks(config: Config, wanted: Wanted, rest: int, decode_cache: int) -> dict[str, int]:
-    """The cache is for prompts that are computed now; the buffers take what is left, up to what is of use."""
+    """The cache holds the prompts being computed. The buffers take the rest, up to the size that is useful."""
     settings, least = config.prefill, wanted.least
     two_prompts = 2 * max(wanted.largest, settings.queued_tokens // config.kv_pool.block_size)
     if not config.cluster.prefetch:
         cache = settings.cache_blocks or max(least, min(two_prompts, rest))
         return {"cache": cache, "batch buffer": 0, "requests buffer": 0}
     buffers = (settings.batch_buffer_blocks or least) + (settings.requests_buffer_blocks or least)
-    # No prompt is served that it cannot hold, so the longest has room, if that leaves the buffers half.
+    # A prompt must fit the cache to be served, so the longest gets room if that leaves half for the buffers.
     part = max(rest // 4, min(wanted.largest, rest // 2))
     cache = settings.cache_blocks or max(least, min(two_prompts, part, rest - buffers))
     rest -= cache

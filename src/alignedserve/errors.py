@@ -1,28 +1,28 @@
-"""One tree of errors. Each carries what went wrong, and pickles (Ray sends exceptions between processes).
+"""The package's exceptions. They can be pickled, because Ray sends exceptions between processes.
 
 AlignedServeError
-├── ConfigError                 the configuration cannot be used (CLI: exit status 2)
-│   ├── UnknownKeyError         a key that no configuration class has
-│   ├── TraceError              a trace cannot be read; says file, line and column
-│   └── ResourceError           this machine lacks what was asked for (memory, GPU, port)
+├── ConfigError                 the configuration is unusable (CLI: exit status 2)
+│   ├── UnknownKeyError         no configuration class has this key
+│   ├── TraceError              a trace cannot be read; names the file, line and column
+│   └── ResourceError           this machine lacks a requested resource (memory, GPU, port)
 ├── ModelError                  the model folder is missing, broken or not supported
-│   └── UnsupportedModelError   the architecture or a feature of it would give wrong tokens
+│   └── UnsupportedModelError   the architecture or one of its features would give wrong tokens
 ├── RequestError                the client's request cannot be served (HTTP 4xx)
 │   ├── InvalidRequestError     malformed or out of range (400)
-│   ├── AuthenticationError     no API key, or none that is known here (401)
+│   ├── AuthenticationError     the API key is missing or unknown (401)
 │   ├── NotFoundError           unknown model or request (404)
 │   ├── TooLargeError           the body is over the limit (413)
-│   └── OverloadedError         no room now; `retry_after_s` says when to try again (429)
-├── DeadlineError               the request's own time limit passed
-├── CancelledError              the client cancelled
+│   └── OverloadedError         the cluster has no room now; `retry_after_s` says when to retry (429)
+├── DeadlineError               the request's time limit passed
+├── CancelledError              the client cancelled the request
 ├── TransferError               a copy of KV blocks failed or could not be trusted
-│   ├── ChecksumError           a block is not what was written (kv_pool.verify)
-│   └── GeometryMismatchError   two stores hold different models' blocks
-├── BatchError                  requests of a client's batch failed; `results` has what became of each
+│   ├── ChecksumError           a block differs from what was written (kv_pool.verify)
+│   └── GeometryMismatchError   two stores hold blocks of different shapes
+├── BatchError                  requests of a client's batch failed; `results` has an answer or an error for each
 ├── NumericsError               the model computed NaN or infinite logits for some rows of a batch
-├── AccountingError             blocks do not add up: a bug of ours
-├── StaleError                  a message of an older epoch or incarnation
-└── UnavailableError            a role that is needed is not there (503)
+├── AccountingError             block accounting is inconsistent: a bug in AlignedServe
+├── StaleError                  a message belongs to an older epoch or incarnation
+└── UnavailableError            a required process is missing (503)
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from typing import Any
 
 
 class AlignedServeError(Exception):
-    """Base of every error that the package raises on purpose.
+    """Base class of the errors that the package raises on purpose.
 
-    `message` says what was wrong, where, and what to do. `details` holds ids, as plain values; a `code` there is the
-    server's own word, which may be finer than the class's.
+    `message` says what was wrong, where, and what to do. `details` holds ids as plain values. A `code` in it comes from
+    the server, and may be more specific than the `code` of the class.
     """
 
     code = "internal_error"
     http_status = 500
     retry_after_s: float | None = None
-    """Seconds after which it is worth trying again, where somebody said so."""
+    """Seconds after which a retry makes sense, if the server gave a time."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class AlignedServeError(Exception):
 
     @property
     def request_id(self) -> str | None:
-        """The request that failed, where it is known: logs have it too."""
+        """The id of the failed request, if it is known. Logs contain the same id."""
         return self.details.get("request_id")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ class UnknownKeyError(ConfigError):
 
 
 class TraceError(ConfigError):
-    """`details` holds `file`, and where they are known `line` and `column`, both from 1."""
+    """`details` holds `file` and, if known, `line` and `column`, both counted from 1."""
 
     code = "invalid_trace"
 
@@ -93,7 +93,7 @@ class UnsupportedModelError(ModelError):
 
 
 class RequestError(AlignedServeError):
-    """The client's request cannot be served; `param` names the field at fault."""
+    """The client's request cannot be served; `param` names the invalid field."""
 
     code = "invalid_request"
     http_status = 400
@@ -123,7 +123,7 @@ class TooLargeError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """The cluster has no room now; `retry_after_s` seconds later it may."""
+    """The cluster has no room now. It may have room `retry_after_s` seconds later."""
 
     code = "overloaded"
     http_status = 429
@@ -144,9 +144,9 @@ class CancelledError(AlignedServeError):
 
 
 class BatchError(AlignedServeError):
-    """Requests of a batch failed (`alignedserve.client`); the first error is the cause, and its code is this one's.
+    """Requests of a batch failed (`alignedserve.client`). The first error is the cause, and gives its `code`.
 
-    `results` holds, in the order of the prompts that were taken, an answer or an error for each.
+    `results` holds an answer or an error for each prompt that was sent, in the order of the prompts.
     """
 
     code = "batch_failed"
@@ -157,7 +157,7 @@ class BatchError(AlignedServeError):
 
     @property
     def errors(self) -> list[AlignedServeError]:
-        """Those of the results that are errors, in order."""
+        """The errors among the results, in order."""
         return [result for result in self.results if isinstance(result, AlignedServeError)]
 
 
@@ -174,7 +174,7 @@ class GeometryMismatchError(TransferError):
 
 
 class NumericsError(AlignedServeError):
-    """The model computed NaN or infinite logits; `rows` are the batch's rows at fault, the others are sound."""
+    """The model computed NaN or infinite logits for `rows` of the batch. The other rows are valid."""
 
     code = "numerics"
 
@@ -201,7 +201,7 @@ class UnavailableError(AlignedServeError):
 
 
 def by_code(code: str) -> type[AlignedServeError]:
-    """The class whose `code` came over a wire; the base class when the code is not known."""
+    """The error class with this `code`; the base class if the code is unknown."""
     pending: list[type[AlignedServeError]] = [AlignedServeError]
     while pending:
         kind = pending.pop()

@@ -1,4 +1,4 @@
-"""The shape of KV blocks: what two stores must agree on before blocks may move between them.
+"""The geometry of KV blocks. Two stores must have the same geometry before blocks are copied between them.
 
 A block is the KV of `block_size` consecutive tokens for all layers, laid out
 `[block][layer][kv_head][k|v][token][head_dim]`, contiguous.
@@ -16,7 +16,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Geometry of one model's KV blocks. All counts are of the whole model, not of a rank."""
+    """Geometry of one model's KV blocks. All counts are of the whole model, not of one rank."""
 
     model: str
     dtype: str
@@ -55,14 +55,16 @@ class KvGeometry:
         )
 
     def require_same(self, other: KvGeometry) -> None:
-        """Raises GeometryMismatchError, naming both, unless the two are equal."""
+        """Raises GeometryMismatchError, which names both geometries, unless they are equal."""
         if self != other:
-            raise GeometryMismatchError(f"stores hold different blocks: {self.describe()} against {other.describe()}")
+            raise GeometryMismatchError(
+                f"two stores hold blocks of different geometries: {self.describe()} and {other.describe()}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSlice:
-    """The layers and KV heads that a store holds: all of them, but for tensor and pipeline parallel ranks."""
+    """The layers and KV heads that a store holds: all, unless it belongs to a tensor or pipeline parallel rank."""
 
     layer_begin: int
     layer_end: int
@@ -74,7 +76,7 @@ class StoreSlice:
         return cls(0, geometry.layers, 0, geometry.kv_heads)
 
     def intersect(self, other: StoreSlice) -> StoreSlice | None:
-        """What both hold, or None."""
+        """The layers and heads that both slices hold; None if there are none."""
         cut = StoreSlice(
             max(self.layer_begin, other.layer_begin),
             min(self.layer_end, other.layer_end),

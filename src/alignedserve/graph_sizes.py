@@ -1,4 +1,4 @@
-"""Batch sizes that decode iterations are captured at."""
+"""Batch sizes for which CUDA graphs of decode iterations are captured."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from alignedserve.errors import ConfigError
 
-_LARGEST = 512  # more rows compute for so long that launching their kernels one by one costs little
+_LARGEST = 512  # with more rows, launching kernels one by one costs little of the pass
 
 
 def graph_sizes(configured: str, max_running: int) -> tuple[int, ...]:
-    """Ascending. `configured`: numbers with commas between them, or empty: a rule.
+    """Batch sizes in ascending order: those in `configured`, comma-separated, or those of a rule if it is empty.
 
-    By the rule a batch is padded by a seventh at most beyond 8 rows, and every size up to `max_running` is covered, or
-    up to 512. Raises ConfigError for what are no sizes.
+    The rule covers every batch up to `max_running` rows, at most 512. Beyond 8 rows it pads a batch by at most a
+    seventh. Raises ConfigError for invalid sizes.
     """
     if not configured.strip():
         return _rule(min(max_running, _LARGEST))
@@ -33,6 +33,6 @@ def _rule(largest: int) -> tuple[int, ...]:
 
 
 def size_for(sizes: Sequence[int], rows: int) -> int | None:
-    """The smallest of the ascending `sizes` that holds `rows`; None where none does."""
+    """The smallest of the ascending `sizes` that holds `rows`; None if all are smaller."""
     index = bisect_left(sizes, rows)
     return sizes[index] if index < len(sizes) else None

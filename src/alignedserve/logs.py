@@ -1,4 +1,4 @@
-"""Logging of every role: one line a record, as text or JSON, with role, instance and (where known) request id."""
+"""Logging of every role: one line per record, as text or JSON, with role, instance and, if known, request id."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class _Json(_Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Lines that the disk does not take are counted: a full disk is no reason to fail, or to fill another."""
+    """Counts the lines that cannot be written. A full disk does not make the process fail, or fill another disk."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self.lost = 0
-        self.trouble = ""  # why the last line could not be written; "" where it was
-        self.no_file = ""  # why there is no file, for as long as this process lives
+        self.trouble = ""  # why the last line could not be written; "" if it was written
+        self.no_file = ""  # why this process has no log file; "" if it has one
 
     def emit(self, record: logging.LogRecord) -> None:
         lost = self.lost
@@ -76,8 +76,10 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def setup(config: LogConfig, role: str, instance: str) -> None:
-    """Send this process's `alignedserve` records (and every warning) to stderr, or to a file of `config.dir`; to stderr
-    also where that cannot be opened: a process that is to replace another must come up on a full disk, too."""
+    """Send this process's `alignedserve` records to a file in `config.dir`, or to stderr.
+
+    If the file cannot be opened, stderr is used, because a successor must start on a full disk, too.
+    """
     stream, failure = _open(Path(config.dir), f"{instance}.log") if config.dir else (None, "")
     handler = _Handler(stream or sys.stderr)
     handler.setFormatter((_Json if config.format == "json" else _Text)(role, instance))
@@ -87,11 +89,11 @@ def setup(config: LogConfig, role: str, instance: str) -> None:
     logger.propagate = False
     if failure:
         handler.no_file = failure
-        logger.error("log.dir: %s in %s cannot be written, so stderr has this log: %s", instance, config.dir, failure)
+        logger.error("log.dir: the log of %s goes to stderr, %s cannot be written: %s", instance, config.dir, failure)
 
 
 def alarm() -> str:
-    """What is wrong with this process's log; "" where nothing is."""
+    """Why lines of this process's log are lost; "" if none are."""
     handlers = logging.getLogger("alignedserve").handlers
     found = next((handler for handler in handlers if isinstance(handler, _Handler)), None)
     if found is None or not (found.no_file or found.trouble):
@@ -100,7 +102,7 @@ def alarm() -> str:
 
 
 def _open(folder: Path, name: str) -> tuple[TextIO | None, str]:
-    """The file, and why there is none."""
+    """The open file and "", or None and the reason."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / name).open("a", encoding="utf-8"), ""

@@ -1,4 +1,4 @@
-"""How much memory and how many cores there are: of the machine, or of the container where that is less."""
+"""How much memory and how many cores the machine has, or the container if that is less."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """One control group: its limit, and what of it is used and cannot be reclaimed."""
+    """The limit of one control group, and the memory in use there that cannot be reclaimed."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def total_memory_bytes(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Memory that this process may ever use: the machine's, or the least limit of its control groups."""
+    """Bytes that this process may use at most: the machine's memory, or the lowest limit of its control groups."""
     return min([_meminfo(proc)["MemTotal"], *(group.limit_bytes for group in _limits(proc, cgroup))])
 
 
 def available_memory_bytes(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Memory that this process could still take without swapping or being killed by its control group's limit."""
+    """Bytes that this process can still allocate without swapping or exceeding its control group's limit."""
     remaining = [max(0, group.limit_bytes - group.used_bytes) for group in _limits(proc, cgroup)]
     return min([_meminfo(proc)["MemAvailable"], *remaining])
 
 
 def describe_bytes(count: int) -> str:
-    """For people: `1.50 GiB`, `12.0 MiB`, `512 bytes`."""
+    """A readable size: `1.50 GiB`, `12.0 MiB`, `512 bytes`."""
     if count >= GIB:
         return f"{count / GIB:.2f} GiB"
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count} bytes"
@@ -50,7 +50,7 @@ def _meminfo(proc: Path) -> dict[str, int]:
 
 
 def _limits(proc: Path, cgroup: Path) -> Iterator[_Limit]:
-    """Limits of this process's memory control group and of the groups above it (each of them binds)."""
+    """Limits of this process's memory control group and of its parent groups. All of them apply."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def _limits(proc: Path, cgroup: Path) -> Iterator[_Limit]:
 
 
 def _walk(root: Path, path: str, limit_name: str, used_name: str, reclaimable_name: str) -> Iterator[_Limit]:
-    """From the group up to the root. A container may see its own group only as the root: missing ones are skipped."""
+    """Limits from the group up to the root. Groups that a container cannot see are skipped."""
     group = root / path.strip("/")
     for folder in [group, *group.parents]:
         limit, used = _number(folder / limit_name), _number(folder / used_name)
@@ -77,7 +77,7 @@ def _walk(root: Path, path: str, limit_name: str, used_name: str, reclaimable_na
 
 
 def _number(path: Path) -> int | None:
-    """The number in a control file; None where there is no file, or no limit ("max")."""
+    """The number in a control file; None if there is no file or no limit ("max")."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -86,7 +86,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(stat: Path, name: str) -> int:
-    """Page cache that the kernel gives up first; shared memory (memfd) is not among it."""
+    """Bytes of page cache that the kernel reclaims first, without shared memory (memfd)."""
     try:
         lines = stat.read_text().splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def _reclaimable(stat: Path, name: str) -> int:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, or its control group's quota where that is less."""
+    """CPU cores that this process may use: its affinity, or its control group's quota if that is less."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,6 +1,6 @@
-"""What every role must know of a model, and the checks that need no torch.
+"""What every role must know about a model, and the checks that need no torch.
 
-`--model` names the model that ships (`tiny`), a local folder, or `ORG/NAME` on a model hub.
+`--model` names the shipped model (`tiny`), a local folder, or `ORG/NAME` on a model hub.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from alignedserve.weight_files import is_there, read_json
 SHIPPED_MODELS = ("tiny",)
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe")
-HUB_FILES_NOT_READ = ("*/*", "consolidated*")  # the same weights again, in other formats
+HUB_FILES_NOT_READ = ("*/*", "consolidated*")  # copies of the weights in other formats
 
-# Keys of generation_config.json that change what `generate` writes and that no request here can ask for.
+# Keys of generation_config.json that change the output of `generate` and that a request here cannot set.
 UNSERVED_GENERATION_KEYS = (
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -43,8 +43,8 @@ UNSERVED_GENERATION_KEYS = (
 )
 TOKEN_KEYS = ("forced_bos_token_id", "forced_eos_token_id")  # 0 and 1 are tokens, not "off"
 
-# Their attention does not go through transformers' attention interface, or has a feature that no backend here has:
-# run all the same, each gives wrong tokens without a word.
+# Their attention does not go through transformers' attention interface, or needs a feature that no backend here has.
+# Without a refusal, each would silently give wrong tokens.
 UNSUPPORTED_MODEL_TYPES = {
     "falcon": "its attention does not go through transformers' attention interface",
     "bloom": "its attention does not go through transformers' attention interface",
@@ -57,10 +57,9 @@ UNSUPPORTED_MODEL_TYPES = {
 class ModelInfo:
     """A model's shape and limits. `eos_token_ids` are all its end tokens (config and generation_config).
 
-    `heads` of queries, `hidden_size`, and `mlp_width`, of all experts of a token together, are for estimates of memory;
-    0: not known.
-
-    `generation_defaults` are generation_config's sampling values, which a request's own override.
+    `heads` (query heads), `hidden_size` and `mlp_width` (of all experts of a token together) are used to estimate
+    memory; 0 means unknown. `generation_defaults` are the sampling values of generation_config, which the values in a
+    request override.
     """
 
     name: str
@@ -93,20 +92,20 @@ class ModelInfo:
 
 
 def resolve_model(model: str, trust_remote_code: bool = False) -> Path:
-    """The local folder of `model`; of a name on a hub, safetensors, texts and trusted code are fetched.
+    """The local folder of `model`. For a name on a hub, weights, text files and trusted code are downloaded.
 
-    Raises ModelError where there is no such folder or the hub cannot be reached.
+    Raises ModelError if the folder does not exist or the hub cannot be reached.
     """
     if model in SHIPPED_MODELS:
         return Path(str(resources.files("alignedserve"))) / "models" / model
     path = Path(model).expanduser()
-    if os.path.isdir(path):  # False also where a folder above it may not be entered
+    if os.path.isdir(path):  # also False if a parent folder cannot be entered
         return path.resolve()
     looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
     if looks_local or os.path.exists(path):
         raise ModelError(
-            f"model folder {model!r} does not exist (or is no folder, or none that you may enter); give a folder, "
-            "ORG/NAME or 'tiny'"
+            f"model folder {model!r} does not exist, is not a folder, or cannot be entered; give a folder, ORG/NAME or "
+            "'tiny'"
         )
     from huggingface_hub import snapshot_download
 
@@ -115,11 +114,11 @@ def resolve_model(model: str, trust_remote_code: bool = False) -> Path:
         return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=list(HUB_FILES_NOT_READ)))
     except Exception as error:  # the hub client raises a dozen unrelated types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model {model!r} is no local folder and cannot be fetched from the hub: {reason}") from error
+        raise ModelError(f"model {model!r} is not a local folder and cannot be downloaded: {reason}") from error
 
 
 def unserved_generation_keys(generation: Mapping[str, Any]) -> list[str]:
-    """Those of a generation_config.json that would change answers, and that are not applied here."""
+    """The keys of a generation_config.json that would change answers, but are not applied here."""
     off: tuple[Any, ...] = (None, [], 0, 1, 1.0, {}, False)
     return [
         key
@@ -129,7 +128,7 @@ def unserved_generation_keys(generation: Mapping[str, Any]) -> list[str]:
 
 
 def check_model_folder(path: Path) -> dict[str, Any]:
-    """Read `config.json` and refuse what cannot be served, before anything heavy is started.
+    """Read `config.json`, and refuse a model that cannot be served before any process is started.
 
     Returns the parsed configuration. Raises ModelError for a missing or broken folder, UnsupportedModelError for an
     architecture that would give wrong tokens.
@@ -145,29 +144,29 @@ def check_model_folder(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder, which names a model_type. Raises ModelError where there is none."""
+    """The parsed `config.json` of a model folder. Raises ModelError if it is missing or has no model_type."""
     config_file = path / "config.json"
     if not is_there(config_file):
-        raise ModelError(f"{path} has no config.json: it is not a model folder")
+        raise ModelError(f"{path} is not a model folder: it has no config.json")
     config = read_json(config_file)
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
-            f"{config_file} names no model_type, which says what the model is; give a folder as transformers' "
+            f"{config_file} has no model_type, which names the architecture; give a folder as transformers' "
             "save_pretrained writes it"
         )
     return config
 
 
 def batch_dependent_rotary(config: dict[str, Any]) -> str | None:
-    """Why a model with such rotary embeddings is refused; None where a request's result is its own."""
+    """Why the model's rotary embedding makes answers depend on other requests; None if it does not."""
     for kind in sorted(rotary_types(config)):
         if kind == "longrope" or "dynamic" in kind:
-            return f"its rotary embedding ({kind!r}) depends on the longest position in the batch, on other requests"
+            return f"its rotary embedding ({kind!r}) depends on the longest position in the batch, so on other requests"
     return None
 
 
 def rotary_types(parameters: Any) -> set[str]:
-    """Every `rope_type` in a configuration, which may hold one for each type of layer, at any depth."""
+    """Every `rope_type` in a configuration, at any depth. There may be one for each type of layer."""
     if not isinstance(parameters, dict):
         return set()
     found: set[str] = set()

@@ -1,7 +1,7 @@
-"""Refuses a model folder that cannot work, from its texts and the headers of its weights: in milliseconds.
+"""Refuses a model folder that cannot work, within milliseconds, from its text files and the headers of its weights.
 
-Neither torch nor transformers is imported. A good model is never refused: where something cannot be told so cheaply, it
-passes, and the engine, which loads the weights and tries the model, has the last word.
+Neither torch nor transformers is imported. A valid model is never refused: if a check would need more than that, the
+folder passes, and the engine decides when it loads the weights and tries the model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from alignedserve.weight_shapes import check_shapes
 _GENERATION = "generation_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _EDGE_BYTES = 64
-_JSON_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+_JSON_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
 def check_model_files(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raises ModelError, naming the file, for a folder that is broken, and UnsupportedModelError for a model that is
-    not served."""
+    """Raises ModelError, which names the file, if the folder is broken, and UnsupportedModelError for a model that is
+    not supported."""
     config = _check_config(folder, trust_remote_code)
     if is_there(folder / _GENERATION):
         read_json(folder / _GENERATION)
@@ -37,7 +37,7 @@ def check_model_files(folder: Path, trust_remote_code: bool = False) -> None:
 
 
 def check_if_here(folder: Path, trust_remote_code: bool = False) -> None:
-    """The same for what this machine has of the folder: others may have the weights, or all of it, alone."""
+    """Like `check_model_files`, for the files that this machine has. Only other nodes may have the rest."""
     if not _is_here(folder / "config.json"):
         return
     config = _check_config(folder, trust_remote_code)
@@ -64,7 +64,7 @@ def _check_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _is_read_otherwise(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
-    """Whether this configuration may not be what transformers makes the model of: code or files of its own are."""
+    """Whether transformers builds the model from its own code or other files instead of this configuration."""
     return bool((trust_remote_code and config.get("auto_map")) or config.get("configuration_files"))
 
 
@@ -72,7 +72,9 @@ def _check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
     model_type = config["model_type"]
     if not transformers_source.is_known(model_type):
         own = config.get("auto_map")
-        way_out = "its own code runs only with --trust-remote-code" if own else "correct it, or update transformers"
+        way_out = (
+            "the model's own code runs only with --trust-remote-code" if own else "correct it, or update transformers"
+        )
         raise UnsupportedModelError(
             f"{folder / 'config.json'}: transformers {transformers_source.version()} does not know model_type "
             f"{model_type!r}; {way_out}"
@@ -90,7 +92,7 @@ def _check_model_type(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_types(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError for a value that transformers refuses for its type."""
+    """Raises ModelError for a value whose type transformers refuses."""
     source = transformers_source.config_source(config["model_type"])
     for key, types in (source.types if source else {}).items():
         if key in config and type(config[key]) not in (types | {int} if float in types else types):
@@ -104,7 +106,7 @@ def _quantisation(config: Mapping[str, Any]) -> str | None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raises ModelError where `tokenizer.json` is cut off: it may have many MiB, and is not parsed here."""
+    """Raises ModelError if `tokenizer.json` is truncated. It may have many MiB, so it is not parsed here."""
     file = folder / _TOKENIZER
     try:
         with file.open("rb") as stream:
@@ -114,6 +116,6 @@ def _check_tokenizer(folder: Path) -> None:
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from error
     if is_pointer(file) or begin.lstrip()[:1] != b"{" or end.rstrip()[-1:] != b"}":
-        read_json(file)  # says what is wrong, or accepts what only looks so
+        read_json(file)  # raises the exact error, or accepts a file that only looks broken
     if is_there(folder / _TOKENIZER_CONFIG):
         read_json(folder / _TOKENIZER_CONFIG)

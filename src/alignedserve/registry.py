@@ -1,4 +1,4 @@
-"""A registry of named choices: lazy, and closed to names that it does not know."""
+"""A registry of named choices, imported on demand. Unknown names are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps a name from the configuration to `module:attribute`, imported when first asked for."""
+    """Maps a name from the configuration to `module:attribute`, which is imported on first use."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
@@ -21,13 +21,13 @@ class Registry(Generic[T]):
         return sorted(self._entries)
 
     def register(self, name: str, target: str) -> None:
-        """Add `module:attribute` under `name`. Raises ConfigError where the name is taken."""
+        """Add `module:attribute` under `name`. Raises ConfigError if the name is taken."""
         if name in self._entries:
             raise ConfigError(f"{self.kind} {name!r} is registered twice")
         self._entries[name] = target
 
     def get(self, name: str) -> T:
-        """The object called `name`. Raises ConfigError, listing the choices, where there is none."""
+        """The object called `name`. Raises ConfigError, which lists the choices, if there is none."""
         if name not in self._entries:
             raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self.names())}")
         module, _, attribute = self._entries[name].partition(":")

@@ -1,4 +1,4 @@
-"""What a request is, wherever it goes: sampling options, identity, finish reasons, stages and their times."""
+"""The parts of a request that all processes share: sampling options, identity, finish reasons, stage times."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from alignedserve.errors import InvalidRequestError
 
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
-WAIT_OBJECTIVE_S = (0.01, 86_400.0)  # less than an iteration takes could not be kept
+WAIT_OBJECTIVE_S = (0.01, 86_400.0)  # limits; an objective below one iteration could not be met
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended, in OpenAI's words where it has one."""
+    """Why a request ended, with OpenAI's names where there are any."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +23,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Stage(enum.StrEnum):
-    """Where a request's time goes. Each is a field `<stage>_s` of the response's timings."""
+    """The stages of a request. Each is a field `<stage>_s` of the response's timings."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -34,13 +34,13 @@ class Stage(enum.StrEnum):
 
 
 PROBE = "~probe-"
-"""How the ids of probes begin (`gateway/pulse.py`). No client's id has a tilde."""
+"""Prefix of the ids of probes (`gateway/pulse.py`). A client's id never contains a tilde."""
 
 
 class RequestKey(NamedTuple):
-    """A request and its epoch: the epoch grows each time the gateway submits it again.
+    """A request and its epoch, which grows each time the gateway submits the request again.
 
-    A tuple, since every book of the scheduler is kept by it: it hashes and compares three times as fast as a dataclass.
+    The scheduler uses it as the key of its state. As a tuple it hashes and compares three times as fast as a dataclass.
     """
 
     request_id: str
@@ -48,18 +48,18 @@ class RequestKey(NamedTuple):
 
     @property
     def is_probe(self) -> bool:
-        """Whether a gateway asks for its own health, and no client: nothing is to be learnt from it."""
+        """Whether this is a gateway's health probe. Predictions must not learn from probes."""
         return self.request_id.startswith(PROBE)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Defaults are OpenAI's; validated when built.
+    """How the next token is chosen. The defaults are OpenAI's. Raises InvalidRequestError for invalid values.
 
-    `seed` is always set by the gateway before a request is submitted, so that a request that is submitted again
-    draws the same tokens: token i of an answer depends on (seed, i) and the logits alone.
-    `logprobs`: None for none, k >= 0 for the chosen token's and the k most likely ones'.
-    `stop_token_ids` end the request and are not part of its text; `eos_token_ids` likewise unless `ignore_eos`.
+    The gateway always sets `seed` before it submits a request, so that a request that is submitted again samples the
+    same tokens: token i of an answer depends only on (seed, i) and the logits.
+    `logprobs`: None for none; k >= 0 for the log probabilities of the chosen token and of the k most likely tokens.
+    `stop_token_ids` end the request and are not part of its text. So do `eos_token_ids`, unless `ignore_eos` is set.
     """
 
     temperature: float = 1.0
@@ -119,21 +119,21 @@ def _require(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds that a request has spent in each stage; it travels with the request.
+    """Seconds that a request has spent in each stage. The stopwatch is sent with the request.
 
-    Times are Unix nanoseconds, so that processes on one node (or nodes with synchronised clocks) can add to it.
+    Times are Unix nanoseconds, so that processes on one node, or on nodes with synchronised clocks, can update it.
     """
 
     stage: Stage = Stage.QUEUE
     since_ns: int = 0
     spent_s: dict[Stage, float] = field(default_factory=dict)
     begun_ns: dict[Stage, int] = field(default_factory=dict)
-    """When each stage that is over first began."""
+    """When each finished stage first began, in Unix nanoseconds."""
     bubble_s: float | None = None
-    """Of `decode`: predicted to be owed to unequal lengths in its iterations. None: there is no cost model."""
+    """Predicted seconds of `decode` lost to unequal prefix lengths (the bubble). None: there is no cost model."""
 
     def waste(self, bubble_s: float) -> None:
-        """An iteration is predicted to have lasted so much longer for unequal lengths; below 0: shorter."""
+        """Add an iteration's predicted bubble in seconds. It is negative if unequal lengths shortened the iteration."""
         self.bubble_s = (self.bubble_s or 0.0) + bubble_s
 
     def enter(self, stage: Stage, now_ns: int) -> None:
@@ -150,13 +150,12 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class RequestSpec:
-    """Everything that a worker needs to go on with a request.
+    """Everything that a worker needs to start or continue a request.
 
     `prompt_token_ids` is the client's prompt. `output_token_ids` are the tokens generated so far, in this epoch or
-    delivered in an earlier one: penalties, stop strings and the seed's position count them.
+    delivered in an earlier one. Penalties, stop strings and the seed's position count them.
     Requests of one `group_id` are the `n` answers to one prompt and may share its blocks.
-    `wait_objective_s`: the most that it should wait from its prefill (or an eviction) to its next token; 0: the
-    configured default.
+    `wait_objective_s` is the request's wait objective; 0 means the configured default.
     """
 
     key: RequestKey
@@ -174,7 +173,7 @@ class RequestSpec:
 
     @property
     def prefix_length(self) -> int:
-        """Tokens that the next forward pass of this request ends with: prompt and generated."""
+        """Number of tokens that the next token attends to: the prompt and the answer so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -184,7 +183,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one generated token: the chosen one's, and the `top` most likely (id, logprob)."""
+    """Natural-log probabilities at one generated token: of the chosen token, and (id, logprob) of the most likely."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

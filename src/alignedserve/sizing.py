@@ -1,4 +1,4 @@
-"""How many blocks each store gets: decided once for the cluster, from model, memory and configuration."""
+"""Sizes of all stores in blocks, planned once for the cluster from model, memory and configuration."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from alignedserve.memory import describe_bytes
 from alignedserve.model import ModelInfo
 
 GIB = 1 << 30
-SPARE_BYTES = 400 << 20  # torch, transformers and all of ours, imported
+SPARE_BYTES = 400 << 20  # a process that has imported torch, transformers and this package
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Of one node: what it had free before any weights were loaded, and what is to run there."""
+    """One node's free memory before any weights were loaded, and the processes planned there."""
 
     node_id: str
     available_bytes: int
@@ -34,8 +34,8 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Capacities in blocks, `pool` that of each shard. `devices`: what an instance of each role may use of its GPU;
-    empty on CPUs."""
+    """Capacities of the stores in blocks. `pool` is the capacity of each shard. `devices` holds the GPU memory of the
+    instances of each role; it is empty on CPUs."""
 
     block_size: int
     pool: int
@@ -61,15 +61,17 @@ def plan_stores(
     memory: int | Sequence[HostMemory],
     devices: Sequence[tuple[str, DeviceMemory]] = (),
 ) -> StorePlan:
-    """Divide memory. `memory` is what each node with a shard of the pool had free before any weights were loaded, or
-    that of the only one in bytes. All shards are alike, and all stores of a kind: what the node with least allows.
+    """Divide memory between the stores.
 
-    Caches and buffers on a CPU are touched only as they fill, so they are sized for work, within a share of memory:
-    a decode cache holds four requests of the longest kind (32,768 tokens at least), a prefill cache two. `devices`: the
-    role and the GPU of every instance, where they have one; then only the pool lies in host memory, and the rest is
-    planned by `device_memory`.
+    `memory` is the free memory of each node with a shard, before any weights were loaded; for a single node its bytes
+    suffice. All shards have equal capacity, and so have all stores of a kind: the node with the least memory decides.
 
-    Raises ResourceError, with the figures, where what is asked for does not fit or the pool cannot hold two blocks.
+    Memory of a store on a CPU is touched only as it fills, so caches and buffers are sized for work, within a share of
+    memory: a decode cache holds four requests of the greatest length (at least 32,768 tokens), a prefill cache two.
+    `devices` gives the role and the GPU of every instance, if they have GPUs. Then only the pool is in host memory, and
+    `device_memory` plans the other stores.
+
+    Raises ResourceError, with the figures, if the stores do not fit or a shard cannot hold two blocks.
     """
     geometry = model.geometry(config.kv_pool.block_size)
     hosts = [_only(config, memory)] if isinstance(memory, int) else memory
@@ -95,25 +97,25 @@ def plan_stores(
         _require_room(config, plan, geometry.block_bytes, host, weight_bytes, where)
     if pool < 2:
         raise ResourceError(
-            f"a pool of {describe_bytes(pool * geometry.block_bytes)} holds {pool} blocks of "
+            f"a shard of {describe_bytes(pool * geometry.block_bytes)} holds {pool} blocks of "
             f"{describe_bytes(geometry.block_bytes)}; set kv_pool.size_gib higher"
         )
     return plan
 
 
 def _only(config: Config, memory_bytes: int) -> HostMemory:
-    """One node that everything is on."""
+    """A single node that runs all processes."""
     return HostMemory("", memory_bytes, config.cluster.prefill, config.cluster.decode, config.supervisor.spares)
 
 
 def _taken(host: HostMemory, weight_bytes: int) -> int:
-    """By what is no store."""
+    """Bytes that weights and spares take on a node."""
     return host.instances * weight_bytes + host.spares * SPARE_BYTES
 
 
 def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, per_instance: int) -> StorePlan:
-    """`longest`: blocks of a request of as many positions as the model has, and one to grow. `per_instance`: bytes that
-    a cache may have where none is configured."""
+    """`longest`: blocks of a request that uses all positions of the model, and one more to grow. `per_instance`: the
+    maximum bytes of a cache that is not configured."""
 
     def own(configured: int, requests: int, least_tokens: int) -> int:
         wanted = max(requests * longest, geometry.blocks_for(least_tokens))
@@ -123,9 +125,10 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
     prefill_cache = own(config.prefill.cache_blocks, 2, 16384)
     largest = min(longest, decode_cache)
     share = config.scheduler.max_batch_blocks or int(decode_cache * config.scheduler.max_batch_share)
-    served = -(-config.cluster.decode // config.cluster.prefill)  # decode instances that share one's buffers
+    # Decode instances that share the buffers of a prefill instance.
+    served = -(-config.cluster.decode // config.cluster.prefill)
     batch_buffer = config.prefill.batch_buffer_blocks or served * max(share, largest)
-    # A decode instance leases room for its largest request there, to evict without asking; the rest is for late joins.
+    # Each decode instance leases room for its largest request there for evictions; the rest is for late candidates.
     requests_buffer = config.prefill.requests_buffer_blocks or served * largest + batch_buffer // 2
     return StorePlan(
         block_size=config.kv_pool.block_size,
@@ -140,9 +143,9 @@ def _plan_on_cpu(config: Config, geometry: KvGeometry, longest: int, pool: int, 
 def _require_room(
     config: Config, plan: StorePlan, block_bytes: int, host: HostMemory, weight_bytes: int, where: str
 ) -> None:
-    """Raises ResourceError where the stores (and weights, where those lie there too) are more than host memory has."""
+    """Raises ResourceError if the stores, and the weights if they are in host memory too, do not fit the node."""
     prefill, decode = host.prefill, host.decode
-    parts = {"the KV pool": plan.pool * block_bytes}
+    parts = {"the pool's shard": plan.pool * block_bytes}
     if host.spares:
         parts[f"{host.spares} warm spare(s)"] = host.spares * SPARE_BYTES
     if weight_bytes:
@@ -157,6 +160,6 @@ def _require_room(
         figures = ", ".join(f"{describe_bytes(size)} for {name}" for name, size in parts.items() if size)
         raise ResourceError(
             f"this cluster needs {describe_bytes(needed)} of host memory{where}, but only "
-            f"{describe_bytes(host.available_bytes)} are available: {figures}; lower kv_pool.size_gib, "
-            "decode.cache_blocks or prefill.cache_blocks, or ask for fewer instances"
+            f"{describe_bytes(host.available_bytes)} is available: {figures}; lower kv_pool.size_gib, "
+            "decode.cache_blocks or prefill.cache_blocks, or use fewer instances"
         )

@@ -1,7 +1,7 @@
-"""What the installed `transformers` knows of a model_type, read from its source: importing it takes seconds.
+"""What the installed `transformers` knows about a model_type. It is read from source, because an import takes seconds.
 
-Nothing is concluded from what is not found where it is looked for: another version may have it elsewhere. The engine,
-which does import it, has the last word.
+If something is not found in its usual place, the answer is the permissive one, because another version may have moved
+it. The engine imports transformers, and decides.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_SURELY_KNOWN = "llama"  # where not even this is found, the source is not as it was
+_SURELY_KNOWN = "llama"  # if even this is not found, the source has another structure
 _PAIR = re.compile(r'"([^"\n]+)"[,:]\s*"(\w+)"')
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """A configuration class: what its fields hold where config.json says nothing, as far as that is written down."""
+    """A configuration class: its fields and the defaults that its source shows."""
 
     fields: frozenset[str]
     defaults: Mapping[str, Any]
-    """Of those fields whose default is written as a plain value."""
+    """Defaults of the fields whose default is a literal."""
     types: Mapping[str, frozenset[type]]
-    """Of fields that take plain values alone, and that transformers refuses others for."""
+    """Types of the fields for which transformers refuses values of other types."""
     aliases: Mapping[str, str]
     """Other names of fields (`attribute_map`)."""
     complete: bool
-    """Whether it inherits fields from no other model's."""
+    """Whether it inherits no fields from another model's class."""
 
 
 def version() -> str:
@@ -44,13 +44,13 @@ def version() -> str:
 
 
 def is_known(model_type: str) -> bool:
-    """False where no configuration class has this model_type; True also where that cannot be told."""
+    """False if no configuration class has this model_type; True also if that is unknown."""
     names = _auto("auto_mappings.py") + _auto("configuration_auto.py")
     return f'"{_SURELY_KNOWN}"' not in names or f'"{model_type}"' in names
 
 
 def has_causal_lm(model_type: str) -> bool:
-    """False where no causal language model takes its configuration; True also where that cannot be told."""
+    """False if no causal language model takes its configuration; True also if that is unknown."""
     causal = _causal_lm_classes()
     if _SURELY_KNOWN not in causal:
         return True
@@ -59,7 +59,7 @@ def has_causal_lm(model_type: str) -> bool:
 
 
 def uses_attention_interface(model_type: str) -> bool:
-    """False where its code never asks for an attention function by name; True also where that cannot be told."""
+    """False if its code never looks up an attention function by name; True also if that is unknown."""
     model_class = _causal_lm_classes().get(model_type)
     source = _model_source(model_type, "modeling")
     return model_class is None or f"class {model_class}(" not in source or "ALL_ATTENTION_FUNCTIONS" in source
@@ -67,7 +67,7 @@ def uses_attention_interface(model_type: str) -> bool:
 
 @lru_cache(maxsize=8)
 def config_source(model_type: str) -> ConfigSource | None:
-    """The class that reads its config.json; None where that is not written as it is known."""
+    """The class that reads its config.json; None if its source has an unknown structure."""
     name = _config_class(model_type)
     try:
         tree = ast.parse(_model_source(model_type, "configuration"))
@@ -106,7 +106,7 @@ def _is_alias_map(node: ast.Assign) -> bool:
 
 
 def _literal(node: ast.expr | None) -> tuple[Any, ...]:
-    """The value in a tuple; an empty one where it is computed."""
+    """The value in a tuple; an empty tuple if the value is computed."""
     if node is None:
         return ()
     try:
@@ -137,7 +137,7 @@ def _model_source(model_type: str, kind: str) -> str:
 
 
 def _block(source: str, name: str) -> str:
-    """The text of a mapping that a module begins at its left margin, up to where it ends there."""
+    """The source text of a module-level mapping."""
     found = re.search(rf"^{name}\b[^\n]*\n(.*?)^\S", source, re.DOTALL | re.MULTILINE)
     return found[1] if found else ""
 
@@ -148,8 +148,8 @@ def _auto(name: str) -> str:
 
 @lru_cache(maxsize=16)
 def _read(name: str) -> str:
-    """A file of the package; "" where it is not there."""
-    package = importlib.util.find_spec("transformers")  # which does not import it
+    """The text of a file of the package; "" if it is missing."""
+    package = importlib.util.find_spec("transformers")  # this does not import it
     for folder in (package.submodule_search_locations or ()) if package else ():
         try:
             return (Path(folder) / name).read_text(encoding="utf-8")

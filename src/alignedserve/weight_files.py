@@ -1,7 +1,7 @@
-"""The safetensors files of a model folder, as their headers tell: no weights are read, and no library is needed.
+"""Reads the headers of a model folder's safetensors files. It reads no weights, and needs no library.
 
-A header is refused where `safetensors` would refuse it, in the workers, after Ray has started: the file ends with the
-last tensor's last byte, and tensors lie side by side. https://github.com/huggingface/safetensors#format
+It refuses the headers that `safetensors` would refuse later, in the workers, after Ray has started: the file must end
+with the last tensor's last byte, and tensors must be contiguous. https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _BITS = {
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}  # one that is not here is newer than this table: its size is left to the workers
+}  # the size of a type that is not in this table is checked by the workers
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a header says of a tensor."""
+    """A tensor as a header describes it."""
 
     file: Path
     dtype: str
@@ -45,9 +45,9 @@ class Tensor:
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """The files that transformers would load; they may not be there. A folder may hold the weights in other forms, too.
+    """The files that transformers would load. They may be missing, and the folder may contain copies in other formats.
 
-    Raises ModelError where there are none, or the index is broken.
+    Raises ModelError if there are no weights or the index is broken.
     """
     named = config.get("transformers_weights")
     if isinstance(named, str) and not named.endswith(".index.json"):
@@ -61,14 +61,14 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Every tensor of the files. Raises ModelError for a file that is missing, cut off or no safetensors file."""
+    """All tensors of the files. Raises ModelError for a file that is missing, truncated or not a safetensors file."""
     files = list(files)
     if missing := [file for file in files if not is_there(file)]:
         names = ", ".join(file.name for file in missing[:_SHOWN])
         more = " ..." if len(missing) > _SHOWN else ""
         raise ModelError(
             f"{missing[0].parent} lacks {len(missing)} of {len(files)} weight files: {names}{more}; copy or download "
-            f"what is missing{_dangling(missing[0])}"
+            f"them{_dangling(missing[0])}"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -77,7 +77,7 @@ def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file. Raises ModelError where safetensors could not read it."""
+    """The tensors of one file. Raises ModelError if safetensors could not read it."""
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -90,13 +90,15 @@ def read_header(file: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is no readable safetensors file: its header is no JSON ({error}); {AGAIN}") from error
+        raise ModelError(
+            f"{file} is not a readable safetensors file: its header is not JSON ({error}); {AGAIN}"
+        ) from error
     data_bytes = size - _PREFIX_BYTES - header_bytes
     return _tensors(file, header, data_bytes)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError where the file holds something else, or cannot be read."""
+    """The JSON object in a file. Raises ModelError if the file has other content, or cannot be read."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -105,22 +107,22 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: it is no JSON ({error}); {AGAIN}") from error
+        raise ModelError(f"{file} cannot be read: it is not JSON ({error}); {AGAIN}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{file} holds no JSON object; {AGAIN}")
+        raise ModelError(f"{file} is not a JSON object; {AGAIN}")
     return found
 
 
 def _refuse_pointer(file: Path, begin: bytes) -> None:
-    """Raises ModelError for what git leaves in place of a large file where git-lfs has not fetched it."""
+    """Raises ModelError if the file is a git-lfs pointer instead of the file itself."""
     if begin.startswith(LFS_POINTER):
         raise ModelError(
-            f"{file} is a pointer of git-lfs, not the file itself: run `git lfs pull` in {file.parent}, or download it"
+            f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in {file.parent}, or download it"
         )
 
 
 def is_pointer(file: Path) -> bool:
-    """False where the file is not there, or cannot be read."""
+    """Whether the file is a git-lfs pointer; False if it is missing or cannot be read."""
     try:
         with file.open("rb") as stream:
             return stream.read(len(LFS_POINTER)) == LFS_POINTER
@@ -129,7 +131,7 @@ def is_pointer(file: Path) -> bool:
 
 
 def is_there(file: Path) -> bool:
-    """Whether it is a file, links followed; a folder or a pipe of that name is none."""
+    """Whether it is a regular file. Links are followed; a folder or a pipe is not a file."""
     try:
         return stat.S_ISREG(file.stat().st_mode)
     except OSError:
@@ -137,20 +139,20 @@ def is_there(file: Path) -> bool:
 
 
 def _dangling(file: Path) -> str:
-    return f" ({file.name} is a link to {os.readlink(file)}, which is not there)" if file.is_symlink() else ""
+    return f" ({file.name} is a link to {os.readlink(file)}, which does not exist)" if file.is_symlink() else ""
 
 
 def _no_weights(folder: Path) -> str:
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if any("-of-" in name for name in found):
-        return f"{folder} has no {INDEX}, which says what its {len(found)} *.safetensors hold: copy or download it, too"
+        return f"{folder} has {len(found)} *.safetensors, but no {INDEX} that lists their tensors: copy or download it"
     if found:
         return (
             f"{folder} has neither {WEIGHTS} nor {INDEX}, only {', '.join(found[:_SHOWN])}: give a folder as "
             "transformers' save_pretrained writes it"
         )
     pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
-    hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else _dangling(folder / WEIGHTS)
+    hint = "; pickled weights are not loaded, convert them to safetensors" if pickled else _dangling(folder / WEIGHTS)
     return f"{folder} has no *.safetensors weights{hint}"
 
 
@@ -160,22 +162,22 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) and name for name in found.values()):
         raise ModelError(f"{index} has no weight_map of tensors to files; {AGAIN}")
     if not isinstance(raw.get("metadata"), dict):
-        raise ModelError(f'{index} has no "metadata", an object, which transformers asks for (it may be empty: {{}})')
+        raise ModelError(f'{index} has no object "metadata", which transformers requires (it may be empty: {{}})')
     return found
 
 
 def _header_bytes(file: Path, begin: bytes, size: int) -> int:
-    """How long its header is. Raises ModelError where the file's beginning shows that it is none."""
+    """Length of the header in bytes. Raises ModelError if the beginning shows that the file is invalid."""
     _refuse_pointer(file, begin)
     if not size:
         raise ModelError(f"{file} is empty; {AGAIN}")
     length = int.from_bytes(begin[:_PREFIX_BYTES], "little")
     if size < _PREFIX_BYTES or length > _MAX_HEADER_BYTES:
-        raise ModelError(f"{file} is no readable safetensors file: it begins with {begin[:16]!r}; {AGAIN}")
+        raise ModelError(f"{file} is not a readable safetensors file: it begins with {begin[:16]!r}; {AGAIN}")
     if length > size - _PREFIX_BYTES:
         raise ModelError(
-            f"{file} is no readable safetensors file: its header alone would have {length} bytes, but the file ends "
-            f"after {size}; {AGAIN}"
+            f"{file} is not a readable safetensors file: its header would have {length} bytes, but the file has only "
+            f"{size}; {AGAIN}"
         )
     return length
 
@@ -183,7 +185,7 @@ def _header_bytes(file: Path, begin: bytes, size: int) -> int:
 def _tensors(file: Path, header: Any, data_bytes: int) -> dict[str, Tensor]:
     """The header's entries, checked against each other and the bytes that follow it."""
     if not isinstance(header, dict):
-        raise ModelError(f"{file} is no readable safetensors file: its header is no JSON object; {AGAIN}")
+        raise ModelError(f"{file} is not a readable safetensors file: its header is not a JSON object; {AGAIN}")
     _check_metadata(file, header.pop("__metadata__", None))
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
@@ -192,20 +194,20 @@ def _tensors(file: Path, header: Any, data_bytes: int) -> dict[str, Tensor]:
         spans.append((begin, end, name))
     at = max((end for _, end, _ in spans), default=0)
     if at != data_bytes:
-        wrong = "is cut off" if at > data_bytes else "has more than its header describes"
+        wrong = "is truncated" if at > data_bytes else "has more data than its header describes"
         raise ModelError(
-            f"{file} {wrong}: it has {data_bytes} bytes of weights, and its header describes {at}; {AGAIN}"
+            f"{file} {wrong}: it has {data_bytes} bytes of weights, but its header describes {at}; {AGAIN}"
         )
     at = 0
     for begin, end, name in sorted(spans):
         if begin != at:
-            _refuse_entry(file, name, f"begins at byte {begin}, but the one before it ends at {at}")
+            _refuse_entry(file, name, f"begins at byte {begin}, but the previous tensor ends at {at}")
         at = end
     return tensors
 
 
 def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, Tensor]:
-    """Begin, end (both counted from the end of the header) and what is between."""
+    """Begin and end of a tensor in bytes after the header, and the tensor."""
     if not isinstance(entry, dict):
         _refuse_entry(file, name, "has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -214,7 +216,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, Tensor]:
     begin, end = offsets
     bits = _BITS.get(dtype)
     if end < begin or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):
-        _refuse_entry(file, name, f"is {dtype} {shape}, but has the bytes from {begin} to {end}")
+        _refuse_entry(file, name, f"is {dtype} {shape}, but occupies the bytes from {begin} to {end}")
     return begin, end, Tensor(file, dtype, tuple(shape))
 
 
@@ -226,12 +228,12 @@ def _check_metadata(file: Path, metadata: Any) -> None:
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
-        raise ModelError(f"{file} is no readable safetensors file: its __metadata__ holds other things than texts")
+        raise ModelError(f"{file} is not a readable safetensors file: its __metadata__ has values that are not strings")
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _refuse_entry(file: Path, name: str, reason: str) -> NoReturn:
-    raise ModelError(f"{file} is no readable safetensors file: its header is wrong, {name!r} {reason}; {AGAIN}")
+    raise ModelError(f"{file} is not a readable safetensors file: its header is wrong, {name!r} {reason}; {AGAIN}")

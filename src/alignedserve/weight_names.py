@@ -1,9 +1,9 @@
-"""The tensors that the models tested here are made of: their names in a checkpoint, and their shapes in letters.
+"""The tensors of the tested model types: their names in a checkpoint, and their shapes in letters.
 
-V vocabulary, P positions, H hidden size, Q and K the width of all query and all key heads, D of one head, N query
-heads, I width of the MLP, E experts, X width of an expert, W of a word's embedding. "2I H" is [2 * I, H]; "Q+2K" a sum.
-Names are what is left without the prefix that checkpoints differ in (`model.`, `transformer.`,
-`language_model.model.`); {} is an expert's number.
+V: vocabulary size, P: positions, H: hidden size, Q and K: width of all query heads and of all key heads, D: width of a
+head, N: number of query heads, I: width of the MLP, E: number of experts, X: width of an expert, W: width of a word
+embedding. "2I H" is [2 * I, H]; "Q+2K" is a sum. Names are without the prefix, which differs between checkpoints
+(`model.`, `transformer.`, `language_model.model.`); {} is an expert's number.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ Shapes = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a checkpoint must hold, under exactly these names: only what transformers refuses to load without."""
+    """The tensors that a checkpoint must contain under exactly these names, because transformers requires them."""
 
     top: Shapes
     layer: Shapes
-    """Of each layer, without `layers.N.`."""
+    """Tensors of each layer, without `layers.N.`."""
     mlps: tuple[Shapes, ...] = ()
-    """Ways to write a layer's MLP, of which it has one."""
+    """Alternative sets of tensors of a layer's MLP. A layer has one of them."""
     flagged: Mapping[str, Shapes] = field(default_factory=dict)
-    """What of a layer a key of config.json adds by being true."""
+    """Tensors that a layer has if a key of config.json is true, by key."""
     layers: str = "layers"
     embedding: str = "embed_tokens.weight"
     head: Shapes = field(default_factory=lambda: {"lm_head.weight": "V H"})
-    """What a model without tied embeddings has beside `embedding`."""
+    """Tensors of a model without tied embeddings, besides `embedding`."""
     width: str = "intermediate_size"
     expert_width: str = "intermediate_size"
     equal_heads: bool = False
-    """Whether heads share the hidden size, and have no other size of their own."""
+    """Whether the width of a head is always the hidden size divided by the number of heads."""
 
 
 def _with_biases(shapes: Shapes) -> Shapes:
-    """Each weight's bias beside it: as long as the weight has rows."""
+    """The weights and a bias for each. A bias has as many values as the weight has rows."""
     biases = {name.replace(".weight", ".bias"): dims.split()[0] for name, dims in shapes.items()}
     return {**shapes, **biases}
 

@@ -1,8 +1,8 @@
-"""Whether the tensors of a checkpoint are those of its config.json, for the models of `weight_names`.
+"""Checks that the tensors of a checkpoint match its config.json, for the model types in `weight_names`.
 
-What is refused here, transformers refuses when it loads the weights, in each worker, after Ray has started; but for
-whole numbers in place of weights, which it takes for weights. A value that config.json leaves out, and that the source
-of transformers does not show, makes the sizes that depend on it any size. Tensors beside the model's are not looked at.
+Transformers would refuse the same checkpoints when it loads the weights, in each worker, after Ray has started. Only
+integers in place of weights are refused here alone. If a value is missing in config.json, and the source of
+transformers shows no default, the sizes that depend on it are not checked. Additional tensors are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from alignedserve.transformers_source import ConfigSource, config_source
 from alignedserve.weight_files import Tensor
 from alignedserve.weight_names import FAMILIES, Family, Shapes
 
-# What transformers 5 names otherwise than the checkpoints that it writes by default.
+# Names that differ between transformers 5 and the checkpoints that it writes by default.
 _RENAMED = {".block_sparse_moe.": ".mlp.", "embed_out.weight": "lm_head.weight"}
 _OF_A_LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.(\d+)\..+)$")
 _TERM = re.compile(r"(\d*)([A-Z]?)")
@@ -36,17 +36,17 @@ _WRAPPERS = {"module.": "torch's DataParallel", "_orig_mod.": "torch.compile", "
 _WITH_IMAGES = dict.fromkeys(("language_model.", "model.language_model."), "a model with images")
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHOWN = 3
-_REPAIR = "the weights and the config.json are of different models, or one was edited: copy or download both again"
+_REPAIR = "weights and config.json are of different models, or one of them was edited: copy or download both again"
 
 Sizes = Mapping[str, int | None]
 
 
 class _Unknown:
-    """A value that config.json leaves out, and nothing else tells."""
+    """Stands for a value that config.json leaves out and that has no known default."""
 
 
 class _Values:
-    """The values of config.json, with those that its class fills in."""
+    """The values of config.json, with the defaults of its configuration class."""
 
     def __init__(self, raw: Mapping[str, Any], source: ConfigSource | None) -> None:
         self._raw = raw
@@ -67,7 +67,7 @@ class _Values:
         return None if self._source.complete and not names & self._source.fields else _Unknown
 
     def size(self, key: str, absent: int | None = None) -> int | None:
-        """A whole number above 0; `absent` where there is to be none; None where that is not known."""
+        """A whole number above 0; `absent` if the key has no value; None if the value is unknown."""
         value = self.get(key)
         if value is None:
             return absent
@@ -75,14 +75,16 @@ class _Values:
 
 
 def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ModelError where a tensor is missing or has another shape than the configuration asks for.
+    """Raises ModelError if a tensor is missing or its shape differs from the configuration.
 
-    Raises UnsupportedModelError where weights are no floating-point numbers. Of other models than those of FAMILIES
-    nothing is known: they pass.
+    Raises UnsupportedModelError if weights are not floating-point numbers. Models that are not in FAMILIES are not
+    checked.
     """
     text = _text_config(config)
     family = FAMILIES.get(str(text.get("model_type")))
-    if family is None or (text["model_type"] == "mistral" and "layer_types" in text):  # read as another model's, then
+    if family is None or (
+        text["model_type"] == "mistral" and "layer_types" in text
+    ):  # transformers reads it as another model type then
         return
     _check_names(folder, tensors, family, _WRAPPERS if text is not config else _WRAPPERS | _WITH_IMAGES)
     values = _Values(text, config_source(text["model_type"]))
@@ -99,8 +101,8 @@ def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
             wrong.append(_wrong(key, found[0], dims, shape, values))
         elif all(tensor.dtype in _NO_WEIGHTS for tensor in fitting):
             raise UnsupportedModelError(
-                f"{fitting[0].file}: {key} is stored as {fitting[0].dtype}, which are no floating-point weights: a "
-                "quantised model is not supported; convert it to float32, float16 or bfloat16"
+                f"{fitting[0].file}: {key} is stored as {fitting[0].dtype}, not as floating-point weights: a quantised "
+                "model is not supported; convert it to float32, float16 or bfloat16"
             )
     if wrong:
         raise _contradiction(folder, f"{_some(wrong, '; ')}")
@@ -109,11 +111,11 @@ def check_shapes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def _contradiction(folder: Path, what: str) -> ModelError:
-    return ModelError(f"{folder / 'config.json'} contradicts the weights beside it: {what}; {_REPAIR}")
+    return ModelError(f"{folder / 'config.json'} contradicts the weights in its folder: {what}; {_REPAIR}")
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where the language model of Gemma 3 with images is described."""
+    """The configuration of the language model; in Gemma 3 with images it is nested."""
     text = config.get("text_config")
     return text if config["model_type"] == "gemma3" and isinstance(text, dict) else config
 
@@ -125,13 +127,13 @@ def _check_names(folder: Path, tensors: Mapping[str, Tensor], family: Family, wr
     for prefix, wrapper in wrappers.items():
         if names and all(name.startswith(prefix) for name in names):
             raise ModelError(
-                f"the weights of {folder} are named {prefix}..., as {wrapper} names those of the model that it wraps: "
-                "save the model inside of it"
+                f"the weights of {folder} are named {prefix}..., as {wrapper} names the weights of a wrapped model: "
+                "save the wrapped model itself"
             )
 
 
 def _by_key(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """By name without prefix: `layers.N.` and what follows, or the last two parts."""
+    """Tensors by name without prefix: `layers.N.` and what follows, or the last two parts."""
     stored: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _OF_A_LAYER.search(name)
@@ -143,14 +145,14 @@ def _by_key(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 
 
 def _check_sizes(folder: Path, family: Family, values: _Values) -> None:
-    for key in _COUNTS if family.mlps else (*_COUNTS, family.width):  # with experts it may be the width of nothing
+    for key in _COUNTS if family.mlps else (*_COUNTS, family.width):  # with experts the MLP width may be unused
         value = values.get(key)
         if type(value) is int and value < 1:
             raise ModelError(f"{folder / 'config.json'}: {key} must be at least 1, not {value}; correct it")
     hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
     if family.equal_heads and hidden and heads and hidden % heads:
         raise ModelError(
-            f"{folder / 'config.json'}: its hidden size, {hidden}, is no multiple of its {heads} attention heads; "
+            f"{folder / 'config.json'}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; "
             "correct it, or copy or download it again"
         )
 
@@ -159,15 +161,15 @@ def _check_layers(folder: Path, family: Family, values: _Values, stored: Mapping
     found = {int(parts[1]) for key in stored if (parts := key.split("."))[0] == family.layers and parts[1].isdigit()}
     wanted = values.size("num_hidden_layers")
     if wanted and found and max(found) + 1 < wanted:
-        raise _contradiction(folder, f"it says {wanted} layers (num_hidden_layers), the weights have {max(found) + 1}")
+        raise _contradiction(folder, f"it has {wanted} layers (num_hidden_layers), the weights have {max(found) + 1}")
 
 
 def _expected(family: Family, values: _Values, stored: Mapping[str, Any], *, nested: bool) -> Iterator[tuple[str, str]]:
-    """Key and letters of everything that the checkpoint must hold."""
+    """Name and shape letters of each tensor that the checkpoint must contain."""
     tied = nested or values.get("tie_word_embeddings") is not False
     for key, dims in family.top.items():
         if tied and key == family.embedding and key not in stored and next(iter(family.head)) in stored:
-            continue  # tied weights may be there as the head alone
+            continue  # tied weights may be stored as the head only
         yield key, dims
     yield from ((key, dims) for key, dims in family.head.items() if not tied or key.endswith(".bias"))
     layer = dict(family.layer)
@@ -181,7 +183,7 @@ def _expected(family: Family, values: _Values, stored: Mapping[str, Any], *, nes
 
 
 def _mlp(family: Family, values: _Values, stored: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """Of the ways to write a layer's MLP the one of which the checkpoint has the most."""
+    """The tensors of the MLP alternative that matches the checkpoint best."""
     experts = values.size(_KEYS["E"]) or 0
     ways = [list(_each_expert(shapes, experts, prefix)) for shapes in family.mlps]
     if ways:
@@ -195,7 +197,7 @@ def _each_expert(shapes: Shapes, experts: int, prefix: str) -> Iterator[tuple[st
 
 
 def _sizes(family: Family, values: _Values) -> Sizes:
-    """What the letters stand for; None where it is not known."""
+    """The size for each letter; None if it is unknown."""
     sizes: dict[str, int | None] = {letter: values.size(key) for letter, key in _KEYS.items()}
     hidden, heads = sizes["H"], sizes["N"]
     head_dim = values.size("head_dim", absent=hidden // heads if hidden and heads else None)

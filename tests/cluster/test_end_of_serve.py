@@ -37,7 +37,7 @@ def begun_stream(server: ServeProcess, max_tokens: int) -> Iterator[Iterator[str
 def wait_told(server: ServeProcess) -> None:
     """Returns once the command has said that it serves: from then on it does nothing but wait for its end."""
     deadline = time.monotonic() + 30.0
-    while "Ctrl-C ends it" not in server.output:
+    while "press Ctrl-C to end it" not in server.output:
         assert time.monotonic() < deadline, server.output
         time.sleep(0.05)
 

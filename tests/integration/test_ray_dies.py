@@ -47,7 +47,7 @@ def end_by_striking(server: FakeServeProcess, word: str, how: int = signal.SIGKI
     os.kill(victim, how)
     assert server.process.wait(60.0) == 1
     assert time.monotonic() - struck_s < GONE_WITHIN_S + (UNREPLACED_STOPPED_S if how == signal.SIGSTOP else 0.0)
-    assert "a part of Ray's own, has ended" in server.output
+    assert "a process of Ray itself, has ended" in server.output
     assert descendants.end(5.0) == 0
     assert set(os.listdir("/dev/shm")) <= shared
     assert haproxy_folders(server.process.pid) == []

@@ -1,4 +1,4 @@
-"""Makes the cost models that ship, from measured data that does not.
+"""Makes the shipped cost models from measured data that is not shipped.
 
     python tools/cost_models/make_shipped.py DATA [--out scheduler/cost/data]
 
@@ -22,7 +22,7 @@ from alignedserve.scheduler.cost.skew import AXES
 from alignedserve.scheduler.cost.tables import load_tables
 
 POOL_BYTES = 512 << 30  # assumed host memory of the pool
-HELD_OUT = 5  # every so many rows are not fitted, but predicted
+HELD_OUT = 5  # every fifth row is held out: predicted, not fitted
 
 DENSE_TOKENS = (1, 16, 32, *range(64, 257, 64), 272, *range(320, 1025, 64), *range(1152, 2049, 128))
 SEQUENCES = (1, 16, 64, 128, 160, 176, 256)

@@ -1,4 +1,4 @@
-"""The page of the command line, from the parser that reads it."""
+"""The page of the command line, from its parser."""
 
 from __future__ import annotations
 

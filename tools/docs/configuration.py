@@ -13,16 +13,16 @@ from alignedserve.config import SECTIONS
 from alignedserve.config_sources import ENV_PREFIX, known_keys
 
 ABOUT = {
-    "model": "What is served.",
-    "cluster": "How many instances there are, and where.",
-    "kv_pool": "The pool in host memory.",
+    "model": "The model.",
+    "cluster": "Number and placement of instances.",
+    "kv_pool": "The host-memory KV pool.",
     "prefill": "Prefill instances, and the candidate buffers in their memory.",
     "decode": "Decode instances.",
-    "scheduler": "How batches are formed, and what is refused.",
-    "gateway": "HTTP, gRPC, and the end.",
-    "supervisor": "What is started, watched and replaced.",
-    "engine": "How the model is computed.",
-    "log": "What is written where.",
+    "scheduler": "Batches and admission.",
+    "gateway": "HTTP, gRPC, limits and draining.",
+    "supervisor": "Starting, watching and replacing processes.",
+    "engine": "Computing the model.",
+    "log": "Logs.",
 }
 HEAD = f"""\
 # Configuration
@@ -34,7 +34,7 @@ Later sources win:
 1. the defaults below,
 2. a YAML file of sections and keys (`--config FILE`; under Ray Serve the `args` of the application),
 3. the environment: `{ENV_PREFIX}SECTION__KEY`, for example `{ENV_PREFIX}SCHEDULER__POLICY=fcfs`,
-4. flags: `--set SECTION.KEY=VALUE` for every key, and the short ones that are named below.
+4. flags: `--set SECTION.KEY=VALUE` for every key, and the short flags listed below.
 
 ```yaml
 model:
@@ -43,9 +43,9 @@ cluster:
   decode: 2
 ```
 
-An unknown key, a value of the wrong type and one outside its limits end the start with an error that names the key,
-where it came from, and the nearest key there is. `alignedserve config` prints what results from all sources, each key
-with its meaning.
+An unknown key, a value of the wrong type, or a value outside its limits is an error at the start. The error names the
+key, its source and, for an unknown key, the nearest known key. `alignedserve config` prints the resulting
+configuration, each key with its meaning.
 """
 
 
@@ -95,7 +95,7 @@ def _values(key: Field[Any], kind: type) -> str:
 
 
 def _flag(name: str) -> str:
-    """The short flag that sets a key; empty where there is none."""
+    """The short flag that sets a key; empty if there is none."""
     for flag, (key, _) in SERVE_FLAGS.items():
         if key == name:
             return flag

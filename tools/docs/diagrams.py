@@ -34,8 +34,8 @@ def processes() -> Drawing:
     d.text(170, 334, "prefill instance", "bold", "middle")
     d.box(76, 348, 188, 28, ["weights, cache"])
     d.box(76, 382, 188, 28, ["candidate batch buffer"], "amber")
-    d.box(76, 416, 188, 28, ["candidate requests buffer"], "amber")
-    d.box(390, 360, 160, 100, ["KV pool", "host memory:", "what waits, and copies", "of what runs"], "amber")
+    d.box(76, 416, 188, 28, ["candidate request buffer"], "amber")
+    d.box(390, 360, 160, 100, ["KV pool", "host memory:", "waiting requests, and", "copies of running ones"], "amber")
     d.box(660, 310, 220, 150, [], "green")
     d.text(770, 334, "decode instance", "bold", "middle")
     d.box(676, 348, 188, 28, ["weights"])
@@ -77,17 +77,17 @@ def life() -> Drawing:
     d.frame(24, 20, 270, 240, "prefill device")
     d.box(48, 62, 222, 44, ["prefill", "chunks of several prompts"], "blue")
     d.box(48, 140, 222, 40, ["candidate batch buffer"], "amber")
-    d.box(48, 200, 222, 40, ["candidate requests buffer"], "amber")
+    d.box(48, 200, 222, 40, ["candidate request buffer"], "amber")
     d.frame(646, 20, 270, 240, "decode device")
     d.box(670, 62, 222, 60, ["running batch", "similar prefix lengths"], "green")
-    d.box(670, 150, 222, 90, ["iteration scheduler", "who joins, who leaves,", "at every iteration boundary"])
+    d.box(670, 150, 222, 90, ["iteration scheduler", "joins and evictions", "at every iteration boundary"])
     d.frame(24, 310, 892, 140, "host memory", (776, 23))
     d.box(
         48,
         348,
         340,
         80,
-        ["KV pool", "the KV of every request that waits,", "and copies of what runs while there is room"],
+        ["KV pool", "the KV of every waiting request,", "and copies of running requests while there is room"],
         "amber",
     )
     d.box(
@@ -129,7 +129,7 @@ def kv() -> Drawing:
         940,
         480,
         "Where KV is and how it moves, within a node and between nodes",
-        "Each node has a shard of the pool. A worker writes to the shard of its own node only and reads from any. "
+        "Each node has a shard of the pool. A worker writes only to the shard of its own node, and reads from any. "
         "Within a node blocks move by shared memory, asynchronous copies and CUDA IPC; between nodes by NCCL or Gloo.",
     )
     for x, name, shard in ((24, "node A", "pool shard kv_pool-0"), (500, "node B", "pool shard kv_pool-1")):
@@ -153,11 +153,11 @@ def kv() -> Drawing:
     d.text(524, 36, "a pair that is not on one node: NCCL or Gloo", "small")
     for x, ink, kind, words in (
         (40, "amber", "thick", "within a node: shared memory, asynchronous copies, CUDA IPC"),
-        (480, "red", "thick", "between nodes: both ends take part; nobody maps another node's memory"),
+        (480, "red", "thick", "between nodes: both ends take part; no process maps another node's memory"),
     ):
         d.arrow([(x, 415), (x + 34, 415)], ink, kind)
         d.text(x + 42, 419, words, "small")
-    d.text(40, 452, "A worker writes to the shard of its own node only, and reads from any.", "bold")
+    d.text(40, 452, "A worker writes only to the shard of its own node, and reads from any.", "bold")
     return d
 
 
@@ -214,10 +214,10 @@ def tree() -> Drawing:
     d.text(
         left,
         380,
-        "Each dot is a request whose KV waits in the pool. Those of one batch need nearly the same time for attention,",
+        "Each dot is a request whose KV is in the pool. Requests of one batch need nearly the same time for attention,",
         "",
     )
-    d.text(left, 400, "so none of them waits in an iteration for a much longer one.", "")
+    d.text(left, 400, "so no request waits in an iteration for a much longer one.", "")
     return d
 
 
@@ -289,7 +289,7 @@ def bubble() -> Drawing:
     d.text(
         40,
         240,
-        "Each bar is one request's attention; both read as many tokens. The room beside short bars is the bubble.",
+        "Each bar is one request's attention; both read as many tokens. The gap after short bars is the bubble.",
         "small",
     )
     return d

@@ -1,4 +1,4 @@
-"""Examples of docstrings are code: the Python API shows them as blocks of it."""
+"""Shows examples in docstrings as code blocks on the page of the Python API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLE = re.compile(r"^Example:\n(?P<code>(?:(?: {4}.*)?\n)+)", re.MULTILINE)
 
 
 class DocstringExamples(griffe.Extension):
-    """Puts a fence around what stands below `Example:`."""
+    """Puts a code fence around the text below `Example:`."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:

@@ -1,4 +1,4 @@
-"""A small kit for diagrams: SVG that takes the site's colours where it stands in a page, light or dark."""
+"""Draws diagrams as SVG that uses the site's light or dark colours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INKS = {"ink": "#8a93a0", "blue": "#4c8dd6", "green": "#2f9e6e", "amber": "#d18f
 
 
 class Drawing:
-    """Elements in the order in which they are drawn. Lengths are the view box's units, x to the right, y down."""
+    """Elements in drawing order. Lengths are in units of the view box, x to the right, y down."""
 
     def __init__(self, width: int, height: int, title: str, description: str) -> None:
         self._width, self._height = width, height
@@ -41,7 +41,7 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, lines: Sequence[str] = (), kind: str = "plain"
     ) -> None:
-        """A box; its first line of text is bold, all are centred."""
+        """A box with centred text; the first line is bold."""
         self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" class="{kind}"/>')
         top = y + height / 2 - 8 * (len(lines) - 1) + 4.5
         for number, line in enumerate(lines):
@@ -50,7 +50,7 @@ class Drawing:
     def frame(
         self, x: float, y: float, width: float, height: float, label: str, at: tuple[float, float] = (12, 20)
     ) -> None:
-        """A dashed frame around others, named at its upper left, or `at` another place from there."""
+        """A dashed frame with a label at its upper left corner, or at the offset `at` from there."""
         self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" class="frame"/>')
         self.text(x + at[0], y + at[1], label, "large")
 
@@ -60,7 +60,7 @@ class Drawing:
     def arrow(
         self, points: Sequence[tuple[float, float]], ink: str = "ink", kind: str = "", *, both: bool = False
     ) -> None:
-        """A line through the points with a head at its end, or at both ends."""
+        """A line through the points with an arrowhead at its end, or at both ends."""
         path = " ".join(f"{'L' if number else 'M'}{x:g},{y:g}" for number, (x, y) in enumerate(points))
         start = f' marker-start="url(#d-{ink})"' if both else ""
         self._parts.append(f'<path d="{path}" class="line {ink} {kind}" marker-end="url(#d-{ink})"{start}/>')
@@ -72,7 +72,7 @@ class Drawing:
         self._parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" class="{kind}"/>')
 
     def badge(self, x: float, y: float, number: int) -> None:
-        """A number in a disc: a step."""
+        """A step number in a disc."""
         self.dot(x, y, 10, "badge")
         self._parts.append(f'<text x="{x:g}" y="{y + 4:g}" class="badge-text" text-anchor="middle">{number}</text>')
 

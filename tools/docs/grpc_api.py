@@ -11,7 +11,7 @@ from markdown_text import NOTICE, code, plain, table
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = "alignedserve/proto/inference.proto"
-MESSAGE, SERVICE, FIELD, METHOD = 4, 6, 2, 2  # numbers of the lists in a descriptor, of which a comment's path is made
+MESSAGE, SERVICE, FIELD, METHOD = 4, 6, 2, 2  # numbers of a descriptor's lists, which form a comment's path
 KINDS = {value: name.removeprefix("TYPE_").lower() for name, value in pb.FieldDescriptorProto.Type.items()}
 
 HEAD = f"""\
@@ -19,9 +19,9 @@ HEAD = f"""\
 
 {NOTICE}
 
-`proto/inference.proto` is the contract; a gateway serves it through Ray Serve's gRPC proxy (`gateway.grpc_port`).
-Where the server asks for API keys, calls bring one as the metadata `authorization: Bearer KEY` or `x-api-key: KEY`. The
-Python client has [a page of its own](python.md#client).
+`proto/inference.proto` is the contract. Gateways serve it through Ray Serve's gRPC proxy (`gateway.grpc_port`). If the
+server requires API keys, send the key in the metadata: `authorization: Bearer KEY` or `x-api-key: KEY`. The Python
+client has [its own page](python.md#client).
 """
 
 
@@ -31,7 +31,7 @@ def page() -> str:
     messages = {f".{file.package}.{message.name}": message for file in files.values() for message in file.message_type}
     comments = {name: _comments(file) for name, file in files.items()}
     about = comments[CONTRACT]
-    lines = [HEAD, *_quoted(about.get((12,), "")), ""]  # what stands over `syntax`
+    lines = [HEAD, *_quoted(about.get((12,), "")), ""]  # the comment above `syntax`
     for number, service in enumerate(contract.service):
         lines += [f"## {service.name}", "", about.get((SERVICE, number), ""), ""]
         lines += table(("call", "request", "answer", "meaning"), _methods(number, service, about))
@@ -45,7 +45,7 @@ def page() -> str:
 
 
 def _compile() -> dict[str, pb.FileDescriptorProto]:
-    """Every contract, with its comments."""
+    """All contracts, with their comments."""
     from grpc_tools import protoc
 
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def _link(full_name: str) -> str:
 
 
 def _used(contract: pb.FileDescriptorProto, messages: dict[str, pb.DescriptorProto]) -> set[str]:
-    """Full names of the messages that the contract's calls lead to."""
+    """Full names of the messages that the contract's calls use, directly or not."""
     waiting = [
         kind for service in contract.service for call in service.method for kind in (call.input_type, call.output_type)
     ]

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: pages made from the code, patterns in the nav, links that leave docs/."""
+"""Hooks of mkdocs: pages generated from code, patterns in the nav, links to files outside docs/."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Diagrams stand in the page, in its colours; a configuration key that is named leads to what it is for."""
+    """Embeds diagrams in the page, and links configuration keys to the configuration page."""
     html = DIAGRAM.sub(lambda image: _in_page(image, config), html)
-    html = PATH.sub(lambda path: path.group().replace("/", "/<wbr>"), html)  # a line may end there
+    html = PATH.sub(lambda path: path.group().replace("/", "/<wbr>"), html)  # allows a line break there
     if page.file.src_uri == "reference/configuration.md":
         return html
     target = files.get_file_from_path("reference/configuration.md")
@@ -87,7 +87,7 @@ def _in_page(image: re.Match[str], config: MkDocsConfig) -> str:
 
 
 def _collect(nav: list[Any], written: set[str]) -> None:
-    """The pages that the nav names one by one: a pattern does not name them again."""
+    """Collect the pages that the nav names explicitly. Patterns do not repeat them."""
     for entry in nav:
         for value in entry.values() if isinstance(entry, dict) else (entry,):
             if isinstance(value, list):
@@ -97,7 +97,7 @@ def _collect(nav: list[Any], written: set[str]) -> None:
 
 
 def _expand(entry: Any, docs: Path, written: set[str]) -> Any:
-    """A pattern becomes the pages that it matches, index or README first."""
+    """Replace a pattern by the pages that it matches, index or README first."""
     if not isinstance(entry, dict):
         return _pages(entry, docs, written) if "*" in entry else entry
     ((title, value),) = entry.items()
@@ -116,7 +116,7 @@ def _pages(pattern: str, docs: Path, written: set[str]) -> list[str]:
 
 
 def _link_out(link: re.Match[str], page: Page, config: MkDocsConfig) -> str:
-    """A link to a file of the repository outside docs/ names it; the site does not hold it."""
+    """Replace a link to a file outside docs/ by the file's name, because the site does not contain the file."""
     docs = Path(config.docs_dir)
     target = (docs / page.file.src_uri).parent.joinpath(link["target"]).resolve()
     if target.is_relative_to(docs):
@@ -129,7 +129,7 @@ def _link_out(link: re.Match[str], page: Page, config: MkDocsConfig) -> str:
 
 
 def _look_for_lists_without_a_blank_line(markdown: str, page: Page) -> None:
-    """Python's Markdown takes such a list for a part of the paragraph; what others show as a list would be lost."""
+    """Warn about lists that Python's Markdown would render as part of the paragraph above."""
     before, fenced = "", False
     for number, line in enumerate(markdown.splitlines(), 1):
         if line.lstrip().startswith("```"):

@@ -1,4 +1,4 @@
-"""The page of the HTTP API, from the OpenAPI document that gateways give out."""
+"""The page of the HTTP API, from the OpenAPI document that gateways serve."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HEAD = f"""\
 
 {NOTICE}
 
-The OpenAI API, and a few paths of our own. A gateway gives this description as `GET /openapi.json`
-([the file](openapi.json)); requests are checked against the same fields. Where the server asks for API keys, a key goes
-into `Authorization: Bearer KEY` or `x-api-key: KEY`.
+The OpenAI API, and a few additional paths. A gateway serves this description as `GET /openapi.json`
+([the file](openapi.json)), and checks requests against the same fields. If the server requires API keys, send the key
+as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 """
 
 FRONT = """\
-Before a gateway, or for one, HAProxy answers, to any path; each is an [Error](#error), too:\
+HAProxy in front of the gateways answers these errors itself, for any path. Each is an [Error](#error), too:\
 """
 
 
@@ -38,7 +38,7 @@ def page() -> str:
     for path, item in api["paths"].items():
         for method in (name for name in ("get", "post") if name in item):
             lines += _operation(method.upper(), path, item[method], item.get("parameters", []))
-    lines += ["## Errors of the front", "", FRONT, ""]
+    lines += ["## Errors of HAProxy", "", FRONT, ""]
     front = [(str(status), code(answer.code), plain(answer.message)) for status, answer in ANSWERS.items()]
     lines += table(("status", "code", "meaning"), front)
     lines += ["## Schemas", ""]
@@ -52,9 +52,10 @@ def page() -> str:
 
 
 def _operation(method: str, path: str, operation: Schema, shared: list[Schema]) -> list[str]:
-    lines = [f"### {method} {path}", "", plain(operation["summary"]) + ".", ""]
+    summary = operation["summary"]
+    lines = [f"### {method} {path}", "", plain(summary if summary.endswith(("?", "!", ".")) else f"{summary}."), ""]
     if operation.get("security") == []:
-        lines += ["Asks for no API key.", ""]
+        lines += ["Requires no API key.", ""]
     for parameter in [*shared, *operation.get("parameters", [])]:
         lines += [f"`{parameter['name']}` ({parameter['in']}): {_kind(parameter['schema'])}.", ""]
     if "requestBody" in operation:
@@ -75,7 +76,7 @@ def _fields(schema: Schema) -> list[str]:
         for name, field in schema["properties"].items()
     ]
     found = table(("field", "type", "meaning"), rows)
-    return [*found, "\\* always there", ""] if required else found
+    return [*found, "\\* always present", ""] if required else found
 
 
 def _about(field: Schema) -> str:
@@ -86,7 +87,7 @@ def _about(field: Schema) -> str:
 
 
 def _kind(schema: Schema) -> str:
-    """A schema in a few words."""
+    """A short description of a schema."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

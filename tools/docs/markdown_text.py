@@ -1,21 +1,21 @@
-"""Pieces of Markdown that the generated pages are made of."""
+"""Builds pieces of Markdown for the generated pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-NOTICE = "<!-- Made from the code by tools/docs/ when the site is built. -->"
+NOTICE = "<!-- Generated from the code by tools/docs/ when the site is built. -->"
 
 
 def cell(text: str) -> str:
-    """Text as it may stand in a cell of a table. A bar within `code` is no border."""
+    """Text escaped for a table cell. A bar within `code` is not a border."""
     parts = text.replace("\n", " ").split("`")
     parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
     return "`".join(parts)
 
 
 def plain(text: str) -> str:
-    """Text of the code, in which `*`, `_` and `<` mean themselves outside of `code`."""
+    """Text from the code, with `*`, `_` and `<` escaped outside of `code`."""
     parts = text.split("`")
     outside = [part.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_") for part in parts[::2]]
     inside = [f"`{part}`" for part in parts[1::2]]
@@ -27,7 +27,7 @@ def code(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table without the columns that are empty, with an empty line after it."""
+    """The lines of a table without its empty columns, followed by an empty line."""
     rows = [tuple(row) for row in rows]
     used = [number for number in range(len(head)) if any(row[number] for row in rows)]
     head, rows = [head[number] for number in used], [tuple(row[number] for number in used) for row in rows]

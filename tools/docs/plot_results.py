@@ -28,7 +28,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "vllm": {"color": "#009e73", "marker": "^", "ls": "-."},
     "fastgen": {"color": "#b8860b", "marker": "v", "ls": (0, (5, 1, 1, 1, 1, 1))},
 }
-INK, LINE = "#24292f", "#6e7781"  # as in drawing.py; the page's own take their place
+INK, LINE = "#24292f", "#6e7781"  # as in drawing.py; replaced by the page's colours
 DARK = "@media (prefers-color-scheme: dark) { .d { --d-ink: #e6e6e6; --d-line: #9aa4ae; } }"
 SETTINGS: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
@@ -43,19 +43,19 @@ Row = dict[str, str]
 
 
 def rows(name: str, **wanted: str) -> list[Row]:
-    """Of a CSV file, those with these values."""
+    """Rows of a CSV file with these values."""
     with (DOCS / "measurements/data" / name).open(encoding="utf-8", newline="") as file:
         return [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
 
 
 def worth_it(topology: str, load: str, metric: str) -> list[Row]:
-    """On the RTX PRO 6000 with `split_kv`, a row a mix."""
+    """Rows for the RTX PRO 6000 with `split_kv`, one per mix."""
     found = rows(WORTH_IT, kernel_mode="split_kv", topology=topology, load=load, metric=metric)
     return [row for row in found if row["workload"] in MIXES]
 
 
 def line(axes: Axes, found: Sequence[Row], policy: str, column: str, scale: float = 1.0, label: str = "") -> None:
-    """A point a mix, with half the 95 % confidence interval."""
+    """One point per mix, with half the 95 % confidence interval."""
     shares = [float(row["workload"].split()[0]) for row in found]
     values, halves = ([scale * float(row[name]) for row in found] for name in (column, f"{column} ±"))
     axes.errorbar(shares, values, halves, capsize=3, label=label or policy, **STYLES[policy])

@@ -1,4 +1,4 @@
-"""The public names of the client, in the order in which they are of use."""
+"""The client's public names, in the order of a typical use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FIRST = ("Client", "AsyncClient", "ChunkStream", "AsyncChunkStream", "Options")
 
 
 def client_names() -> str:
-    """A directive of mkdocstrings for each; errors have a part of their own."""
+    """A mkdocstrings directive for each name, with a separate section for errors."""
     classes = [name for name in client.__all__ if not hasattr(errors, name)]
     names = [*(name for name in FIRST if name in classes), *(name for name in classes if name not in FIRST)]
     return "\n\n".join(

@@ -1,4 +1,4 @@
-"""Worked examples of how memory is divided, by the code that divides it."""
+"""Examples of divided memory, computed by the code that divides it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOST_GIB = 400
 
 
 def gpus() -> str:
-    """One prefill and one decode instance, a GPU of 80 GiB each."""
+    """One prefill and one decode instance with an 80 GiB GPU each."""
     config = Config(cluster=ClusterConfig(device="cuda"), kv_pool=KvPoolConfig(size_gib=POOL_GIB)).on_device("cuda")
     roles = ("prefill", "decode")
     memories = [(role, DeviceMemory(f"{role}-0", f"cuda:{number}", GPUS, GPUS)) for number, role in enumerate(roles)]
@@ -63,7 +63,7 @@ def _stores(config: Config, model: ModelInfo, plan: StorePlan) -> list[str]:
         "decode cache": plan.decode_cache,
         "prefill cache": plan.prefill_cache,
         "candidate batch buffer": plan.batch_buffer,
-        "candidate requests buffer": plan.requests_buffer,
+        "candidate request buffer": plan.requests_buffer,
     }
     rows = [
         (name, f"{blocks:,}", f"{blocks * geometry.block_size:,}", f"{blocks * geometry.block_bytes / GIB:.1f}")

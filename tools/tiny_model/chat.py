@@ -113,7 +113,7 @@ def _questions(documents: Iterable[Document], rng: random.Random) -> Iterator[Ex
 
 
 def _exercises(documents: Iterable[Document], rng: random.Random) -> Iterator[Exchange]:
-    """Tasks with the text in the prompt, so that long prompts are nothing new to the model."""
+    """Tasks with the text in the prompt, so that the model is trained on long prompts."""
     for document in documents:
         if rng.random() >= EXERCISE_SHARE or len(document.text) > MAXIMUM_SAMPLE_CHARACTERS:
             continue

@@ -1,4 +1,4 @@
-"""The text the tiny model learns from: what every Python installation carries.
+"""The training text of the tiny model, which every Python installation contains.
 
 Docstrings of the standard library (read from source with ``ast``, and from the built-in and
 extension modules by import) and the help topics of ``pydoc``. Everything is sorted and free of
@@ -43,7 +43,7 @@ MINIMUM_CHARACTERS = 20
 
 
 class Kind(Enum):
-    """What a document describes; the chat questions depend on it."""
+    """The kind of thing that a document describes. The chat questions depend on it."""
 
     MODULE = "module"
     CLASS = "class"

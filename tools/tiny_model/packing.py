@@ -68,7 +68,7 @@ class TokenSource:
 
 def pack_rows(samples: Iterator[list[int]], row_tokens: int, rows: int) -> Tensor:
     """Fill `[rows, row_tokens]` ids. A row begins with a sample's first token, or inside a
-    sample that is longer than a row; what sticks out of a short sample is dropped."""
+    sample that is longer than a row; the part of a short sample beyond the row is dropped."""
     packed: list[list[int]] = []
     row: list[int] = []
     while len(packed) < rows:

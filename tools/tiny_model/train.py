@@ -1,4 +1,4 @@
-"""Trains the model that ships with the package.
+"""Trains the model that is shipped with the package.
 
 From the repository's root::
 
@@ -41,7 +41,7 @@ TEMPERATURE = 0.3
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """The command-line options."""
 
     minutes: float
     output: Path

@@ -1,1 +1,1 @@
-"""For tests of code that uses the package: small random models and tokenizers, and references to compare with."""
+"""Helpers for tests: small random models and tokenizers, and reference results."""

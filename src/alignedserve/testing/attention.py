@@ -41,7 +41,7 @@ def options_of(values: dict[str, Any], heads: int, head_dim: int, device: str = 
 
 @dataclass(slots=True)
 class PagedCase:
-    """A packed batch, and the tensors of one attention layer. Blocks of nobody, and rows not yet written, hold NaN."""
+    """A packed batch, and the tensors of one attention layer. Unowned blocks and rows not yet written hold NaN."""
 
     cache: torch.Tensor  # [num_blocks, layers, kv_heads, 2, block_size, head_dim]; the requests' new tokens are missing
     batch: PackedBatch

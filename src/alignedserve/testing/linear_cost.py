@@ -1,4 +1,4 @@
-"""A step cost that tests can work out by hand."""
+"""A cost model whose predictions can be calculated by hand in tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from alignedserve.scheduler.cost.step import ChunkShape, StepCost
 
 
 class LinearStepCost(StepCost):
-    """A pass takes a constant, and so much a prompt token, decode request, KV token, and token of the longest."""
+    """The time of a pass is linear in prompt tokens, decode requests, KV tokens, and the longest prefix length."""
 
     def __init__(
         self,

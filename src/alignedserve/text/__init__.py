@@ -1,6 +1,6 @@
-"""Text of a model: its tokenizer, tokens back to text one at a time, stop strings, and its chat template.
+"""A model's text: its tokenizer, incremental detokenisation, stop strings, and its chat template.
 
-Gateway and workers share it, so that a stop string is found at the same token by both. Nothing here imports torch or
+Gateways and workers share it, so that both find a stop string at the same token. Nothing here imports torch or
 transformers; `tokenizers` and `jinja2` are imported when first needed.
 """
 

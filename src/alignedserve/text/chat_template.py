@@ -1,4 +1,4 @@
-"""A model's chat template: Jinja in a sandbox, with what Hugging Face templates expect to find there."""
+"""A model's chat template: sandboxed Jinja with the functions that Hugging Face templates expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from alignedserve.errors import ConfigError, InvalidRequestError, ModelError
 from alignedserve.text.user_text import Marks, join_texts, on_plain_text, on_texts, text_of_method, unmarked
 
 _DEFAULT_NAME = "default"
-# Filters that look at characters, and filters that put texts together.
+# Filters that read characters, and filters that join texts.
 _READING = (
     *("escape", "e", "forceescape", "urlencode", "xmlattr", "striptags", "urlize", "pprint"),
     *("title", "wordcount", "wordwrap", "int", "float"),
@@ -24,7 +24,7 @@ _OWN_WORDS = ("role",)  # fields of a message that are not the user's text
 class ChatTemplate:
     """Turns a conversation into the prompt text that the model was trained on.
 
-    `special_tokens` ("bos_token", …) are variables of the template. Raises ModelError where it does not compile.
+    `special_tokens` ("bos_token", …) are variables of the template. Raises ModelError if it does not compile.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "the chat template") -> None:
@@ -37,7 +37,7 @@ class ChatTemplate:
     def from_folder(
         cls, folder: str | Path, special_tokens: Mapping[str, str], override_file: str = ""
     ) -> ChatTemplate | None:
-        """The template of `--chat-template FILE`, else the folder's own; None where it has none."""
+        """The template of `--chat-template FILE`, else the folder's own; None if it has none."""
         if override_file:
             try:
                 source: str | None = Path(override_file).read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ class ChatTemplate:
         return None if source is None else cls(source, special_tokens, origin)
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], marks: Marks) -> tuple[str, Marks]:
-        """The prompt as `render` gives it, with marks on what the messages say, and the marks that were used."""
+        """The prompt as `render` returns it, with the messages' text marked, and the marks that were used."""
         texts = [text for message in messages for name, text in message.items() if name not in _OWN_WORDS]
         marks = marks.for_texts((self._source, *texts))
         turns = [
@@ -59,15 +59,15 @@ class ChatTemplate:
         return self.render(turns), marks
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt, up to where the assistant's turn begins.
+        """The prompt up to the beginning of the assistant's turn.
 
-        Each message has "role" and "content" (a string). Raises InvalidRequestError where the template refuses them
-        (roles that must alternate, for example).
+        Each message has "role" and "content" (a string). Raises InvalidRequestError if the template refuses the
+        messages, for example because roles must alternate.
         """
         from jinja2 import TemplateError
 
         turns = [dict(message) for message in messages]
-        if not self._knows_developer:  # OpenAI's newer word for the system's turn
+        if not self._knows_developer:  # OpenAI's newer name for the system role
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
         try:
@@ -75,18 +75,18 @@ class ChatTemplate:
         except TemplateError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            # Raised by the template's own expressions: with these messages it cannot go on.
+            # Raised by the template's own expressions for these messages.
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InvalidRequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
 
     def written_around_turns(self) -> list[str]:
-        """What it makes of a few plain conversations without the answer's beginning: its markers are in there."""
+        """Rendered simple conversations without the answer's beginning. They contain the template's markers."""
         turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user", "tool")]
         written = []
         for begin, end in ((0, 4), (1, 4), (1, 5)):
             try:
                 written.append(self.render(turns[begin:end], add_generation_prompt=False))
-            except InvalidRequestError:  # it knows no system, or no tools
+            except InvalidRequestError:  # it supports no system role, or no tools
                 continue
         return written
 
@@ -124,7 +124,7 @@ def _compile(source: str, origin: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Environment(ImmutableSandboxedEnvironment):
-        """Joins pieces of text so that a user's stays recognisable."""
+        """Joins pieces of text so that the user's text stays recognisable."""
 
         concat = staticmethod(join_texts)
         intercepted_binops = frozenset("%")
@@ -138,7 +138,7 @@ def _compile(source: str, origin: str) -> Any:
 
     class Code(CodeGenerator):
         def visit_Concat(self, node: Concat, frame: Frame) -> None:
-            """`a ~ b`, joined by the environment, too."""
+            """`a ~ b` is also joined by the environment."""
             self.write("environment.concat(map(str, (")
             for operand in node.nodes:
                 self.visit(operand, frame)

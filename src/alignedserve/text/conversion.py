@@ -1,4 +1,4 @@
-"""Tokenizers in formats older than `tokenizer.json`: converted once, by transformers, in a process of its own."""
+"""Converts tokenizers of older formats to `tokenizer.json`, once, with transformers in a separate process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ backend.save(sys.argv[2])
 
 
 def converted_tokenizer_file(folder: Path) -> Path | None:
-    """The `tokenizer.json` made from a folder's older files, kept in the user's cache; None where it has none of them.
+    """The `tokenizer.json` converted from a folder's older files, in the user's cache; None if it has no such files.
 
-    Raises ModelError, with the way out, where transformers cannot convert them.
+    Raises ModelError, with a solution, if transformers cannot convert them.
     """
     found = [folder / name for name in _OLD_FILES if (folder / name).is_file()]
     if not found:
@@ -51,7 +51,7 @@ def _cache_folder() -> Path:
         folder = Path(tempfile.gettempdir()) / f"alignedserve-{os.getuid()}"
         folder.mkdir(exist_ok=True, mode=0o700)
         if folder.stat().st_uid != os.getuid():
-            raise ModelError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of yours") from None
+            raise ModelError(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own") from None
     return folder
 
 

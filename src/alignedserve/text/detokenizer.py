@@ -19,10 +19,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Text of an answer as its tokens come. Special tokens give none; an incomplete character is held back.
+    """The text of an answer, token by token. Special tokens have no text; an incomplete character is held back.
 
-    `context_ids` is the prompt (its last tokens are enough): whether an answer's first word keeps its leading space
-    depends on there being something before it. The pushed texts, joined, and `finish` are the whole text.
+    `context_ids` is the prompt or its last tokens. The first word of an answer keeps its leading space only if there is
+    text before it. The texts of all `push` calls and `finish`, joined, are the whole text.
     """
 
     __slots__ = ("_bytes", "_prefix", "_rules", "_strip", "_tokenizer", "_window")
@@ -33,7 +33,7 @@ class IncrementalDetokenizer:
         self._bytes = _Utf8("replace")
         context = [token for token in context_ids[-CONTEXT_TOKENS:] if token not in tokenizer.special_ids]
         self._strip = self._rules.strip_left if self._rules is not None and not context else 0
-        # Without rules: the tokens of the last text given out, and those after them that gave none yet.
+        # Without rules: the tokens of the last returned text, and the later tokens without text so far.
         self._prefix: list[int] = context
         self._window: list[int] = []
         if self._rules is not None:
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
                 self._bytes.decode(tokenizer.piece(token))
 
     def push(self, token: int) -> str:
-        """Text that this token completes; "" where it is special or ends inside a character."""
+        """The text that this token completes; "" if it is special or ends inside a character."""
         if token in self._tokenizer.special_ids:
             return ""
         if self._rules is None:
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         return self._stripped(text) if self._strip and text else text
 
     def finish(self) -> str:
-        """What was held back: the answer ended inside a character, which is replaced by U+FFFD."""
+        """The text that was held back. An incomplete character becomes U+FFFD."""
         if self._rules is None:
             text = self._window_text()
             self._prefix, self._window = self._window, []
@@ -63,11 +63,11 @@ class IncrementalDetokenizer:
         return text[spaces:]
 
     def _push_window(self, token: int) -> str:
-        """Decode the last text's tokens with and without the new ones: decoders look at what is beside a token."""
+        """Decode the last text's tokens with and without the new ones, because decoders look at adjacent tokens."""
         self._window.append(token)
         text = self._window_text()
         if not text or (text.endswith("�") and len(self._window) < _HOLD_TOKENS):
-            if len(self._window) >= 4 * _HOLD_TOKENS:  # tokens without text must not pile up
+            if len(self._window) >= 4 * _HOLD_TOKENS:  # tokens without text must not accumulate
                 self._prefix, self._window = self._window[-CONTEXT_TOKENS:], []
             return ""
         self._prefix, self._window = self._window, []

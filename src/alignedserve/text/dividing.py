@@ -1,4 +1,4 @@
-"""A long text in pieces, whose tokens are those of the whole: cut where that is exact, else overlapping and joined."""
+"""Tokenises a long text in pieces with the same tokens: cut where that is exact, else overlapping and joined."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
 PIECE = 1 << 14  # characters
-LONG = 1 << 16  # characters that take so long that nothing else should wait for them
-MOST_UNBROKEN = 1 << 18  # characters in a row that are always tokenised at once where they cannot be divided
-_TRIES = 16  # an overlap may begin elsewhere: in what repeats itself, tokens may be out of step
+LONG = 1 << 16  # from this many characters on, nothing else should wait for the tokenisation
+MOST_UNBROKEN = 1 << 18  # characters that are always tokenised at once if they cannot be divided
+_TRIES = 16  # starts of an overlap to try: in repetitive text, tokens may be out of step
 
 
 @dataclass(frozen=True, slots=True)
 class Divider:
-    """`others` are added tokens, over which no cut may go; `encode` gives a text's encoding, `tokens` its ids."""
+    """`others` are added tokens that no cut may split; `encode` returns a text's encoding, `tokens` its ids."""
 
     division: Division
     others: Spellings
@@ -29,14 +29,14 @@ class Divider:
     tokens: Callable[[str], list[int]]
 
     def pieces(self, text: str, unbroken: int = 0) -> Iterator[list[int]]:
-        """An empty one says that the next is of more than LONG characters.
+        """Token ids of each piece. An empty list announces a piece of more than LONG characters.
 
-        Raises InvalidRequestError where a part cannot be divided, and has more than MOST_UNBROKEN and `unbroken`.
+        Raises InvalidRequestError if a part cannot be divided, and is longer than MOST_UNBROKEN and `unbroken`.
         """
         return _Pieces(self, text, max(MOST_UNBROKEN, unbroken)).read()
 
     def cut_before(self, text: str, begin: int) -> int | None:
-        """The end of a piece of about the usual size that may be cut off."""
+        """The end of a piece of at most the usual size; None if no cut is possible."""
         if len(text) - begin <= PIECE + PIECE // 4:
             return len(text)
         end = begin + PIECE
@@ -57,7 +57,7 @@ class Divider:
         return len(text)
 
     def may_overlap(self, text: str, stop: int) -> bool:
-        """Whether a piece that ends here may be joined with one that begins a little before."""
+        """Whether a piece that ends here may be joined with a piece that begins a little earlier."""
         run, after = self.division.run, self.division.after
         if not self.division.joins or (after is not None and after.match(text, stop) is None):
             return False
@@ -66,7 +66,7 @@ class Divider:
 
 @dataclass(frozen=True, slots=True)
 class _Seam:
-    """A token that two overlapping pieces have in common: the next piece begins at `begin`, and goes on after it."""
+    """A token that two overlapping pieces share. The next piece begins at `begin`, and continues after the token."""
 
     kept: int  # tokens of the piece before
     begin: int
@@ -110,7 +110,7 @@ class _Pieces:
             begin, seam = stop, None
 
     def _stop(self, begin: int) -> tuple[int, bool]:
-        """Where a piece ends, and whether its tokens end there, too."""
+        """The end of a piece, and whether its tokens end there, too."""
         text = self._text
         if (stop := self._divider.cut_before(text, begin)) is not None:
             return stop, True
@@ -124,7 +124,7 @@ class _Pieces:
         return self._last[2]
 
     def _seam(self, encoding: Encoding, begin: int, stop: int, first: int) -> _Seam | None:
-        """A seam to the next piece: that begins after one of the tokens, so that both are in step from the start."""
+        """A seam to the next piece, which begins after one of the tokens, so that both are aligned from the start."""
         overlap = self._divider.division.overlap
         ends = _ends(encoding, begin, max(first, 1), stop - 2 * overlap)
         starts = [end for end in ends if end <= stop - overlap]
@@ -160,7 +160,7 @@ def _after(seam: _Seam | None, encoding: Encoding, begin: int) -> int:
 
 
 def _ends(encoding: Encoding, begin: int, first: int, low: int) -> dict[int, int]:
-    """Where the last tokens end in the text, and which they are."""
+    """Indices of the last tokens, by the position of their ends in the text."""
     ends: dict[int, int] = {}
     for index in range(len(encoding.ids) - 1, first - 1, -1):
         if (end := _end_of(encoding, index)) is not None:
@@ -171,7 +171,7 @@ def _ends(encoding: Encoding, begin: int, first: int, low: int) -> dict[int, int
 
 
 def _end_of(encoding: Encoding, index: int) -> int | None:
-    """Where in its text a token ends; None where the next one has a part of the same character."""
+    """The end of a token in its text; None if the next token has a part of the same character."""
     span = encoding.token_to_chars(index)
     after = encoding.token_to_chars(index + 1) if index + 1 < len(encoding) else None
     return None if span is None or (after is not None and after[0] < span[1]) else int(span[1])
@@ -179,6 +179,6 @@ def _end_of(encoding: Encoding, index: int) -> int | None:
 
 def _indivisible(unbroken: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the text has a part that cannot be divided, and is longer than the {unbroken} characters that are tokenised "
-        "at once"
+        f"the text has a part that cannot be divided and is longer than {unbroken} characters, the maximum that is "
+        "tokenised at once"
     )

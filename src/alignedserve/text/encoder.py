@@ -1,4 +1,4 @@
-"""Prompts to tokens: special tokens only where the caller wants them, and long texts in pieces."""
+"""Tokenises prompts, with special tokens only where the caller wants them, and long texts in pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text, and where in it special tokens stand (begin and end of each). What else is spelled like one is text."""
+    """A text and the spans of its special tokens (begin, end). Other spellings of special tokens are text."""
 
     text: str
     specials: tuple[tuple[int, int], ...] = ()
@@ -41,8 +41,8 @@ class Prompt:
 class PromptEncoder:
     """Tokenises the prompts of one model.
 
-    Its backend shares the model with the tokenizer's, and knows each special token by an unguessable name only, its
-    alias. So what a text spells is never one: an alias has to be written in its place.
+    Its backend shares the tokenizer's model, but knows each special token only by an unguessable name, its alias. So
+    text never spells a special token; the encoder inserts the alias instead.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> None:
@@ -70,7 +70,7 @@ class PromptEncoder:
         self._first_added_id = max(vocab.values(), default=-1) + 1
         holes = [AddedToken(_alias(), normalized=False) for _ in range(self._first_added_id - len(vocab))]
         self._aliases = {text: _alias() for text in special}
-        self._gap = _alias()  # stands for nothing, and keeps apart what is beside it
+        self._gap = _alias()  # has no meaning, and separates adjacent text
         flags = {token.content: {"lstrip": token.lstrip, "rstrip": token.rstrip} for token in markers}
         known = [AddedToken(alias, normalized=False, **flags[text]) for text, alias in self._aliases.items()]
         self._backend.add_tokens([*holes, *plain, *known, AddedToken(self._gap, normalized=False)])
@@ -80,7 +80,7 @@ class PromptEncoder:
 
         self._before, self._after = _around(source)
         division = division_of(source, vocab, plain, markers)
-        if self._forbidden:  # then tokens are not the model's alone
+        if self._forbidden:  # then tokens do not come from the model alone
             division = replace(division, joins=False)
         self._division = division
         others = Spellings(token.content for token in plain)
@@ -91,38 +91,38 @@ class PromptEncoder:
     # ---- what is special
 
     def special_in(self, text: str, most: int | None = None) -> Prompt:
-        """A text in which everything that is spelled like a special token is one. `most`: no more are looked for."""
+        """A prompt in which spellings of special tokens are special tokens, at most `most` of them."""
         return Prompt(text, tuple(islice(self._specials.find(text), most)))
 
     def of_chat(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        """A conversation, in which special tokens are the template's and nobody else's. Raises InvalidRequestError."""
+        """A conversation in which only the template's special tokens are special. Raises InvalidRequestError."""
         marked, marks = template.render_marked(messages, self.marks)
         return Prompt(marks.unmark(marked), tuple(self._specials.find(marked)))
 
     # ---- tokens
 
     def encode(self, prompt: Prompt, *, around: bool = True) -> list[int]:
-        """Token ids; `around` adds what the tokenizer's post-processor adds (a BOS, most often).
+        """Token ids; `around` adds the tokens of the tokenizer's post-processor (usually a BOS).
 
-        Lets other threads run while it works.
+        Other threads can run meanwhile.
         """
         ids = self._translated(self._tokens(self._spelled(prompt)))
         return [*self._before, *ids, *self._after] if around else ids
 
     def least_tokens(self, text: str) -> int:
-        """No fewer than so many tokens come of it; 0 where nothing is proven of this tokenizer."""
+        """A lower bound of the text's number of tokens; 0 if none is known for this tokenizer."""
         return self._division.least_tokens(text)
 
     @property
     def divisible(self) -> bool:
-        """Whether `pieces` gives more than one of any long text."""
+        """Whether `pieces` can divide a long text."""
         return self._division.possible
 
     def pieces(self, prompt: Prompt, *, around: bool = True, unbroken: int = 0) -> Iterator[list[int]]:
-        """The same tokens, a piece of the text at a time. Each takes about as long, however long the text is; but
-        after an empty one comes one that takes longer.
+        """The same tokens, one piece of the text at a time. Each piece takes about the same time, however long the text
+        is. An empty list announces a piece that takes longer.
 
-        Raises InvalidRequestError where a part of the text cannot be divided, and is longer than the MOST_UNBROKEN of
+        Raises InvalidRequestError if a part of the text cannot be divided, and is longer than MOST_UNBROKEN of
         `dividing` and `unbroken`.
         """
         before, after = (self._before, self._after) if around else ((), ())
@@ -133,7 +133,7 @@ class PromptEncoder:
             yield list(after)
 
     def _spelled(self, prompt: Prompt) -> str:
-        """The text with aliases where special tokens stand."""
+        """The text with aliases in place of special tokens."""
         pieces, at = [], 0
         for begin, end in prompt.specials:
             pieces += [prompt.text[at:begin], self._aliases[prompt.text[begin:end]]]
@@ -145,7 +145,7 @@ class PromptEncoder:
         return encoding
 
     def _tokens(self, text: str) -> list[int]:
-        """Of the backend's ids; where the model itself makes a special token of a text, that is taken apart."""
+        """Ids of the backend. If the model turns text into a special token, that text is split."""
         encoding = self._encoding(text)
         ids: list[int] = encoding.ids
         if not self._forbidden or self._forbidden.isdisjoint(ids):
@@ -163,14 +163,14 @@ class PromptEncoder:
             if token in self._forbidden:
                 begin, end = encoding.token_to_chars(index) or (0, 0)
                 if end - begin < 2:
-                    message = f"{text[begin:end]!r} is a special token of this model, and cannot be text"
+                    message = f"{text[begin:end]!r} is a special token of this model, and cannot be used as text"
                     raise InvalidRequestError(message)
                 pieces.append(text[at : (begin + end) // 2])
                 at = (begin + end) // 2
         return self._gap.join([*pieces, text[at:]])
 
     def _translated(self, ids: list[int]) -> list[int]:
-        """The tokenizer's own ids."""
+        """The ids of the tokenizer for ids of the backend."""
         if not ids or max(ids) < self._first_added_id:
             return ids
         return [self._ids.get(token, token) for token in ids]
@@ -179,10 +179,10 @@ class PromptEncoder:
 def _special_texts(
     tokenizer: Tokenizer, added: Mapping[int, AddedToken], template: ChatTemplate | None
 ) -> frozenset[str]:
-    """What the tokenizer calls special, and what the template writes around the turns of a plain conversation.
+    """The tokenizer's special tokens, and the tokens that the template writes around the turns of a conversation.
 
-    Other added tokens (`<think>`) are found in any text: their tokenizer calls them text. So is a single character that
-    is called special ("!" as a padding token), since there is no other way to say it.
+    Other added tokens (`<think>`) are found in any text, because their tokenizer treats them as text. So is a single
+    character that is special ("!" as a padding token), because users must be able to write it.
     """
     texts = {token.content for number, token in added.items() if number in tokenizer.special_ids}
     if template is not None:
@@ -195,12 +195,12 @@ def _special_texts(
 
 
 def _alias() -> str:
-    """A name that nobody can guess, and in which no word ends."""
+    """An unguessable name in which no word ends."""
     return f"\x02{secrets.token_hex(16).translate(_LETTERS)}\x03"
 
 
 def _cut_at(aliases: Iterable[str], before: str, cut: re.Pattern[str] | None) -> re.Pattern[str] | None:
-    """Whatever the tokenizer, an alias ends what is before it, but for white space that it may swallow."""
+    """The cut pattern, extended by aliases: text before an alias ends there, except for white space it may absorb."""
     if (found := Spellings(aliases).pattern) is None:
         return cut
     at_alias = f"{before}(?={found.pattern})"
@@ -231,14 +231,14 @@ def _producible(backend: Backend, vocab: Mapping[str, int], special: frozenset[s
 
 
 def _renamed(unigram: Any, pieces: frozenset[int]) -> Any:
-    """The same model, in which these pieces have names that no text spells."""
+    """The same model with unguessable names for these pieces."""
     state = json.loads(unigram.__getstate__())
     vocab = [(_alias() if at in pieces else text, score) for at, (text, score) in enumerate(state["vocab"])]
     return type(unigram)(vocab, state["unk_id"], state.get("byte_fallback", False))
 
 
 def _unknown(model: Any) -> str | int | None:
-    """What stands for text that the model has no token for: no text spells it."""
+    """The token for text without a token of its own. No text spells it."""
     if hasattr(model, "unk_token"):
         name: str | None = model.unk_token
         return name
@@ -253,7 +253,7 @@ def _is_bpe(model: Any) -> bool:
 
 
 def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text's tokens."""
+    """The tokens that the post-processor puts before and after a text."""
     for text in ("a", "0", "."):
         try:
             inner = backend.encode(text, add_special_tokens=False).ids

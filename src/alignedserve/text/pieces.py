@@ -1,4 +1,4 @@
-"""The bytes that one token stands for, where a decoder works token by token.
+"""The bytes of a single token, for decoders that work token by token.
 
 Two families cover nearly every model: byte-level BPE (GPT-2, Llama 3, Qwen), whose vocabulary spells bytes as printable
 characters, and SentencePiece with byte fallback (Llama 2, Mistral, Gemma), whose tokens are text with a mark for the
@@ -30,13 +30,13 @@ BYTE_CHARACTERS = _ALPHABET.keys()
 
 
 def spelled_in_bytes(text: str) -> str:
-    """How a byte-level vocabulary spells a text."""
+    """The spelling of a text in a byte-level vocabulary."""
     return "".join(_SPELLED[byte] for byte in text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRules:
-    """How a token's spelling becomes bytes. `strip_left`: so many spaces go from the front of a whole text."""
+    """How a token's spelling becomes bytes. `strip_left`: number of spaces removed at the start of a text."""
 
     byte_level: bool
     replacements: tuple[tuple[str, str], ...] = ()
@@ -56,7 +56,7 @@ class PieceRules:
 
 
 def rules_of(decoder: Any) -> PieceRules | None:
-    """The rules of a `tokenizers` decoder, or None where tokens cannot be decoded one by one."""
+    """The rules of a `tokenizers` decoder, or None if tokens cannot be decoded one by one."""
     if decoder is None:
         return None
     return _rules_of_state(json.loads(decoder.__getstate__()))

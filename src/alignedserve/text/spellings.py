@@ -1,4 +1,4 @@
-"""Where any of many strings stands in a text, found as `tokenizers` finds its added tokens: leftmost, then longest."""
+"""Finds many strings in a text as `tokenizers` finds its added tokens: leftmost, then longest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WINDOW = 1 << 16  # characters; other threads may run between two windows
 
 
 class Spellings:
-    """Finds strings by one expression that branches like a tree: a thousand cost hardly more than one."""
+    """Finds strings with one tree-shaped expression, so that a thousand cost hardly more than one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(filter(None, texts))
@@ -17,7 +17,7 @@ class Spellings:
         self.pattern = re.compile(_tree_pattern(sorted(self.texts))) if self.texts else None
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """Begin and end of each occurrence; none overlaps another."""
+        """Begin and end of each occurrence, without overlaps."""
         at = 0
         while self.pattern is not None and at < len(text):
             window = at + _WINDOW
@@ -30,7 +30,7 @@ class Spellings:
             at = max(window, end)
 
     def spans(self, text: str, at: int) -> bool:
-        """Whether a string may begin before this position and end after it."""
+        """Whether a string may span this position."""
         if self.pattern is None:
             return False
         for begin in range(max(0, at - self.longest + 1), at):
@@ -41,7 +41,7 @@ class Spellings:
 
 
 def _tree_pattern(texts: list[str]) -> str:
-    """An expression for any of these strings (sorted, distinct), the longest that fits."""
+    """An expression that matches the longest of these strings (sorted, distinct)."""
     if len(texts) == 1:
         return re.escape(texts[0])
     common = _common_beginning(texts[0], texts[-1])
@@ -59,5 +59,5 @@ def _tree_pattern(texts: list[str]) -> str:
 
 
 def _common_beginning(first: str, last: str) -> int:
-    """How many characters two strings have in common at their beginning."""
+    """Length of the common prefix of two strings."""
     return next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))

@@ -1,4 +1,4 @@
-"""Stop strings: found in text that arrives in pieces, at the same token wherever they are looked for."""
+"""Finds stop strings in text that arrives in pieces, at the same token in every process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Text goes in, text that may be shown comes out; what could be the start of a stop string is held back.
+    """Passes text through, but holds back text that could be the start of a stop string.
 
-    The match that is complete first wins, whatever pieces the text came in. Nothing is released after a match.
+    The first complete match wins, however the text was split into pieces. No text is released after a match.
     """
 
     __slots__ = ("_first", "_held", "_hold", "_stops", "matched")
@@ -27,7 +27,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that no stop string can claim any more."""
+        """The text that cannot be part of a stop string any more."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -44,12 +44,12 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """The text that was held back: no stop string came of it."""
+        """The text that was held back, because no stop string was completed."""
         held, self._held = self._held, ""
         return held
 
     def _possible_begin(self, text: str) -> int:
-        """Where a stop string may have begun that has not ended yet; the text's length if nowhere."""
+        """The position where an incomplete stop string may begin; the text's length if there is none."""
         for begin in range(max(0, len(text) - self._hold), len(text)):
             if text[begin] in self._first:
                 tail = text[begin:]
@@ -99,7 +99,7 @@ class StoppableText:
 
 
 class StopChecker:
-    """A worker's side: says at which token an answer's stop string is complete.
+    """Used by workers: tells at which token a stop string of the answer is complete.
 
     `already_generated_ids` are the answer's tokens so far (of an earlier epoch), `context_ids` the prompt.
     """

@@ -1,4 +1,4 @@
-"""A model's tokenizer, through `tokenizers` alone: no torch, no transformers in this process."""
+"""A model's tokenizer, based on `tokenizers` only, without torch or transformers in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer:
-    """Text to token ids and back, as `transformers` would do it for the same folder.
+    """Converts text to token ids and back, as `transformers` does for the same folder.
 
     `special_tokens` maps names ("bos_token", …) to their text; `special_ids` are the tokens that have no text.
     """
@@ -42,10 +42,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model folder, or None where it has none.
+        """The tokenizer of a model folder, or None if it has none.
 
-        Older formats are converted once, by transformers in a process of its own. Raises ModelError, naming the file,
-        where a tokenizer is there and cannot be read.
+        Older formats are converted once, by transformers in a separate process. Raises ModelError, which names the
+        file, if a tokenizer cannot be read.
         """
         folder = Path(path)
         own = folder / "tokenizer.json"
@@ -65,16 +65,16 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids; `special_tokens` adds what the model's own post-processor adds (a BOS, most often).
+        """Token ids; `special_tokens` adds the tokens of the model's post-processor (usually a BOS).
 
-        What is spelled like a special token is one: for what users say there is `PromptEncoder`. Lets other threads run
-        while it works.
+        Spellings of special tokens become these tokens; use `PromptEncoder` for users' text. Other threads can run
+        meanwhile.
         """
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=special_tokens)  # `encode` keeps the GIL
         return encoded.ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens together, special ones left out."""
+        """The text of all tokens together, without special tokens."""
         return self.backend.decode(
             [token for token in tokens if token not in self.special_ids], skip_special_tokens=False
         )
@@ -89,7 +89,7 @@ class Tokenizer:
         return self.piece_rules.piece(spelling)
 
     def _token_text(self, token: int) -> str:
-        """One token, shown by itself: OpenAI's `bytes:\\xe2\\x82` where its bytes are not whole characters."""
+        """One token as text; OpenAI's `bytes:\\xe2\\x82` if its bytes are not complete characters."""
         piece = self.piece(token)
         try:
             return piece.decode()
@@ -98,7 +98,7 @@ class Tokenizer:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, or {} where there is none. Raises ModelError where it is broken."""
+    """`tokenizer_config.json`, or {} if it is missing. Raises ModelError if it is broken."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return {}
@@ -122,7 +122,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Tokens that only tokenizer_config.json knows, and those that it alone calls special."""
+    """Add the tokens that only tokenizer_config.json declares, or that only it declares as special."""
     from tokenizers import AddedToken
 
     known = {entry.content: entry.special for entry in backend.get_added_tokens_decoder().values()}

@@ -1,8 +1,8 @@
-"""Text that somebody else wrote, on its way through a chat template: recognisable wherever it comes out again.
+"""Marks the user's text before a chat template renders it, so that it stays recognisable in the result.
 
-Each character that a special token is spelled with is replaced by a private one, its mark, before the template sees the
-text. Whatever the template does with it then, and whatever it puts beside it, no special token is spelled with a
-character of the user's. `UserText` answers the template's questions (`in`, `split`, `==`) as if there were no marks.
+Each character that occurs in the spelling of a special token is replaced by a private character, its mark, before the
+template sees the text. So the template's output never spells a special token with the user's characters. `UserText`
+behaves in the template's expressions (`in`, `split`, `==`) as if it had no marks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _spelled_with(spellings: tuple[str, ...]) -> frozenset[str]:
 def _free_characters(taken: set[str]) -> Iterator[str]:
     for low, high in _PRIVATE:
         yield from (chr(point) for point in range(low, high + 1) if chr(point) not in taken)
-    raise InvalidRequestError("the messages have every private-use character of Unicode in them", param="messages")
+    raise InvalidRequestError("the messages contain all private-use characters of Unicode", param="messages")
 
 
 def _plain(value: Any) -> Any:

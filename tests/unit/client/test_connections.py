@@ -66,7 +66,7 @@ def test_a_server_that_cannot_prove_itself_is_unavailable(
     [
         ({"root_certificates": "/nowhere/roots.pem"}, "root_certificates cannot be read"),
         ({"root_certificates": b"x", "tls": grpc.ssl_channel_credentials()}, "not both"),
-        ({"server_name": "front.test"}, "is for TLS"),
+        ({"server_name": "front.test"}, "requires TLS"),
         ({"connect_timeout_s": 0}, "connect_timeout_s"),
         ({"keepalive_s": -1}, "keepalive_s"),
         ({"resume_s": -1}, "resume_s"),

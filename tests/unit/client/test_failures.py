@@ -60,8 +60,8 @@ def test_a_status_and_its_words_become_an_error(
 @pytest.mark.parametrize(
     ("details", "said"),
     [
-        ("Application metadata not set.", "name the one that is meant (application=...)"),
-        ("Application 'chta' not found.", "no application is called 'chta' there"),
+        ("Application metadata not set.", "name the application (application=...)"),
+        ("Application 'chta' not found.", "the server has no application named 'chta'"),
     ],
 )
 def test_a_call_for_no_application_of_several_says_what_to_give(details: str, said: str) -> None:

@@ -191,7 +191,10 @@ def test_what_is_unavailable_is_tried_again_but_not_what_was_lost(details: str, 
 @BOTH
 def test_a_stream_that_ends_before_its_answer_is_no_whole_one(ask: Callable[..., Any]) -> None:
     service = BreakingInference(SIZES, [Fault(2, grpc.StatusCode.OK, "")])
-    with serving(service) as address, pytest.raises(UnavailableError, match="ended before the answer was whole") as cut:
+    with (
+        serving(service) as address,
+        pytest.raises(UnavailableError, match="ended before the answer was complete") as cut,
+    ):
         ask(address, {"resume_s": 0}, "stream", "go")
     assert cut.value.request_id == service.requests[0].request_id
 

@@ -78,7 +78,7 @@ def test_silence_of_one_that_is_ready_is_a_hang_even_where_it_is_computing() -> 
     for second in range(1, 8):
         hang_detector.seen(sight(cpu_s=second), float(second))
     assert hang_detector.verdict(ready(), LIMITS, 5.9) == ""
-    assert "nothing was heard" in hang_detector.verdict(ready(), LIMITS, 6.5)
+    assert "sent no heartbeat" in hang_detector.verdict(ready(), LIMITS, 6.5)
 
 
 def test_one_that_loads_may_be_silent_as_long_as_it_uses_the_processor() -> None:
@@ -89,7 +89,7 @@ def test_one_that_loads_may_be_silent_as_long_as_it_uses_the_processor() -> None
     idle_since, patience = 59.0, LOADING * LIMITS.fence_after_s
     hang_detector.seen(sight(cpu_s=59.0), idle_since + patience)
     assert hang_detector.verdict(loading, LIMITS, idle_since + patience - 1.0) == ""
-    assert "does nothing" in hang_detector.verdict(loading, LIMITS, idle_since + patience + 1.0)
+    assert "is idle" in hang_detector.verdict(loading, LIMITS, idle_since + patience + 1.0)
 
 
 def test_time_in_which_the_observer_slept_is_nobodys_fault() -> None:

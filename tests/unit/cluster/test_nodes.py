@@ -230,7 +230,7 @@ def test_a_node_without_anything_of_the_cluster_counts_with_what_ray_says_of_it(
 def test_nobody_grows_while_no_node_says_what_it_has() -> None:
     cell = Cell()
     cell.start()
-    with pytest.raises(UnavailableError, match="no node agent says how much memory is free"):
+    with pytest.raises(UnavailableError, match="no node agent reported its free memory"):
         cell.core.scale(1, 2, {}, cell.now)
 
 

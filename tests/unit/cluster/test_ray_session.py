@@ -35,6 +35,6 @@ def test_what_fails_for_good_fails(message: str, times: int) -> None:
 def test_a_busy_machine_is_named_with_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "usable_cores", lambda: 2)
     monkeypatch.setattr("os.getloadavg", lambda: (23.4, 0.0, 0.0))
-    assert "a load of 23 on 2 cores" in ray_session._busy()
+    assert "its load is 23 on 2 cores" in ray_session._busy()
     monkeypatch.setattr("os.getloadavg", lambda: (1.0, 0.0, 0.0))
     assert ray_session._busy() == ""

@@ -149,7 +149,7 @@ class Refusing:
         if self._refusals:
             self._refusals -= 1
             self.core.ending = self._ending and not self._refusals
-            raise UnavailableError("no node agent says how much memory is free; try again in a moment")
+            raise UnavailableError("no node agent reported its free memory; try again in a moment")
 
 
 @pytest.fixture

@@ -264,7 +264,7 @@ def test_a_second_order_and_a_change_of_size_are_refused_meanwhile() -> None:
 
 def test_what_is_no_role_is_refused() -> None:
     world = World()
-    with pytest.raises(ConfigError, match="no role 'worker'"):
+    with pytest.raises(ConfigError, match="unknown role 'worker'"):
         world.order("worker")
     assert world.state.done
 

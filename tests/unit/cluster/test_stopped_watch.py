@@ -15,10 +15,10 @@ from alignedserve.cluster.serve.stopped_processes import StoppedWatch
 @pytest.mark.parametrize(
     ("name", "after_s", "said"),
     [
-        ("ray::ServeController", 0.3, "had been stopped for 0.3 s, and was ended: Ray starts another"),
-        ("/bin/haproxy", 0.3, "had been stopped for 0.3 s, and was ended: Ray starts another"),
-        ("/bin/raylet", 0.6, "had been stopped for 0.6 s, and was ended"),
-        ("gcs_server", 0.6, "had been stopped for 0.6 s, and was ended"),
+        ("ray::ServeController", 0.3, "was stopped for 0.3 s, and was ended: Ray starts a new one"),
+        ("/bin/haproxy", 0.3, "was stopped for 0.3 s, and was ended: Ray starts a new one"),
+        ("/bin/raylet", 0.6, "was stopped for 0.6 s, and was ended"),
+        ("gcs_server", 0.6, "was stopped for 0.6 s, and was ended"),
         ("vim", None, ""),
     ],
 )

@@ -120,10 +120,10 @@ def test_what_is_added_is_wished_for_where_its_resources_are_and_the_fewest_unit
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        ({"a": {"GPU": 8.0}}, "ask for 2 big .*all nodes together could give 0"),
-        ({"a": {"GPU": 8.0, "big": 1.0}}, "ask for 2 big .*all nodes together could give 1"),
-        ({"a": {"big": 2.0}, "b": {"GPU": 4.0}}, "ask for 1 GPU, 1 big on one node for decode-0"),
-        ({"a": {"GPU": 1.0, "big": 2.0}, "b": {"GPU": 1.0}}, "ask for 3 GPU"),
+        ({"a": {"GPU": 8.0}}, "need 2 big .*all nodes together have only 0"),
+        ({"a": {"GPU": 8.0, "big": 1.0}}, "need 2 big .*all nodes together have only 1"),
+        ({"a": {"big": 2.0}, "b": {"GPU": 4.0}}, "need 1 GPU, 1 big on one node for decode-0"),
+        ({"a": {"GPU": 1.0, "big": 2.0}, "b": {"GPU": 1.0}}, "need 3 GPU"),
     ],
 )
 def test_what_no_node_has_is_refused_before_anything_ends(nodes: dict[str, dict[str, float]], said: str) -> None:

@@ -168,7 +168,7 @@ def test_rope_scaling_that_depends_on_nothing_is_served(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("{", "cannot be read"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
         ("{}", "no model_type"),
         ('{"model_type": "no_such_architecture"}', "transformers cannot read"),
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers"),
@@ -190,14 +190,14 @@ def test_unknown_dtype_is_a_model_error(tmp_path: Path) -> None:
 def test_truncated_header_is_a_model_error(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "llama")
     (folder / "model.safetensors").write_bytes(b"\x80\x00")
-    with pytest.raises(ModelError, match="no readable safetensors"):
+    with pytest.raises(ModelError, match="not a readable safetensors"):
         inspect_model("m", folder, "auto", "cpu")
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "llama")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pickled weights are never loaded"):
+    with pytest.raises(ModelError, match="pickled weights are not loaded"):
         inspect_model("m", folder, "auto", "cpu")
 
 

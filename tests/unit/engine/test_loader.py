@@ -65,7 +65,7 @@ def test_truncated_weights_are_an_error(tmp_path: Path) -> None:
     info = info_of(folder)
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-1000])
-    with pytest.raises(ModelError, match="is cut off"):
+    with pytest.raises(ModelError, match="is truncated"):
         load_model(info, "cpu")
 
 

@@ -230,7 +230,7 @@ def test_a_model_of_few_positions_is_profiled(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--device", "cpu", "--out", str(tmp_path / "no/such/file.json")]) == 2
-    assert "give a file in a folder that exists" in capsys.readouterr().err
+    assert "give a file in an existing, writable folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-3", "nan", "inf", "0.01"])

@@ -260,4 +260,4 @@ async def test_status_of_the_same_user_goes_on_working(
 )
 def test_a_door_that_is_open_to_everybody_is_named(host: str, key_path: str, warned: bool) -> None:
     note = open_door_note(GatewayConfig(host=host, api_key_file=key_path))
-    assert ("anybody who reaches port 8000 or 9000" in note) is warned
+    assert ("anyone who can reach port 8000 or 9000" in note) is warned

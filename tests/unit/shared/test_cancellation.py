@@ -65,5 +65,5 @@ async def test_one_that_does_not_end_is_named(
     await asyncio.sleep(0)
     with caplog.at_level(logging.WARNING):
         await end_tasks([task])
-    assert "still not ended" in caplog.text
+    assert "still run after they were cancelled" in caplog.text
     assert "Stubborn.run()" in caplog.text

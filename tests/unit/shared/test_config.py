@@ -72,8 +72,8 @@ def test_a_mistake_is_named_with_its_place(environ: dict[str, str], said: str) -
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- a\n", "must hold sections"),
-        ("gateway: 3\n", "must hold keys"),
+        ("- a\n", "must contain sections"),
+        ("gateway: 3\n", "must contain keys"),
         ("gateway: {port: [}\n", "is not valid YAML"),
         ("gateway: {port: 2024-13-01}\n", "is not valid YAML"),
         ("[" * 9000, "is not valid YAML"),

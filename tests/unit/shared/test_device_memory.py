@@ -100,7 +100,9 @@ def test_a_model_that_is_too_large_is_refused_with_what_is_missing_and_every_par
     with pytest.raises(ResourceError) as refused:
         plan(devices([16 * GIB], [12 * GIB]))
     message = refused.value.message
-    found = re.search(r"decode-0 on cuda:1 \(12\.00 GiB\) lacks ([\d.]+) GiB: weights 12\.55, activations", message)
+    found = re.search(
+        r"decode-0 on cuda:1 \(12\.00 GiB\) lacks ([\d.]+) GiB: it needs weights 12\.55, activations", message
+    )
     assert found is not None
     parts = fixed_parts(config(), SEVEN_B, "decode")
     least = 128 * BLOCK  # 2048 tokens
@@ -147,7 +149,7 @@ def test_the_smallest_device_of_a_role_decides_and_the_log_says_what_lies_idle()
     assert found.devices["decode"].budget == int(0.9 * 80 * GIB)
     assert found.devices["prefill"].budget == int(0.9 * 40 * GIB)
     lines = describe_plan(config(cluster={"prefill": 1, "decode": 2}), found.devices, memories)
-    assert [line.split()[0] for line in lines if "could use" in line] == ["decode-0"]
+    assert [line.split()[0] for line in lines if "unused" in line] == ["decode-0"]
     assert any("memory of each prefill instance" in line and "batch buffer" in line for line in lines)
 
 
@@ -250,4 +252,6 @@ def test_a_start_on_gpus_that_are_too_small_ends_with_the_table() -> None:
         cell.say(role_id, "cuda:0", DeviceMemory(role_id, "", 24 * GIB, 24 * GIB))
     assert cell.core.failure is not None
     assert cell.core.failure.code == ResourceError.code
-    assert re.search(r"prefill-0 on cuda:0 \(24.00 GiB\) lacks [\d.]+ GiB: weights 12.55", cell.core.failure.message)
+    assert re.search(
+        r"prefill-0 on cuda:0 \(24.00 GiB\) lacks [\d.]+ GiB: it needs weights 12.55", cell.core.failure.message
+    )

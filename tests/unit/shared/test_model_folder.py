@@ -60,5 +60,5 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
         raise OSError("no route to host\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelError, match=r"cannot be fetched from the hub: no route to host$"):
+    with pytest.raises(ModelError, match=r"cannot be downloaded: no route to host$"):
         resolve_model("org/name")

@@ -51,7 +51,7 @@ def test_a_policy_brings_its_settings() -> None:
         ({"scheduler": {"polcy": "aligned"}}, "scheduler.policy"),
         ({"cluster": {"decode": "two"}}, "cluster.decode must be int"),
         ({"cluster.decode": "0"}, "cluster.decode must be between"),
-        ({"model": "tiny"}, "model in the application's arguments must hold keys"),
+        ({"model": "tiny"}, "model in the application's arguments must contain keys"),
         ({"scheduler": {"policy": "vllm"}}, "vllm"),
         ({"gateway": {"replicas": 3, "max_replicas": 2}}, "gateway.max_replicas"),
     ],
@@ -67,7 +67,7 @@ def test_a_model_folder_that_cannot_work_is_refused_where_the_application_is_bui
     build({"model.path": str(folder)})
     build({"model.path": str(tmp_path / "of-another-machine")})
     os.truncate(folder / "model.safetensors", 1 << 20)
-    with pytest.raises(ConfigError, match=r"model.safetensors is cut off") as refused:
+    with pytest.raises(ConfigError, match=r"model.safetensors is truncated") as refused:
         build({"model.path": str(folder)})
     assert isinstance(refused.value, RayServeException)
 

@@ -45,14 +45,14 @@ def test_what_is_planned_without_being_told_fits(memory: int, prefill: int, deco
 @pytest.mark.parametrize(
     ("sections", "figures"),
     [
-        ({"kv_pool": {"size_gib": 5.0}}, ("5.00 GiB for the KV pool",)),
+        ({"kv_pool": {"size_gib": 5.0}}, ("5.00 GiB for the pool's shard",)),
         ({"kv_pool": {"size_gib": 3.0}, "decode": {"cache_blocks": 2 * GIB // BLOCK}}, ("2.00 GiB for 1 decode",)),
         ({"kv_pool": {"size_gib": 3.0}, "prefill": {"cache_blocks": 2 * GIB // BLOCK}}, ("2.00 GiB for 1 prefill",)),
         (
             {"kv_pool": {"size_gib": 3.0}, "prefill": {"batch_buffer_blocks": GIB // BLOCK}},
             ("for the candidate buffers of 1 prefill",),
         ),
-        ({"decode": {"cache_blocks": 4 * GIB // BLOCK}}, ("4.00 GiB for 1 decode", "1024.0 MiB for the KV pool")),
+        ({"decode": {"cache_blocks": 4 * GIB // BLOCK}}, ("4.00 GiB for 1 decode", "1024.0 MiB for the pool's shard")),
     ],
 )
 def test_what_does_not_fit_together_is_refused_with_each_figure(
@@ -60,7 +60,7 @@ def test_what_does_not_fit_together_is_refused_with_each_figure(
 ) -> None:
     with pytest.raises(ResourceError) as refused:
         plan(4 * GIB, **sections)
-    for figure in ("only 4.00 GiB are available", *figures):
+    for figure in ("only 4.00 GiB is available", *figures):
         assert figure in refused.value.message
 
 
@@ -100,5 +100,6 @@ def test_the_start_fails_with_the_figures_that_the_node_agent_reported() -> None
         core.heard(key, beat, 0.0)
     assert core.failure is not None
     assert core.failure.code == ResourceError.code
-    for figure in ("only 3.00 GiB are available", "1.00 GiB for the KV pool", "4.00 GiB for the weights of 2 workers"):
+    figures = ("only 3.00 GiB is available", "1.00 GiB for the pool's shard", "4.00 GiB for the weights of 2 workers")
+    for figure in figures:
         assert figure in core.failure.message

@@ -61,16 +61,16 @@ def error_line(done: subprocess.CompletedProcess[str], status: int = 2) -> str:
         (("--policy", "aligned-no-prefetch", "--set", "cluster.prefetch=true"), "needs cluster.prefetch False"),
         (("--cost-model", "nonesuch"), "unknown cost model 'nonesuch'"),
         (("--dtype", "int8"), "model.dtype must be one of"),
-        (("--set", "kv_pool.size_gib=100000"), "of memory are available"),
+        (("--set", "kv_pool.size_gib=100000"), "of memory is available"),
         (("--config", "/no/such/file.yaml"), "cannot read configuration file"),
-        (("--chat-template", "/no/such/template"), "there is no file /no/such/template"),
+        (("--chat-template", "/no/such/template"), "file /no/such/template does not exist"),
         (("--tensor-parallel-size", "2"), "tensor parallelism"),
         (("--enable-prefix-caching",), "the prefix cache"),
         (("--quantization=fp8",), "quantised weights"),
         (("--speculative-config", "{}"), "speculative decoding"),
         (("--set", "model.kv_cache_dtype=fp8"), "a quantised KV cache"),
-        (("--port", "8123", "--grpc-port", "8123"), "are both 8123"),
-        (("--host", "not an address"), "is no address"),
+        (("--port", "8123", "--grpc-port", "8123"), "both are 8123"),
+        (("--host", "not an address"), "is not an address"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line_before_anything_is_started(
@@ -226,7 +226,7 @@ def test_what_changes_a_cluster_asks_which_where_there_are_several(gateway_url: 
     Record("00000002", gateway_url, os.getpid(), time.time()).write()
     for command in (("stop",), ("scale", "--decode", "2")):
         said = error_line(run(*command), 2)
-        assert "say which with --url" in said
+        assert "choose one with --url" in said
         assert gateway_url in said
 
 

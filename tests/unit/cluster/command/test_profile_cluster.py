@@ -29,7 +29,7 @@ def test_a_slowdown_is_of_what_was_predicted_without_what_the_engine_adds() -> N
     assert between == Sums(20, 4.0, 2.0, 10.0)
     assert between.busy == pytest.approx(0.4)
     assert between.slowdown(host_overhead_s=0.05) == pytest.approx((4.0 - 1.0) / 2.0)
-    with pytest.raises(ResourceError, match="--seconds more"):
+    with pytest.raises(ResourceError, match="raise --seconds"):
         after.since(after).slowdown(0.0)
 
 
