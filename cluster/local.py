@@ -20,7 +20,8 @@ from alignedserve.cluster.launch.gpus import count_gpus
 from alignedserve.cluster.launch.process_launcher import NODE_ID, ProcessLauncher
 from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_cluster_dir
 from alignedserve.cluster.supervisor.plan import MODEL_ROLES, SPARE, Node, Shape
-from alignedserve.cluster.supervisor.supervisor import Identity, Supervisor
+from alignedserve.cluster.supervisor.role_settings import Identity
+from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.convert import failure_from_proto

@@ -60,13 +60,11 @@ class SupervisorCore:
         self.rolling = Rolling(self.roster, self.scaling, longest_step_s)  # the restart under way, or the last one
         self.was_ready = False  # every role was ready at once, under this supervisor; stays so
         self.has_served = False  # ready once, under this supervisor or an earlier one
-        self.paused = False
-        """A successor is about to take over: nothing is started or ended any more."""
+        self.paused = False  # a successor is about to take over: nothing is started or ended
         self.ending = self.stop_asked = False  # the end was announced; `alignedserve stop` asked for it
         self.grace_s = 0.0  # what gateways have for open requests; counts while `ending`
         self.failure: pb.Failure | None = None  # why the cluster cannot start; stays
-        self.supervisor: sv.Peer | None = None
-        """Itself, for agents that may end it when it hangs."""
+        self.supervisor: sv.Peer | None = None  # this process, for node agents that may end it when it hangs
         self.incarnation = 0  # this supervisor's, from its start on
         self.own_pid = 0  # this process, which no action may end; 0 until its start
         self._ticked_at: float | None = None  # the last `tick`, to tell a late one; None before the first

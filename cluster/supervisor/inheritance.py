@@ -15,7 +15,8 @@ from alignedserve.cluster.runtime_dir import new_cluster_id, new_token, remove_c
 from alignedserve.cluster.supervisor.handover import Predecessor, newest_view
 from alignedserve.cluster.supervisor.plan import SPARE, Shape
 from alignedserve.cluster.supervisor.redeploy import EVERYBODY, NO_CHANGE, Change, compare, compare_all
-from alignedserve.cluster.supervisor.supervisor import Identity, Supervisor
+from alignedserve.cluster.supervisor.role_settings import Identity
+from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.config import Config
 from alignedserve.config_sources import from_tree, known_keys
 from alignedserve.proto import supervisor_pb2 as sv

@@ -11,14 +11,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 import grpc
 
 from alignedserve.cancellation import end_tasks
-from alignedserve.cluster.launch.launcher import Launcher, Running
+from alignedserve.cluster.launch.launcher import Launcher
 from alignedserve.cluster.node.watchdog import Watchdog
 from alignedserve.cluster.runtime_dir import agent_socket
 from alignedserve.cluster.supervisor import handover
@@ -29,8 +28,9 @@ from alignedserve.cluster.supervisor.fencer import Fencer
 from alignedserve.cluster.supervisor.integrity import check_cluster
 from alignedserve.cluster.supervisor.managed_process import Phase, Slot
 from alignedserve.cluster.supervisor.placing import FRESH_S, Placing
-from alignedserve.cluster.supervisor.plan import MODEL_ROLES, Node, Shape, check_gpus, plan_processes, resolve_device
+from alignedserve.cluster.supervisor.plan import Node, Shape, check_gpus, plan_processes
 from alignedserve.cluster.supervisor.redeploy import NO_CHANGE, Change, follow
+from alignedserve.cluster.supervisor.role_settings import Identity, device_of, role_settings
 from alignedserve.cluster.supervisor.rolling import ORDER, SERVE_ROLES
 from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
@@ -38,7 +38,6 @@ from alignedserve.control.convert import failure_to_proto
 from alignedserve.control.link import Outbox, first_message, serve_stream
 from alignedserve.control.role import new_incarnation, started_ticks
 from alignedserve.control.rpc import RpcServer
-from alignedserve.control.runtime import RoleSettings
 from alignedserve.control.samples import with_label
 from alignedserve.errors import AlignedServeError, ResourceError
 from alignedserve.proto import common_pb2 as pb
@@ -48,14 +47,6 @@ from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 logger = logging.getLogger(__name__)
 
 EXIT_NEWS_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity of a cluster. A supervisor's successor keeps it."""
-
-    cluster_id: str
-    token: str = field(repr=False)
 
 
 class Supervisor(sv_grpc.SupervisorServicer):
@@ -103,7 +94,7 @@ class Supervisor(sv_grpc.SupervisorServicer):
         nodes = list(await self._launcher.nodes())
         self._here = self._fencer.here = nodes[0].node_id
         found = await self._launcher.find()
-        device = _device(self.config, nodes, found)
+        device = device_of(self.config, nodes, found)
         self.config = self.config.on_device(device)
         self._tree = to_tree(self.config)
         told = handover.newest_view(found, self.predecessor)
@@ -402,23 +393,6 @@ class Supervisor(sv_grpc.SupervisorServicer):
     def _agent_socket(self, node: Node, number: int) -> str:
         return agent_socket(self.identity.cluster_id, number, here=node.node_id == self._here)
 
-    def _settings(self, slot: Slot) -> RoleSettings:
-        node = self.core.nodes.node(slot.planned.node_id)
-        return RoleSettings(
-            role=slot.planned.role,
-            id=slot.planned.id,
-            config=self._tree,
-            cluster_id=self.identity.cluster_id,
-            token=self.identity.token,
-            node_id=node.node_id,
-            host=node.host,
-            agent_socket=self.core.nodes.agent_socket(node.node_id),
-            supervisor_address=self.address,
-            device=slot.device or slot.planned.device,
-            pinned=bool(slot.device),
-            after=self.core.roster.newest(),
-        )
-
     async def _launch(self, action: Launch) -> None:
         role_id = action.planned.id
         self._launches += 1
@@ -427,7 +401,8 @@ class Supervisor(sv_grpc.SupervisorServicer):
             slot = self.core.roster.slots.get(role_id)
             if slot is None or slot.phase is not Phase.STARTING or slot.generation != action.generation:
                 return  # its node has gone: that was why its predecessor ended
-            await self._launcher.launch(self._settings(slot), action.spare_id)
+            settings = role_settings(self.core, slot, self._tree, self.identity, self.address)
+            await self._launcher.launch(settings, action.spare_id)
         except AlignedServeError as error:
             self._exited(role_id, action.generation, error.message)
         except Exception as error:  # whatever the cause, the slot must not wait for a process that was not started
@@ -503,10 +478,3 @@ class Supervisor(sv_grpc.SupervisorServicer):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the supervisor failed at its work", exc_info=error)
-
-
-def _device(config: Config, nodes: list[Node], found: Sequence[Running]) -> str:
-    """Where instances run, "cpu" or "cuda": as those do that run already."""
-    if any(running.settings.role in MODEL_ROLES and running.settings.device.startswith("cuda") for running in found):
-        return "cuda"
-    return resolve_device(config, max(node.gpus for node in nodes))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from alignedserve.cluster import app
-from alignedserve.cluster.supervisor.supervisor import Identity
+from alignedserve.cluster.supervisor.role_settings import Identity
 from alignedserve.config import Config, GatewayConfig
 
 REPLICA: Any = app.SupervisorDeployment.func_or_class  # type: ignore[attr-defined]

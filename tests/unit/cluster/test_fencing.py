@@ -10,7 +10,8 @@ import pytest
 from alignedserve.cluster.supervisor import fencer
 from alignedserve.cluster.supervisor.actions import Action, Fence
 from alignedserve.cluster.supervisor.plan import Shape
-from alignedserve.cluster.supervisor.supervisor import Identity, Supervisor
+from alignedserve.cluster.supervisor.role_settings import Identity
+from alignedserve.cluster.supervisor.supervisor import Supervisor
 from alignedserve.errors import ConfigError
 from support.node_cell import Cell, launched
 
