@@ -39,10 +39,10 @@ serve: setup
 	@exec $(BIN)/alignedserve serve $(ARGS)
 
 test: setup-test
-	@exec $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-all: setup-test
-	@exec $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 fuzz: setup-test
 	@ALIGNEDSERVE_FUZZ=$(FUZZ) exec $(BIN)/python -m pytest -k machine --timeout 0 $(ARGS) tests/unit

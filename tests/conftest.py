@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,12 +22,11 @@ if not Path("/dev/nvidia0").exists():
 ENDED_WITHIN_S = 10.0
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests share a process, and so do all that start Ray: one Ray cluster at a time."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from support.scheduling import FolderScheduling
+
+    return FolderScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
