@@ -191,7 +191,7 @@ async def test_the_books_add_up_at_every_scrape_under_load(served: Served) -> No
     owned = 0.0
     for scrape in range(50):
         metrics = (await served.http.get("/metrics")).text
-        stores = set(re.findall(r'kv_capacity_blocks\{store="([^"]*)"', metrics))
+        stores = set(re.findall(r'kv_capacity_blocks\{[^}]*store="([^"]*)"', metrics))
         assert {"kv_pool-0", "prefill-0/cache", "decode-0/cache"} <= stores
         assert len(stores) == 5
         for store in stores:

@@ -176,7 +176,7 @@ def _become(order: dict[str, object], streams: list[int]) -> NoReturn:
         os.environ.update(order["environment"])  # type: ignore[call-overload]
         os.chdir(str(order["directory"]))
         sys.argv = [str(order["module"])]
-        runpy.run_module(str(order["module"]), run_name="__main__")
+        runpy.run_module(str(order["module"]), run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
