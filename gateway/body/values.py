@@ -81,8 +81,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Marks values other than those of the type as unsupported. `message` is the error's text, with {} for the value.
-    """
+    """Values outside the type are refused as unsupported. `message`: the error's text, with {} for the value."""
 
     message: str
 

@@ -32,8 +32,7 @@ from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
 
 
 class _Endpoint:
-    """Wraps a function as an object: Starlette treats functions as request handlers, and objects as ASGI applications.
-    """
+    """An object around a function: Starlette treats functions as request handlers, objects as ASGI applications."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle

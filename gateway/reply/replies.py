@@ -74,8 +74,7 @@ class Parts:
 
 
 def timings(answer: Answer) -> dict[str, Any]:
-    """Seconds in each stage, and the ids of the instances that served the request; with a cost model, also the bubble.
-    """
+    """Seconds in each stage, the ids of the instances that served the request and, with a cost model, the bubble."""
     spent = {f"{stage}_s": round(answer.stopwatch.spent_s.get(stage, 0.0), 6) for stage in Stage}
     if answer.stopwatch.bubble_s is not None:
         spent["bubble_s"] = round(answer.stopwatch.bubble_s, 6)
