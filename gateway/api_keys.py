@@ -34,8 +34,8 @@ Stamp = tuple[int, int, int, int]
 class ApiKeys:
     """The API keys that clients may use. Without a file, no key is required.
 
-    If the file becomes invalid, the last valid keys stay in force, so that a half-finished rotation locks no client out.
-    Raises ConfigError if the file is invalid at the start.
+    If the file becomes invalid, the last valid keys stay in force, so that a half-finished rotation does not lock
+    clients out. Raises ConfigError if the file is invalid at the start.
     """
 
     def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
