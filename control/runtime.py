@@ -140,7 +140,7 @@ class RoleServer(ABC):
     # ---- life
 
     async def start(self) -> None:
-        """Serves, joins the supervisor, and runs `on_start` in the background. Raises ConfigError as `RpcServer`."""
+        """Serves, joins the supervisor, runs `on_start` in the background. Raises ConfigError as `RpcServer.start`."""
         self._server.add(sv_grpc.add_RoleServicer_to_server, _Describer(self))
         for register, servicer in self.servicers():
             self._server.add(register, servicer)

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class TokenEmitter:
     """Sends token events, with one message to each gateway for each iteration. Use it from one event loop.
 
-    If a gateway cannot be reached, its events are dropped and `on_gateway_lost(address)` is called. The gateway owned
-    these requests, so no process wants their tokens any more.
+    If a gateway cannot be reached, its events are dropped and `on_gateway_lost(address)` is called: its requests cannot
+    continue without these tokens.
     """
 
     def __init__(self, process: pb.ProcessKey, token: str, on_gateway_lost: Callable[[str], None]) -> None:
