@@ -134,7 +134,7 @@ Raises InvalidRequestError for an invalid object, and the errors of `SupervisorC
 
 def _require_known(body: Json, *names: str) -> None:
     if unknown := sorted(body.keys() - set(names)):
-        raise InvalidRequestError(f"{unknown[0][:64]!r} is not known here; the fields are {' and '.join(names)}")
+        raise InvalidRequestError(f"{unknown[0][:64]!r} is not known here; known fields: {' and '.join(names)}")
 
 
 def _count(role: str, value: Any) -> int:

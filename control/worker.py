@@ -35,7 +35,7 @@ class WorkerServer(RoleServer):
 
     @abstractmethod
     def on_gateway_lost(self, address: str) -> None:
-        """Events for this gateway could not be delivered: report its requests lost, so that they are submitted again."""
+        """Events for this gateway could not be delivered: report its requests lost, so that it submits them again."""
 
     @abstractmethod
     def trouble(self) -> AlignedServeError | None:
