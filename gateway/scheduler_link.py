@@ -50,7 +50,7 @@ class SchedulerLink:
 
     @property
     def down_for_s(self) -> float:
-        """Seconds since the link was last up; 0 while it is up."""
+        """Seconds since the link was last up, or since it was created; 0 while it is up."""
         return 0.0 if self.up else time.monotonic() - self._down_since_s
 
     @property

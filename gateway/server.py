@@ -224,7 +224,10 @@ class GatewayServer(RoleServer):
         )
 
     async def metrics_text(self) -> str:
-        """The metrics of all roles, collected now by the supervisor. Without a supervisor, this gateway's only."""
+        """The metrics of all roles, this gateway's included, collected now by the supervisor.
+
+        Without a supervisor, only this gateway's.
+        """
         status = await self._status()
         text = "" if status is None else status.metrics
         return text if f'instance="{self.process.id}"' in text else merge([text, self._own_metrics()])

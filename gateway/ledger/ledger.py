@@ -223,7 +223,7 @@ class Ledger:
         return [answer.key for answer in self._open.values() if answer.state is AnswerState.RUNNING]
 
     def resubmit(self) -> None:
-        """Submits every request again, in a new epoch, that `on_link_up` did not name; sends kept cancels first."""
+        """Sends kept cancels, then submits every open request that `on_link_up` did not return."""
         self._submitter.resend(list(self._open.values()))
         asyncio.get_running_loop().call_later(QUIET_S, self._ask)  # about requests that began to run after `on_link_up`
 

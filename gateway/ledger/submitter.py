@@ -20,7 +20,7 @@ class SchedulerPort(Protocol):
 
     @property
     def down_for_s(self) -> float:
-        """Seconds since the link was last up; 0 while it is up."""
+        """Seconds since the link was last up, or since it was created; 0 while it is up."""
 
     def submit(self, requests: Sequence[pb.RequestHead]) -> bool: ...
 
@@ -68,7 +68,10 @@ class Submitter:
             self._port.ask(keys)
 
     def resend(self, answers: Iterable[Answer]) -> None:
-        """The link is up (again): sends kept cancels, then, in a new epoch, all answers without a token in theirs."""
+        """The link is up (again): sends kept cancels, then all answers without a token in their epoch.
+
+        Answers that were already sent in their epoch get a new epoch.
+        """
         keys, self._unsent_cancels = self._unsent_cancels, []
         if keys and self._port is not None:
             self._port.cancel(keys)

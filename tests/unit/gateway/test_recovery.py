@@ -343,8 +343,9 @@ async def test_without_a_scheduler_a_request_ends_in_time(
         await gateway.server.wait_model(5.0)
         answer = await ask(gateway)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    trouble = "the supervisor has not named a scheduler"
-    assert answer.json()["error"]["message"] == f"there was no scheduler for 0.2 s ({trouble})"
+    assert answer.json()["error"]["message"] == (
+        "there was no scheduler for 0.2 s (the supervisor has not named a scheduler)"
+    )
 
 
 async def test_one_that_is_being_replaced_on_purpose_is_waited_for_as_long_as_it_may_take(
