@@ -44,7 +44,7 @@ def check_key(scope: Scope, admin_key: str) -> None:
     """Raises NotAdminError unless the request has the admin key."""
     given = next((value for name, value in scope["headers"] if name == ADMIN_HEADER.encode()), b"")
     if not hmac.compare_digest(given, admin_key.encode()):
-        message = f"this needs the cluster's admin key in {ADMIN_HEADER}; `alignedserve` on that machine has it"
+        message = f"this needs the cluster's admin key in {ADMIN_HEADER}; use `alignedserve` on the cluster's machine"
         raise NotAdminError(message)
 
 

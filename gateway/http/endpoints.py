@@ -100,7 +100,7 @@ class GenerateEndpoint:
 
     def _gone(self, call: Call) -> None:
         self._ledger.close(call)
-        call.fail(CancelledError("the client went away"))
+        call.fail(CancelledError("the client disconnected"))
 
     async def _answer(self, call: Call, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
         reply = self._reply(call, self._model, self._ledger.end)
