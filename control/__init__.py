@@ -1,1 +1,1 @@
-"""The control plane's shared parts: gRPC servers and links, joining the supervisor, and conversions to messages."""
+"""Shared parts of the control plane: gRPC servers and links, joining the supervisor, and conversion to messages."""

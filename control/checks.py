@@ -1,7 +1,7 @@
-"""Well-formed messages that make no sense are refused before any books hear of them.
+"""Checks that refuse well-formed messages with invalid contents before they change any state.
 
-A peer has the cluster's token, so this guards against mistakes and mixed versions: each raises InvalidRequestError, and
-`serve_stream` drops the message.
+Every peer has the cluster's token, so the checks protect against bugs and mixed versions. Each raises
+InvalidRequestError, and `serve_stream` then drops the message.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ MAX_ID_BYTES = 400
 
 
 def check_heads(heads: Sequence[pb.RequestHead]) -> None:
-    """The requests of one group, as the scheduler hears of them."""
+    """Checks the requests of one group, as they are submitted to the scheduler."""
     if not heads or not all(head.prompt_tokens for head in heads):
-        raise InvalidRequestError("a group needs requests, and each a prompt")
+        raise InvalidRequestError("a group must have requests, and each request a prompt")
     if len({head.key.request_id for head in heads}) != len(heads):
-        raise InvalidRequestError("a group names one request twice")
+        raise InvalidRequestError("a group contains a request twice")
     for head in heads:
         _check_id(head.key)
 
 
 def check_group(requests: Sequence[pb.RequestSpec], vocab_size: int) -> None:
-    """The requests of one group, of which the first carries the prompt."""
+    """Checks the requests of one group, whose first request has the prompt."""
     if not requests or not requests[0].prompt_token_ids:
-        raise InvalidRequestError("a group needs requests, and its first one a prompt")
+        raise InvalidRequestError("a group must have requests, and its first request a prompt")
     if len({request.key.request_id for request in requests}) != len(requests):
-        raise InvalidRequestError("a group names one request twice")
+        raise InvalidRequestError("a group contains a request twice")
     for request in requests:
         _check_spec(request, vocab_size)
 
 
 def check_buffer(message: pw.Prefetch) -> None:
-    """Requests that are to lie in one of the two buffers."""
+    """Checks that a prefetch names one of the two candidate buffers."""
     if message.buffer not in (pw.BUFFER_BATCH, pw.BUFFER_REQUESTS):
         raise InvalidRequestError(f"there is no buffer {message.buffer}")
 
 
 def decodable(stored: pb.StoredRequest, block_size: int, vocab_size: int) -> bool:
-    """`check_stored`, for one of many."""
+    """Whether a stored request passes `check_stored`; if not, a warning is logged."""
     try:
         check_stored(stored, block_size, vocab_size)
     except InvalidRequestError as error:
-        logger.warning("what the pool has stored makes no sense: %s", error)
+        logger.warning("a request stored in the pool is invalid: %s", error)
         return False
     return True
 
 
 def check_stored(stored: pb.StoredRequest, block_size: int, vocab_size: int = 0) -> None:
-    """A request whose KV lies in blocks, and whose next token is to be computed."""
+    """Checks a request whose KV is in blocks, and whose next token is to be computed."""
     spec = _check_spec(stored.spec, vocab_size)
     for what, tokens, ids in (
         ("its store", stored.kv_tokens, stored.block_ids),
@@ -87,9 +87,9 @@ def _check_tokens(spec: RequestSpec, vocab_size: int) -> None:
         (token for token, _ in spec.sampling.logit_bias),
     )
     if any(max(tokens, default=0) >= vocab_size for tokens in lists):
-        raise InvalidRequestError(f"{spec.key} names tokens that the model does not have ({vocab_size})")
+        raise InvalidRequestError(f"{spec.key} has token ids outside the vocabulary of {vocab_size}")
 
 
 def _check_id(key: pb.RequestKey) -> None:
     if not 0 < len(key.request_id.encode()) <= MAX_ID_BYTES:
-        raise InvalidRequestError(f"a request id has 1 to {MAX_ID_BYTES} bytes")
+        raise InvalidRequestError(f"a request id must have 1 to {MAX_ID_BYTES} bytes")

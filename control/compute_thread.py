@@ -1,4 +1,4 @@
-"""The thread of a worker that computes: messages in between two steps, and never a wait for another process."""
+"""The compute thread of a worker. It handles messages between steps, and never waits for another process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ENDS_WITHIN_S = 10.0
 
 
 class ComputeThread(ABC, Generic[P]):
-    """A thread that alone holds its books. Other threads leave it messages: calls, which it makes with arguments `P`.
+    """A thread that owns its state. Other threads send it messages: functions, which it calls with arguments `P`.
 
-    It calls `turn` again and again, which takes the messages and computes a step. After a turn that ran nothing it
-    sleeps until a message comes. An exception ends it: the books may be wrong then, and the process must be replaced.
+    It calls `turn` repeatedly, which handles messages and computes a step. After a turn with no work it sleeps until a
+    message arrives. An exception ends the thread: its state may then be inconsistent, and the process must be replaced.
     """
 
     def __init__(self, name: str) -> None:
         self.meter = StepMeter()
         self._inbox: queue.SimpleQueue[Callable[P, object] | None] = queue.SimpleQueue()  # None: stop
-        self._stopped = False  # set in the thread, when it has taken the None
+        self._stopped = False  # set in the thread when it takes None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # ---- called from any thread
@@ -39,19 +39,21 @@ class ComputeThread(ABC, Generic[P]):
         self._thread.start()
 
     def stop(self) -> None:
-        """What was left before is still handled. Returns when the thread has ended, or after ENDS_WITHIN_S."""
+        """Ends the thread after the messages that were sent before. Waits for this for at most ENDS_WITHIN_S."""
         self._inbox.put(None)
         self._thread.join(timeout=ENDS_WITHIN_S)
 
     @property
     def busy(self) -> bool:
+        """Whether the thread is working or has messages."""
         return not self.meter.waiting or not self._inbox.empty()
 
     def tell(self, message: Callable[P, object]) -> None:
+        """Sends a message: the thread calls it between two steps."""
         self._inbox.put(message)
 
     def _ask(self, question: Callable[[], Result]) -> Future[Result]:
-        """What `question` finds in this thread's books, between two steps."""
+        """The result of `question`, which the thread calls between two steps, when its state is consistent."""
         answer: Future[Result] = Future()
 
         def message(*_: P.args, **__: P.kwargs) -> None:
@@ -65,18 +67,18 @@ class ComputeThread(ABC, Generic[P]):
 
     @abstractmethod
     def turn(self) -> bool:
-        """`_take_messages`, then a step where there is work; whether anything ran."""
+        """Calls `_take_messages`, then computes a step if there is work. Returns whether a step ran."""
 
     @abstractmethod
     def _woken(self, message: Callable[P, object]) -> None:
-        """Handle the message that ended the sleep."""
+        """Handles the message that ended the sleep."""
 
     @abstractmethod
     def _on_fatal(self, error: BaseException) -> None:
-        """The thread ends with this."""
+        """The thread ends with this error."""
 
     def _sleep_limit_s(self) -> float | None:
-        """How long to sleep at most; None: until a message comes."""
+        """The longest sleep in seconds; None: until a message arrives."""
         return None
 
     def _run(self) -> None:
@@ -90,7 +92,7 @@ class ComputeThread(ABC, Generic[P]):
             self._on_fatal(error)
 
     def _take_messages(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Handle what has come in."""
+        """Handles all messages that have arrived."""
         while not self._stopped:
             try:
                 message = self._inbox.get_nowait()

@@ -1,4 +1,4 @@
-"""Between the package's values and the messages of `proto/common.proto`."""
+"""Converts between the package's values and protobuf messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from alignedserve.request import (
     TokenLogprobs,
 )
 
-# A field of the message is one of SamplingParams, and has its name.
+# Each field of the message corresponds to the field of SamplingParams with the same name.
 _OPTIONAL = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
 _OTHERS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.has_presence]
 _PLAIN = [name for name in _OTHERS if isinstance(getattr(pb.SamplingParams(), name), bool | int | float | str)]
@@ -108,7 +108,7 @@ def spec_from_proto(message: pb.RequestSpec) -> RequestSpec:
 
 
 def failure_to_proto(error: BaseException) -> pb.Failure:
-    """An error as it goes over a wire. What is not ours is reported by type and text, without a traceback."""
+    """An error as a message. Errors other than AlignedServeError are sent as type and text, without a traceback."""
     if isinstance(error, AlignedServeError):
         retry = error.retry_after_s if isinstance(error, OverloadedError) else 0.0
         return pb.Failure(code=error.code, message=error.message, retry_after_s=retry)
@@ -116,6 +116,7 @@ def failure_to_proto(error: BaseException) -> pb.Failure:
 
 
 def failure_from_proto(message: pb.Failure) -> AlignedServeError:
+    """The error of a message, of the class that its code names."""
     kind = errors.by_code(message.code)
     if issubclass(kind, OverloadedError):
         return kind(message.message, retry_after_s=message.retry_after_s)
@@ -137,7 +138,7 @@ def token_event(
     logprobs: TokenLogprobs | None = None,
     finish: FinishReason | None = None,
 ) -> gw.TokenEvent:
-    """What a worker tells the gateway after an iteration. `position` is the index of the first token in the answer."""
+    """A worker's event for the gateway after a pass. `position`: the index of the first token in the answer."""
     event = gw.TokenEvent(key=key_to_proto(spec.key), position=position, token_ids=token_ids)
     if logprobs is not None:
         event.logprobs.append(logprob_to_proto(logprobs))
@@ -155,7 +156,7 @@ def failure_event(spec: RequestSpec, error: BaseException) -> gw.TokenEvent:
 
 
 def enter_stage(timings: pb.Timings, stage: Stage, now_ns: int) -> None:
-    """`Stopwatch.enter` on a message that only passes through."""
+    """Does `Stopwatch.enter` on a message, without converting it."""
     if timings.since_ns and timings.stage:
         if timings.stage not in timings.begun_ns:
             timings.begun_ns[timings.stage] = timings.since_ns

@@ -1,6 +1,7 @@
-"""How long a message between two processes takes: a stream as the roles have them, to another process and back.
+"""Measures the time of a message between two processes, over a stream like those between roles.
 
-`python -m alignedserve.control.echo ADDRESS` (the token on standard input) sends messages to `measure_message_s`.
+`measure_message_s` starts `python -m alignedserve.control.echo ADDRESS`, with the token on standard input. That process
+sends messages and receives them back.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from alignedserve.errors import UnavailableError
 
 MESSAGES = 200
 BYTES = 256
-EVERY_S = 0.005  # apart, so that both ends sleep in between, as they do in a cluster
+EVERY_S = 0.005  # pause between messages, so that both processes sleep in between, as in a cluster
 _SERVICE, _METHOD = "alignedserve.Echo", "Echo"
 _LONGEST_S = 60.0
 
 
 async def measure_message_s(token: str) -> float:
-    """Median seconds one way, both processes idle otherwise. Raises UnavailableError where the other one fails."""
+    """The median time of a message one way, in seconds, between otherwise idle processes.
+
+    Raises UnavailableError if the other process fails.
+    """
     server = RpcServer(token)
     server.add(_register, _echo)
     address = await server.start()
@@ -62,7 +66,7 @@ def _register(servicer: Any, server: Any) -> None:
 
 
 async def _send(address: str, token: str) -> list[float]:
-    """Seconds there and back of each message."""
+    """The round-trip time of each message in seconds."""
     channel = open_channel(address, token)
     back: asyncio.Queue[bytes] = asyncio.Queue()
     call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")

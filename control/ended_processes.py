@@ -1,4 +1,4 @@
-"""Who of the cluster is known to have ended, from what supervisors say."""
+"""Which processes of the cluster are known to have ended, according to the supervisors' views."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Name = tuple[str, int]  # id and incarnation
 class EndedProcesses:
     """Follows the cluster's view.
 
-    A supervisor drops a process from its view once it is known to be dead. But one that has only just started does not
-    know everybody yet: that it does not name a process says something only after it has named it, a successor of it, or
-    every instance that there is to be.
+    A supervisor drops a process from its view when the process is known to be dead. A supervisor that has just started
+    does not know all processes yet. So a process that is absent from its view has ended only if this supervisor has
+    named it before, or names a successor of it, or names every instance that the cluster should have.
     """
 
     def __init__(self) -> None:
@@ -20,10 +20,11 @@ class EndedProcesses:
         self._living: set[Name] = set()
         self._newest: dict[str, int] = {}
         self._named: set[Name] = set()
-        self._complete = False  # every instance that there is to be is named
+        self._complete = False  # whether the view names every instance that the cluster should have
         self._youngest = 0
 
     def on_view(self, view: sv.ClusterView) -> None:
+        """Notes the processes in a new view."""
         if view.told_by != self._supervisor:
             self._supervisor = view.told_by
             self._named.clear()
@@ -36,9 +37,10 @@ class EndedProcesses:
         self._complete = planned.union(view.draining) <= self._newest.keys()
 
     def has_ended(self, role_id: str, incarnation: int) -> bool:
+        """Whether this process is known to have ended."""
         name = (role_id, incarnation)
         if name in self._living:
             return False
         if name in self._named or self._newest.get(role_id, 0) > incarnation:
             return True
-        return self._complete and incarnation < self._youngest  # a younger one may be in the next view
+        return self._complete and incarnation < self._youngest  # a younger process may be in the next view

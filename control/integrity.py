@@ -1,4 +1,4 @@
-"""Does it add up? Each process recounts its own stores and books; what it finds goes to the supervisor."""
+"""Integrity checks: each process recounts its own stores and state, and reports the results to the supervisor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 def check_books(
     name: str, instance: str, check: Callable[[], None], count: Callable[[], StoreCount] | None = None
 ) -> sv.BookCheck:
-    """Run `check`, which raises where something does not add up; `count`: the store's blocks, whose sum is checked too.
+    """Runs `check`, which raises an error for inconsistent state. `count` returns the store's blocks by state, whose
+    sum is checked too. The result has the problem, or "" if there is none.
 
-    To be called by whoever may change the books, so that nobody does meanwhile.
+    Call it in the thread that owns the state, so that the state does not change meanwhile.
     """
     found = sv.BookCheck(store=name, instance=instance)
     try:
@@ -30,9 +31,9 @@ def check_books(
                 found.problem = f"free + owned + cached is not {blocks.capacity}"
     except AlignedServeError as error:
         found.problem = error.message
-    except Exception as error:  # books so wrong that they cannot be recounted
+    except Exception as error:  # the state is too inconsistent to be recounted
         logger.exception("%s of %s cannot be recounted", name, instance)
         found.problem = f"it cannot be recounted: {type(error).__name__}: {error}"
     if found.problem:
-        logger.error("%s of %s does not add up: %s", name, instance, found.problem)
+        logger.error("%s of %s is inconsistent: %s", name, instance, found.problem)
     return found

@@ -1,4 +1,4 @@
-"""Both ends of a long-lived bidirectional stream: a client that reconnects, and a server's outbox."""
+"""Both ends of a long-lived bidirectional stream: a client that reconnects, and a server with an outbox."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ In = TypeVar("In")
 logger = logging.getLogger(__name__)
 
 
-MOST_UNREAD = 65536  # messages: a peer that lets so many pile up does not read at all
+MOST_UNREAD = 65536  # messages; a peer with more unread messages is taken not to read at all
 
 
 class Outbox(Generic[Out]):
-    """Messages for one stream, in order. `put` never blocks; iterating ends after `close`.
+    """Messages for one stream, in order. `put` never blocks; iteration ends after `close`.
 
-    With `most` messages unread nothing more is kept, and iterating raises UnavailableError: the stream breaks, and the
-    next one begins with what both sides bring each other up to date by.
+    If `most` messages are unread, further messages are dropped and iteration raises UnavailableError. The stream then
+    breaks; on the next stream, both sides send each other their state first.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -52,11 +52,11 @@ class Outbox(Generic[Out]):
 
 
 class DuplexLink(Generic[Out, In]):
-    """A client's end of a bidirectional stream that is opened again whenever it breaks.
+    """The client's end of a bidirectional stream that is opened again when it breaks.
 
-    On each (re)connection the messages of `first_messages` go out before any other. What was queued when a stream
-    broke is dropped: both sides bring each other up to date by their first messages, so nothing stale is replayed.
-    `send` while the link is down queues nothing and returns False.
+    On each connection, the messages of `first_messages` are sent before all others. Messages that were queued when a
+    stream broke are dropped: both sides send their state in their first messages, so no old message is replayed.
+    `send` returns False, and queues nothing, while the link is down.
     """
 
     def __init__(
@@ -80,31 +80,32 @@ class DuplexLink(Generic[Out, In]):
         self._call: Any = None
         self._broken_off = ""
         self.broken_by = ""
-        """What the last stream broke by: gRPC's status and its details."""
+        """Why the last stream broke: gRPC's status and its details."""
         self.refusal = ""
-        """Why the peer will have nothing to do with this process, as it said last; trying again does not help."""
+        """Why the peer last refused this process for good (FAILED_PRECONDITION); "" if it did not."""
 
     @property
     def up(self) -> bool:
         return self._outbox is not None
 
     def send(self, message: Out) -> bool:
-        """Queue a message for the open stream; False, and nothing happens, while there is none."""
+        """Queues a message for the open stream. Returns False, and queues nothing, while the link is down."""
         if self._outbox is None:
             return False
         self._outbox.put(message)
         return True
 
     def start(self) -> asyncio.Task[None]:
-        """Run in a task of the current loop, until `close` (or the first break, with `reconnect=False`)."""
+        """Runs the link in a task of the current loop until `close` (with `reconnect=False`, until the first break)."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self.run())
         return self._task
 
     async def run(self) -> None:
+        """Opens streams until it is cancelled (with `reconnect=False`, one stream)."""
         while True:
             await self._one_stream()
-            # gRPC keeps a cancel to itself that comes while it connects: where that then fails, nothing is raised here.
+            # gRPC swallows a cancellation while it connects: if the connection then fails, nothing is raised here.
             if task_is_cancelled():
                 raise asyncio.CancelledError
             if not self._reconnect:
@@ -115,7 +116,7 @@ class DuplexLink(Generic[Out, In]):
         outbox: Outbox[Out] = Outbox()
         try:
             call = self._call = self._open_call()
-        except Exception:  # whatever it was, the link must come back
+        except Exception:  # whatever the error, the link must reconnect
             logger.exception("a stream cannot be opened")
             return
         writer = asyncio.get_running_loop().create_task(_drain(call, outbox))
@@ -127,7 +128,7 @@ class DuplexLink(Generic[Out, In]):
                 self.refusal = ""
                 try:
                     await settle(self._on_message(message))
-                except Exception:  # one message that cannot be handled must not end the link
+                except Exception:  # a message that cannot be handled must not end the link
                     logger.exception("a message could not be handled")
         except grpc.aio.AioRpcError as error:
             code = error.code()
@@ -139,27 +140,28 @@ class DuplexLink(Generic[Out, In]):
         except asyncio.CancelledError:
             if task_is_cancelled():
                 raise
-            why = self._broken_off or "a peer did not read what was sent to it"
-            logger.warning("%s: its stream is opened anew", why)  # gRPC's own cancel
-        except Exception:  # whatever it was, the link must come back
-            logger.exception("a stream ended with an error of our own")
+            why = self._broken_off or "a peer did not read its messages"
+            logger.warning("%s; reopening the stream", why)  # the call was cancelled, not this task
+        except Exception:  # whatever the error, the link must reconnect
+            logger.exception("a stream ended with an internal error")
         finally:
             self._outbox = self._call = None
             self._broken_off = ""
             writer.cancel()
             call.cancel()
             try:
-                await asyncio.wait([writer])  # to await it would take its cancellation for one of ours, or ours for its
+                await asyncio.wait([writer])  # awaiting it would confuse its cancellation with this task's
             finally:
                 await self._tell_down()
 
     def break_off(self, reason: str) -> None:
-        """End the stream that is open now, as if it had broken."""
+        """Ends the open stream, as if it had broken. `reason` is logged."""
         if self._call is not None:
             self._broken_off = reason
             self._call.cancel()
 
     async def close(self) -> None:
+        """Ends the stream, and does not open it again."""
         if self._task is not None:
             await end_tasks([self._task])
             self._task = None
@@ -168,7 +170,7 @@ class DuplexLink(Generic[Out, In]):
         if self._on_down is not None:
             try:
                 await settle(self._on_down())
-            except Exception:  # whatever it was, the link must come back
+            except Exception:  # whatever the error, the link must reconnect
                 logger.exception("the end of a stream could not be handled")
 
 
@@ -178,20 +180,20 @@ async def _drain(call: Any, outbox: Outbox[Any]) -> None:
             await call.write(message)
         await call.done_writing()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        return  # the reading side sees the same break and says so
+        return  # the reading side sees the same break and logs it
     except UnavailableError as error:
-        logger.warning("a stream is broken off: %s", error)
+        logger.warning("breaking off a stream: %s", error)
         call.cancel()
 
 
 async def settle(value: Awaitable[None] | None) -> None:
-    """Await a callback's result where it is awaitable."""
+    """Awaits a callback's result if it is awaitable."""
     if inspect.isawaitable(value):
         await value
 
 
 def from_any_thread(call: Callable[..., object]) -> Callable[..., None]:
-    """What any thread may call to have `call` called on the current loop; once that has closed, nothing happens."""
+    """A function that any thread may use to call `call` on the current loop. It does nothing after the loop closed."""
     loop = asyncio.get_running_loop()
 
     def soon(*arguments: object) -> None:
@@ -202,7 +204,9 @@ def from_any_thread(call: Callable[..., object]) -> Callable[..., None]:
 
 
 async def first_message(requests: AsyncIterator[Any], kind: str, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-    """The `kind` that a stream begins with. One that begins with anything else, or ends before, is refused."""
+    """The body of a stream's first message. A stream whose first message is not of `kind`, or that has none, is refused
+    with INVALID_ARGUMENT.
+    """
     first = await anext(aiter(requests), None)
     if first is None or first.WhichOneof("body") != kind:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the first message must be {kind}")
@@ -212,14 +216,16 @@ async def first_message(requests: AsyncIterator[Any], kind: str, context: grpc.a
 async def serve_stream(
     requests: AsyncIterator[In], outbox: Outbox[Out], on_message: Callable[[In], Awaitable[None] | None]
 ) -> AsyncIterator[Out]:
-    """A server's end: yields the outbox while a task reads; ends when the client does, or the outbox is closed."""
+    """The server's end of a stream: yields the outbox's messages while a task reads. It ends when the client ends the
+    stream or the outbox is closed.
+    """
 
     async def read() -> None:
         try:
             async for message in requests:
                 try:
                     await settle(on_message(message))
-                except AlignedServeError as error:  # the peer's mistake: it ends nothing but its message
+                except AlignedServeError as error:  # the peer's mistake: only this message is dropped
                     logger.warning("refused a message: %s", error)
                 except Exception:  # as in DuplexLink
                     logger.exception("a message could not be handled")

@@ -10,7 +10,7 @@ from alignedserve.metrics import Page
 
 @dataclass(frozen=True, slots=True)
 class StoreCount:
-    """One store's blocks at one moment: `free + owned + cached == capacity`, always."""
+    """The number of one store's blocks by state. Always, `free + owned + cached == capacity`."""
 
     store: str
     capacity: int
@@ -20,11 +20,12 @@ class StoreCount:
 
     @classmethod
     def of(cls, store: str, capacity: int, free: int, cached: int) -> StoreCount:
-        """From counts that another thread may be changing: what is neither free nor cached is owned."""
+        """From counts that another thread may be changing. Blocks that are neither free nor cached count as owned."""
         return cls(store, capacity, free, max(0, capacity - free - cached), min(cached, capacity - free))
 
 
 def show_stores(page: Page, stores: Iterable[StoreCount]) -> None:
+    """Adds the stores' gauges to the page."""
     meaning = "blocks by state: free, owned by requests, cached (can be taken back)"
     for count in stores:
         for state in ("free", "owned", "cached"):

@@ -1,4 +1,4 @@
-"""What forward passes took, from the thread that computes them to the report to the scheduler."""
+"""Collects measured times of forward passes, from the compute thread to the report to the scheduler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ REPORT_EVERY_S = 0.1
 
 
 class PassMeter:
-    """Adds up passes until somebody takes the sums, `REPORT_EVERY_S` apart at least. From any thread.
+    """Adds up passes until the sums are taken, at most once every `REPORT_EVERY_S`. Threads may share it.
 
-    `total_s`: seconds of all passes since the start; `predicted_s`: what a cost model said that these would take.
+    `total_s`: seconds of all passes since the start. `predicted_s`: the cost model's prediction for them in seconds.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class PassMeter:
         self.total_s = self.predicted_s = 0.0
 
     def add(self, tokens: int, cached_tokens: int, seconds: float, predicted_s: float = 0.0) -> None:
-        """One pass: see `alignedserve.scheduler.cost.pass_model.Passes`."""
+        """Adds one pass. For the values see `alignedserve.scheduler.cost.pass_model.Passes`."""
         with self._lock:
             self.total_s += seconds
             self.predicted_s += predicted_s
@@ -33,7 +33,7 @@ class PassMeter:
             self._sums.seconds += seconds
 
     def take(self) -> pb.Passes | None:
-        """The sums since the last time; None where there is nothing new, or the last time was a moment ago."""
+        """The sums since they were last taken; None if that was less than REPORT_EVERY_S ago, or if there are none."""
         now_s = time.monotonic()
         with self._lock:
             if not self._sums.passes or now_s - self._taken_s < REPORT_EVERY_S:

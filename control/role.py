@@ -1,4 +1,4 @@
-"""How every role joins the supervisor: one open stream, heartbeats up, the cluster's view and orders down."""
+"""How every role joins the supervisor: one stream carries heartbeats up, and the cluster's view and orders down."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
 
 logger = logging.getLogger(__name__)
 
-ORPHANED = "no supervisor was heard of"  # the reason of such an end begins so
+ORPHANED = "there was no supervisor"  # the end reason of an orphaned process begins with this
 
 SERVING_STATES = ("ready", "draining", "drained")  # a process in one of these answers its peers
 OPEN_GAUGE = "open_requests"  # of a gateway's heartbeat
 
 
 def new_incarnation(after: int = 0) -> int:
-    """Grows with each start of a process: the start's Unix time in nanoseconds, or more where that is not over `after`,
-    the newest in the cluster: a clock may have been set back since, or be ahead on another node."""
+    """A number that grows with each start of a process: the Unix time in nanoseconds, but at least `after` + 1.
+
+    `after` is the newest incarnation in the cluster. The clock may have been set back, or be ahead on another node.
+    """
     return max(time.time_ns(), after + 1)
 
 
 def started_ticks(pid: int) -> int:
-    """When the process began, in the kernel's ticks since this machine did. Raises OSError where there is none."""
+    """The start time of the process, in the kernel's clock ticks since boot. Raises OSError if it does not exist."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 class RoleHost:
     """A role's side of `Supervisor.Join`.
 
-    `heartbeat` is called on the loop every `heartbeat_s` and whenever `report` is; `on_view` for each new view;
-    `on_end` when the supervisor orders the role to end, or when no supervisor was heard of for `orphan_after_s`.
-    `locate` is asked for the supervisor's address after the stream broke: a restarted one has another.
+    `heartbeat` is called on the loop every `heartbeat_s` seconds and for each `report`, `on_view` for each new view.
+    `on_end` is called when the supervisor orders or refuses the role, or when there was no supervisor for
+    `orphan_after_s` seconds. `locate` is called after the stream broke: a restarted supervisor has another address.
     """
 
     def __init__(
@@ -63,9 +65,9 @@ class RoleHost:
         self.process = process
         self.view = sv.ClusterView()
         self.joined = False
-        """Whether the stream is open, and a view has come on it."""
+        """Whether the stream is open and has delivered a view."""
         self.supervisor_address = supervisor_address
-        """Where the supervisor was found last."""
+        """The last known address of the supervisor."""
         self._hello = sv.RoleHello(
             process=process,
             pid=os.getpid(),
@@ -82,7 +84,7 @@ class RoleHost:
         self._orphan_after_s = orphan_after_s
         self._locate = locate
         self._heard_at = self._ordered_at = time.monotonic()
-        self._answered = False  # on the stream that is open; one that only tries to connect is open, too
+        self._answered = False  # on the open stream; a stream that is still connecting counts as open, too
         self._channel: TokenChannel | None = None
         self._link: DuplexLink[sv.RoleReport, sv.RoleOrder] = DuplexLink(
             self._open, self._on_order, self._first, on_down=self._on_down
@@ -91,25 +93,25 @@ class RoleHost:
 
     @property
     def ordered_at(self) -> float | None:
-        """When the supervisor last sent anything, on `time.monotonic`'s clock; None while the stream is not open."""
+        """When the supervisor last sent a message (time.monotonic); None while the stream is not open."""
         return self._ordered_at if self._link.up else None
 
     @property
     def unheard_s(self) -> float:
-        """Seconds since a supervisor was known to be there."""
+        """Seconds since a supervisor was last known to be available."""
         return time.monotonic() - self._heard_at
 
     def start(self) -> None:
-        """Join, and keep joined, in tasks of the current loop."""
+        """Joins, and stays joined, in tasks of the current loop."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._link.run()), loop.create_task(self._beat())]
 
     def report(self) -> None:
-        """Send a heartbeat now: something changed."""
+        """Sends a heartbeat now, because something has changed."""
         self._link.send(sv.RoleReport(heartbeat=self._heartbeat()))
 
     def leave(self, address: str) -> None:
-        """The supervisor at that address leads now: go there, also from one that still answers."""
+        """Connects to the supervisor at `address`, which leads now, even if the previous supervisor still answers."""
         if address != self.supervisor_address:
             self._link.break_off("another supervisor leads the cluster")
 

@@ -1,6 +1,7 @@
-"""gRPC between processes of one cluster: loopback or node address only, a token on every call, capped messages.
+"""gRPC between processes of one cluster: on loopback or the node's address, with a token on every call and a limit on
+message sizes.
 
-With `control.tls` on, nothing goes in the clear, the token neither, and both ends show a certificate.
+With TLS (`control/tls.py`), all traffic is encrypted, including the token, and both ends show a certificate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
-    # A stopped peer shows after about a second; keepalive alone takes a minute.
+    # A stopped peer is detected after about a second; keepalive alone takes a minute.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -36,7 +37,7 @@ _OPTIONS = [
 
 
 def refusal(status: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """Ends a call of any kind at once, without waiting for what it sends."""
+    """A handler that refuses a call of any kind at once, without waiting for its messages."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(status, details)
@@ -45,7 +46,7 @@ def refusal(status: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler[Any,
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Ends every call that does not carry the cluster's token."""
+    """Refuses every call that does not carry the cluster's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -63,18 +64,18 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
 
 
 class RpcServer:
-    """One role's gRPC server, on a free port."""
+    """A role's gRPC server, on a free port."""
 
     def __init__(self, token: str, host: str = "127.0.0.1") -> None:
         self._host = host
         self._server = grpc.aio.server(interceptors=[_TokenCheck(token)], options=_OPTIONS)
 
     def add(self, register: Callable[[Any, Any], None], servicer: object) -> None:
-        """`register` is the generated `add_…Servicer_to_server`."""
+        """Adds a service. `register` is its generated `add_…Servicer_to_server`."""
         register(servicer, self._server)
 
     async def start(self) -> str:
-        """Bind a free port and serve; returns "host:port". Raises ConfigError where TLS is on and cannot be had."""
+        """Binds a free port, serves, and returns "host:port". Raises ConfigError if TLS is on with invalid files."""
         address, tls = f"{self._host}:0", tls_files()
         if tls is None:
             port = self._server.add_insecure_port(address)
@@ -88,7 +89,7 @@ class RpcServer:
 
 
 class TokenChannel:
-    """A channel whose every call carries the token. Has what generated stubs use of `grpc.aio.Channel`."""
+    """A channel that adds the token to every call. It has the methods of `grpc.aio.Channel` that stubs use."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel
@@ -120,15 +121,15 @@ class TokenChannel:
 
 
 def open_channel(address: str, token: str) -> TokenChannel:
-    """A channel to another role's server, every call with the token. Opened lazily, reconnects by itself.
+    """A channel to another role's server, with the token on every call. It connects at the first call, and reconnects.
 
-    Raises ConfigError as `RpcServer.start`.
+    Raises ConfigError if TLS is on and its files are invalid.
     """
     options = [
         *_OPTIONS,
         ("grpc.http2.ping_timeout_ms", 1_000),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 5_000),  # also the least time that a connection attempt is given
+        ("grpc.min_reconnect_backoff_ms", 5_000),  # also the least time for a connection attempt
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
@@ -140,7 +141,7 @@ def open_channel(address: str, token: str) -> TokenChannel:
 
 
 async def whole_answer(call: AsyncIterable[Message]) -> list[Message]:
-    """What a server streams, to its end. Raises UnavailableError where that is not reached."""
+    """All messages that a server streams. Raises UnavailableError if the stream breaks before its end."""
     try:
         return [message async for message in call]
     except grpc.aio.AioRpcError as error:

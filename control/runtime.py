@@ -1,4 +1,4 @@
-"""A role's process: its settings, its gRPC server, its place in the cluster. Each role fills in what is its own."""
+"""The base of every role's process: its settings, its gRPC server and its connection to the supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from alignedserve.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-LOCATE_TIMEOUT_S = 1.0  # an agent may hang, too
+LOCATE_TIMEOUT_S = 1.0  # the node agent may hang, too
 
 ROLES: Registry[type[RoleServer]] = Registry(
     "role",
@@ -42,11 +42,11 @@ ROLES: Registry[type[RoleServer]] = Registry(
 
 @dataclass(frozen=True, slots=True)
 class RoleSettings:
-    """What a role's process is started with; plain values, so that any launcher can pass them on.
+    """The settings that a role's process is started with: plain values, so that any launcher can pass them on.
 
-    `config` is `config_sources.to_tree`'s tree. `agent_socket` is the Unix socket of this node's agent (which may come
-    up later than the role). `device` is "cpu" or "cuda:N"; `pinned` says that it is the predecessor's, which nobody may
-    change. `after` is the predecessor's incarnation.
+    `config` is a tree from `config_sources.to_tree`. `agent_socket` is the Unix socket of this node's node agent, which
+    may start later than the role. `device` is "cpu" or "cuda:N"; if `pinned`, it is the predecessor's device and must
+    not be changed. `after` is the predecessor's incarnation.
     """
 
     role: str
@@ -67,11 +67,11 @@ class RoleSettings:
 
 
 class RoleServer(ABC):
-    """Base of every role. Subclasses override the hooks below; all run on the role's event loop.
+    """The base class of every role. Subclasses override the hooks below, which all run on the role's event loop.
 
-    Life: `start` (serves, joins, then `on_start` goes on in the background) → `wait` until ended → `close`. The loop,
-    the process and its log are the host's (`cluster/launch/role_main.py`; of a gateway Ray Serve).
-    An exception in `on_start` makes the role's state "failed", with the error, and the supervisor decides.
+    Lifecycle: `start` (serves, joins, then runs `on_start` in the background) → `wait` for the end → `close`. The event
+    loop, the process and its log belong to the host (`cluster/launch/role_main.py`; for a gateway, Ray Serve).
+    An exception in `on_start` sets the state "failed" with the error, and the supervisor decides what to do.
     """
 
     role: ClassVar[str]
@@ -83,7 +83,7 @@ class RoleServer(ABC):
         self.state = "starting"
         self.progress = 0
         self.busy = False
-        """Whether there is work to do now: then `progress` must grow."""
+        """Whether there is work to do now. If so, `progress` must grow."""
         self.step_s = 0.0
         self.address = ""
         self.host: RoleHost | None = None
@@ -91,9 +91,9 @@ class RoleServer(ABC):
         self.failure: BaseException | None = None
         """Why the state is "failed"."""
         self.orphaned = False
-        """Whether it ends since there is no supervisor any more."""
+        """Whether the role ends because there is no supervisor any more."""
         self.end_reason = ""
-        """Why it is to end; "" while it is not."""
+        """Why the role must end; "" while it must not."""
         self._ended = asyncio.Event()
         self._start_task: asyncio.Task[None] | None = None
         self._server = RpcServer(settings.token, settings.host)
@@ -102,28 +102,28 @@ class RoleServer(ABC):
 
     @abstractmethod
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
-        """`(add_…Servicer_to_server, servicer)` of each service that the role offers."""
+        """A pair `(add_…Servicer_to_server, servicer)` for each service of the role."""
 
     @abstractmethod
     async def on_start(self) -> None:
-        """Get ready for work; ends with `set_state("ready")`, here or later."""
+        """Prepares the role for work. The role calls `set_state("ready")` here or later."""
 
     async def on_view(self, view: sv.ClusterView) -> None:  # noqa: B027  # not every role follows the view
-        """The cluster changed."""
+        """Handles a new view of the cluster."""
 
     async def on_close(self) -> None:  # noqa: B027
-        """Let go of everything."""
+        """Releases all resources."""
 
     def describe(self) -> sv.Heartbeat:
-        """What the next heartbeat says beside state and failure. May set `progress`, `busy` and `step_s`."""
+        """The next heartbeat, without state and failure. It may set `progress`, `busy` and `step_s`."""
         return sv.Heartbeat()
 
     async def check_integrity(self) -> list[sv.BookCheck]:
-        """Recount every store and book of this process; they may be held by other threads."""
+        """Recounts all stores and state of this process, including those that other threads own."""
         return []
 
     async def locate_supervisor(self) -> str | None:
-        """Where a restarted supervisor is, as this node's agent was told, or this role; None where it is not known."""
+        """The address of a restarted supervisor, from the node agent or from `set_supervisor`; None if unknown."""
         if not self.settings.agent_socket:
             return self._supervisor_address or None
         from alignedserve.errors import AlignedServeError
@@ -140,6 +140,7 @@ class RoleServer(ABC):
     # ---- life
 
     async def start(self) -> None:
+        """Serves, joins the supervisor, runs `on_start` in the background. Raises ConfigError as `RpcServer.start`."""
         self._server.add(sv_grpc.add_RoleServicer_to_server, _Describer(self))
         for register, servicer in self.servicers():
             self._server.add(register, servicer)
@@ -178,14 +179,14 @@ class RoleServer(ABC):
             self.fail(error)
 
     def set_state(self, state: str) -> None:
-        """Change the state ("starting", "loading", "ready", "draining") and report it."""
+        """Changes the state ("starting", "loading", "ready", "draining") and reports it. "failed" is final."""
         if state != self.state and self.state != "failed":
             logger.info("%s -> %s", self.state, state)
             self.state = state
             self.report()
 
     def fail(self, error: BaseException) -> None:
-        """The role cannot go on; the supervisor hears why."""
+        """The role cannot continue: sets the state "failed" and reports the error to the supervisor."""
         self.failure = error
         self.state = "failed"
         self.report()
@@ -211,7 +212,7 @@ class RoleServer(ABC):
         return beat
 
     def end(self, reason: str) -> None:
-        """The role is to end: `wait` returns."""
+        """Ends the role: `wait` returns. The first reason is kept."""
         self.orphaned = reason.startswith(ORPHANED)
         if not self.end_reason:
             logger.info("ending: %s", reason)
@@ -219,17 +220,17 @@ class RoleServer(ABC):
             self._ended.set()
 
     def set_supervisor(self, address: str) -> None:
-        """Where the supervisor is now, as the launcher says: for roles whose node has no agent that answers."""
+        """Notes the supervisor's address, from the launcher. It is used where no node agent answers."""
         self._supervisor_address = address
 
     def leave_for(self, address: str) -> None:
-        """`set_supervisor`, and go there now: whoever led up to now has not been told, and may still answer."""
+        """Calls `set_supervisor`, and connects there now, even if the previous supervisor still answers."""
         self.set_supervisor(address)
         if self.host is not None:
             self.host.leave(address)
 
     async def wait(self) -> None:
-        """Returns when the role is to end."""
+        """Returns when the role must end."""
         await self._ended.wait()
 
     async def close(self) -> None:
@@ -255,5 +256,5 @@ class _Describer(sv_grpc.RoleServicer):
 
 
 def new_role(settings: RoleSettings) -> RoleServer:
-    """The role that the settings name. Must be called on a running event loop."""
+    """Creates the role that the settings name. Call it on a running event loop."""
     return ROLES.get(settings.role)(settings)

@@ -1,4 +1,4 @@
-"""Prometheus text of several processes as one page, and samples out of it."""
+"""Merges the Prometheus text of several processes into one page, and reads samples from it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{|(?= ))", re.MULTILINE)
 
 
 def merge(pages: Iterable[str]) -> str:
-    """Pages that prometheus_client made as one: each metric once, under its first header; equal samples come once.
+    """Merges pages of prometheus_client: each metric has one group under its first header. Equal groups are merged.
 
-    The exposition format wants all lines of a metric in one group: scrapers refuse one that comes twice. The lines are
-    moved as they are: to parse them and to write them again takes the supervisor 15 times as long.
+    The exposition format requires all lines of a metric in one group: scrapers refuse a metric with two groups. The
+    lines are moved unchanged, because parsing and writing them would take the supervisor 15 times as long.
     """
     families: dict[str, dict[str, None]] = {}
     for page in pages:
@@ -29,7 +29,7 @@ def merge(pages: Iterable[str]) -> str:
 
 
 def with_label(page: str, name: str, value: str) -> str:
-    """The page with one more label on each sample. `value` needs no escaping."""
+    """The page with one more label on each sample. `value` must not need escaping."""
 
     def labelled(match: re.Match[str]) -> str:
         return f'{match[1]}{{{name}="{value}"' + ("," if match[0].endswith("{") else "}")
@@ -44,7 +44,7 @@ def samples(page: str, *names: str) -> Iterator[Sample]:
 
 
 def value(page: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples that carry the labels; 0 where there is none."""
+    """The sum of a metric's samples that have the labels; 0 if there are none."""
     return float(sum(found.value for found in samples(page, name) if labels.items() <= found.labels.items()))
 
 

@@ -1,4 +1,4 @@
-"""What a compute thread has done, for whoever must tell whether it hangs. Written by that thread, read by any."""
+"""Measures a compute thread's progress, to detect whether it hangs. That thread writes it, any thread may read it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A step with more work than any before it may take longer, but work that shares a pass costs less than work alone.
+# A step with more work than all before may take longer. But work that shares a pass costs less than work alone.
 SHARING = 0.2
 
 
@@ -22,12 +22,12 @@ class StepMeter:
 
     @property
     def longest_s(self) -> float:
-        """Seconds that the present step may well take, by the longest so far."""
+        """The seconds that the present step may take, estimated from the longest step so far."""
         return self._longest_s * max(1.0, SHARING * self._work / self._most_work)
 
     @contextmanager
     def step(self, work: float) -> Iterator[None]:
-        """One step; `work` compares steps: new tokens, say."""
+        """Encloses one step. `work` is a measure by which steps are compared, for example new tokens."""
         self._work = work
         begun = time.monotonic()
         yield
@@ -38,7 +38,7 @@ class StepMeter:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Waiting for a message."""
+        """Encloses a wait for a message."""
         self.waiting = True
         try:
             yield

@@ -1,6 +1,6 @@
-"""The supervisor as an operator calls it, and an operator's orders as JSON (`ORDERS`).
+"""A client for the supervisor's operator interface, and the operator's orders in JSON (`ORDERS`).
 
-A new order is a method of `SupervisorClient` and an entry of `ORDERS`: every gateway then serves it.
+To add an order, add a method to `SupervisorClient` and an entry to `ORDERS`: every gateway then serves it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Order = Callable[["SupervisorClient", Json], Awaitable[Json]]
 
 
 class SupervisorClient:
-    """Calls over a channel of its own, on one event loop. `where` is asked before each call: a restarted supervisor has
-    another address.
+    """Calls the supervisor over its own channel, on one event loop. `where` returns the address, and is called before
+    each call, since a restarted supervisor has another address.
 
-    Every call raises UnavailableError where the supervisor cannot be reached, and an order the error for which the
-    supervisor refuses it; then nothing was changed.
+    Every method raises UnavailableError if the supervisor cannot be reached. An order that the supervisor refuses
+    raises the supervisor's error, and changes nothing.
     """
 
     def __init__(self, token: str, where: Callable[[], str]) -> None:
@@ -40,27 +40,27 @@ class SupervisorClient:
         self._open: tuple[str, TokenChannel] | None = None  # with its address
 
     async def status(self) -> sv.ClusterStatus:
-        """Every process, and the metrics of this moment."""
+        """The present status of all processes, and their metrics."""
         status: sv.ClusterStatus = await self._call("GetStatus", pb.Empty(), STATUS_TIMEOUT_S)
         return status
 
     async def check_integrity(self) -> sv.IntegrityReport:
-        """Every process recounts its stores and books, now."""
+        """Makes every process recount its stores and state now."""
         report: sv.IntegrityReport = await self._call("CheckIntegrity", pb.Empty(), INTEGRITY_TIMEOUT_S)
         return report
 
     async def scale(self, prefill: int = 0, decode: int = 0) -> sv.ScaleReply:
-        """Have so many instances; 0: as many as there are."""
+        """Sets the number of prefill and decode instances; 0 leaves a number unchanged."""
         reply: sv.ScaleReply = await self._order("Scale", sv.ScaleRequest(prefill=prefill, decode=decode))
         return reply
 
     async def restart(self, roles: Sequence[str] = ()) -> sv.Restart:
-        """Have every process of these roles replaced; none: of all roles."""
+        """Starts a rolling restart of these roles, or of all roles if there are none."""
         reply: sv.RestartReply = await self._order("RestartRoles", sv.RestartRequest(roles=roles))
         return reply.restart
 
     async def stop(self) -> sv.StopReply:
-        """Have the cluster end."""
+        """Drains and ends the cluster."""
         reply: sv.StopReply = await self._call("Stop", pb.Empty(), ORDER_TIMEOUT_S)
         return reply
 
@@ -93,7 +93,7 @@ class SupervisorClient:
 
 
 def restart_json(restart: sv.Restart) -> Json:
-    """A rolling restart, as `alignedserve restart` and `alignedserve status` read it."""
+    """The state of a rolling restart, as JSON for `alignedserve restart` and `alignedserve status`."""
     return {
         "since_unix_s": restart.since_ns / 1e9,
         "roles": list(restart.roles),
@@ -107,7 +107,7 @@ async def _scale(supervisor: SupervisorClient, body: Json) -> Json:
     _require_known(body, "prefill", "decode")
     counts = {role: _count(role, body.get(role)) for role in ("prefill", "decode")}
     if not any(counts.values()):
-        raise InvalidRequestError("prefill or decode must say how many instances there are to be")
+        raise InvalidRequestError("prefill or decode must be given: the new number of instances")
     reply = await supervisor.scale(**counts)
     return {"prefill": reply.prefill, "decode": reply.decode}
 
@@ -126,19 +126,19 @@ async def _stop(supervisor: SupervisorClient, body: Json) -> Json:
 
 
 ORDERS: Mapping[str, Order] = {"scale": _scale, "restart": _restart, "stop": _stop}
-"""By name: gives the order that a JSON object describes, and returns the answer as one.
+"""Orders by name. Each sends the order that a JSON object describes, and returns the answer as a JSON object.
 
-Raises InvalidRequestError for an object that describes none, and what `SupervisorClient`'s methods raise.
+Raises InvalidRequestError for an invalid object, and the errors of `SupervisorClient`'s methods.
 """
 
 
 def _require_known(body: Json, *names: str) -> None:
     if unknown := sorted(body.keys() - set(names)):
-        raise InvalidRequestError(f"{unknown[0][:64]!r} is not known here; there are {' and '.join(names)}")
+        raise InvalidRequestError(f"{unknown[0][:64]!r} is not known here; known fields: {' and '.join(names)}")
 
 
 def _count(role: str, value: Any) -> int:
-    """How many instances are asked for; 0: as many as there are."""
+    """The requested number of instances; 0: unchanged."""
     if value is None:
         return 0
     if type(value) is not int or not 1 <= value <= MOST_INSTANCES:

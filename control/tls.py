@@ -1,4 +1,7 @@
-"""TLS between roles, by Ray's own variables: one switch for its traffic and for ours; both ends show certificates."""
+"""TLS between roles, configured by Ray's environment variables, so that one switch covers Ray's traffic and ours.
+
+Both ends of a connection show certificates.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,29 @@ CERTIFICATE, KEY, AUTHORITY = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM: this node's certificate and its key, and the authority that signed the certificate of every node."""
+    """PEM contents: this node's certificate and its key, and the authority that signed every node's certificate."""
 
     certificate: bytes
     key: bytes = field(repr=False)
     authority: bytes
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a server that talks to nobody whose certificate the authority has not signed."""
+        """Credentials of a server that accepts only clients with a certificate signed by the authority."""
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)], root_certificates=self.authority, require_client_auth=True
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of a client that trusts no other authority; the certificate must name the address that it calls."""
+        """Credentials of a client that trusts only this authority. A server's certificate must name its address."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.authority, private_key=self.key, certificate_chain=self.certificate
         )
 
 
 def tls_files() -> TlsFiles | None:
-    """What the environment names, read anew; None where TLS is off.
+    """Reads the files that the environment names; None if TLS is off.
 
-    Raises ConfigError that names the variable and the file where one is missing, cannot be read, or is no such thing.
+    Raises ConfigError, which names the variable and the file, if a file is missing, cannot be read, or is invalid.
     """
     if os.environ.get(SWITCH, "0").lower() not in ("1", "true"):  # as Ray reads it
         return None
@@ -60,7 +63,7 @@ def _read(name: str, path: str) -> bytes:
 
 
 def _check(paths: dict[str, str]) -> None:
-    """gRPC takes any bytes, and then refuses every call without a reason."""
+    """Raises ConfigError for invalid files: gRPC accepts any bytes, and then refuses every call without a reason."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(paths[CERTIFICATE], paths[KEY], password=_no_password)

@@ -1,4 +1,4 @@
-"""A worker's way to the gateways: token events, grouped by the replica that owns the request."""
+"""Sends a worker's token events to the gateways that own the requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class TokenEmitter:
-    """Sends token events, all of one iteration in one message a gateway. Used from one event loop.
+    """Sends token events, with one message to each gateway for each iteration. Use it from one event loop.
 
-    A gateway that cannot be reached loses its events, and `on_gateway_lost(address)` is called: it owned the
-    requests, so nobody is left who wants them.
+    If a gateway cannot be reached, its events are dropped and `on_gateway_lost(address)` is called: its requests cannot
+    continue without these tokens.
     """
 
     def __init__(self, process: pb.ProcessKey, token: str, on_gateway_lost: Callable[[str], None]) -> None:
@@ -28,10 +28,10 @@ class TokenEmitter:
         self._token = token
         self._on_gateway_lost = on_gateway_lost
         self._streams: dict[str, tuple[TokenChannel, Outbox[gw.TokenBatch], asyncio.Task[None]]] = {}
-        self._told = ""  # the gateway whose loss was logged last: once, not for each event
+        self._told = ""  # the gateway whose loss was logged last, to log it only once
 
     def emit(self, events: Iterable[tuple[str, gw.TokenEvent]]) -> None:
-        """Queue `(gateway_address, event)` pairs."""
+        """Queues `(gateway_address, event)` pairs."""
         batches: dict[str, gw.TokenBatch] = {}
         for address, event in events:
             batch = batches.get(address)
@@ -51,10 +51,10 @@ class TokenEmitter:
     async def _push(self, address: str, channel: TokenChannel, outbox: Outbox[gw.TokenBatch]) -> None:
         try:
             await gw_grpc.TokenSinkStub(channel).Push(aiter(outbox))
-        except (Exception, asyncio.CancelledError) as error:  # gRPC cancels a call whose outbox runs over
+        except (Exception, asyncio.CancelledError) as error:  # gRPC cancels a call whose outbox overflows
             if isinstance(error, asyncio.CancelledError) and task_is_cancelled():
                 raise
-            # Whatever broke it, the gateway is not there for these requests any more.
+            # Whatever the error, the gateway no longer serves these requests.
             level = logging.DEBUG if address == self._told else logging.WARNING
             logger.log(level, "gateway %s cannot be reached: %s", address, error.__class__.__name__)
             self._told = address

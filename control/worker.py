@@ -1,4 +1,4 @@
-"""What prefill and decode workers share beyond a role: a way to the gateways, and tasks beside the compute thread."""
+"""The base of prefill and decode workers: sending tokens to gateways, and tasks beside the compute thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServer(RoleServer):
-    """A role that holds a model. Subclasses load it in `load`, and are told of gateways that cannot be reached."""
+    """A role with a model. Subclasses load it in `load`; `on_gateway_lost` is called for unreachable gateways."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
@@ -27,19 +27,19 @@ class WorkerServer(RoleServer):
 
     @abstractmethod
     async def load(self) -> None:
-        """Everything up to being ready for work."""
+        """Loads the model and prepares everything for work."""
 
     @abstractmethod
     async def unload(self) -> None:
-        """Let go of everything."""
+        """Releases all resources."""
 
     @abstractmethod
     def on_gateway_lost(self, address: str) -> None:
-        """The events of its requests cannot be delivered: whoever owns them now is to ask for the rest again."""
+        """Events for this gateway could not be delivered: report its requests lost, so that it submits them again."""
 
     @abstractmethod
     def trouble(self) -> AlignedServeError | None:
-        """Why this process must be replaced; asked at each heartbeat."""
+        """The error for which this process must be replaced, or None. It is checked at each heartbeat."""
 
     def heartbeat(self) -> sv.Heartbeat:
         trouble = self.trouble()
@@ -60,7 +60,7 @@ class WorkerServer(RoleServer):
         await self.unload()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside everything else; what it raises is logged."""
+        """Runs `work` in a background task. An error that it raises is logged."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)

@@ -1,7 +1,7 @@
-"""API keys of the gateway: one a line in a file, read again when it changes, compared in constant time.
+"""API keys of the gateway, from a file with one key a line. It is read again when it changes.
 
-The keys themselves are in no configuration, no log and no argument of a process; not even here, where only their
-hashes are kept.
+No configuration, log or process argument contains a key. The gateway keeps only hashes, and compares them in constant
+time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ RECHECK_S = 1.0
 MAX_FILE_BYTES = 1 << 20
 _OTHERS = stat.S_IRWXO
 
-# What is answered without a key; everything else asks for one, where there are keys. (But Serve's own /-/healthz and
-# /-/routes, which do not come here.)
+# Paths that are answered without a key. All others require a key if there is a key file, except Serve's own
+# /-/healthz and /-/routes, which this application does not see.
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/openapi.json"})
 
 Stamp = tuple[int, int, int, int]
 
 
 class ApiKeys:
-    """Who may ask. Without a file everybody may.
+    """The API keys that clients may use. Without a file, no key is required.
 
-    A file that cannot be used any more leaves the keys that were read last in force: half of a rotation locks nobody
-    out. Raises ConfigError where the file cannot be used at the start.
+    If the file becomes invalid, the last valid keys stay in force, so that a half-finished rotation does not lock
+    clients out. Raises ConfigError if the file is invalid at the start.
     """
 
     def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,13 +50,13 @@ class ApiKeys:
 
     @property
     def wanted(self) -> bool:
-        """Whether a key is asked for at all."""
+        """Whether a key is required."""
         return self._path is not None
 
     def check(self, offered: Iterable[bytes]) -> bytes:
-        """Whose key it is, by its hash; b"" where none is asked for.
+        """The hash of the known key among `offered`; b"" if no key is required.
 
-        Raises AuthenticationError unless one of `offered` is a key.
+        Raises AuthenticationError if none of `offered` is a known key.
         """
         if self._path is None:
             return b""
@@ -66,12 +66,12 @@ class ApiKeys:
         for key in offered:
             given = True
             mine = _hash(key)
-            for known in self._hashes:  # all of them: the time says nothing about which
+            for known in self._hashes:  # no early exit: the time must not show which key matched
                 if hmac.compare_digest(mine, known):
                     found = mine
         if not found:
-            what = "this API key is not known here" if given else "an API key is needed"
-            raise AuthenticationError(f"{what}: send it as `Authorization: Bearer KEY`")
+            what = "this API key is unknown" if given else "an API key is required"
+            raise AuthenticationError(f"{what}: send a key as `Authorization: Bearer KEY`")
         return found
 
     def _look_again(self, path: Path) -> None:
@@ -84,21 +84,21 @@ class ApiKeys:
                 return
             stamp, keys = _read(path)
         except (OSError, ConfigError) as error:
-            if self._stamp is not None:  # once, not every second
+            if self._stamp is not None:  # log it once, not every second
                 logger.error("the API keys read before stay in force: %s", error)
                 self._stamp = None
             return
         self._stamp, self._hashes = stamp, [_hash(key) for key in keys]
-        logger.info("read %d API keys anew", len(keys))
+        logger.info("reloaded %d API keys", len(keys))
 
 
 def first_key(path: str) -> str:
-    """A key of the file, for a command of the same user. Raises ConfigError where it cannot be used."""
+    """The file's first key, for a command of the same user. Raises ConfigError if the file is invalid."""
     return _read(Path(path).expanduser())[1][0].decode("ascii")
 
 
 def of_headers(headers: Iterable[tuple[Any, Any]]) -> list[bytes]:
-    """The keys that HTTP headers or gRPC metadata carry: `authorization: Bearer KEY`, and `x-api-key: KEY`."""
+    """The keys in HTTP headers or gRPC metadata: `authorization: Bearer KEY` and `x-api-key: KEY`."""
     found = []
     for raw_name, raw_value in headers:
         name, value = _bytes(raw_name).lower(), _bytes(raw_value)
@@ -112,7 +112,7 @@ def of_headers(headers: Iterable[tuple[Any, Any]]) -> list[bytes]:
 
 
 def _read(path: Path) -> tuple[Stamp, list[bytes]]:
-    """The file's keys, and by what a change of it is known. Raises ConfigError."""
+    """The file's stamp, by which a change is detected, and its keys. Raises ConfigError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -122,22 +122,22 @@ def _read(path: Path) -> tuple[Stamp, list[bytes]]:
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"API key file {path} is not a file")
         if status.st_mode & _OTHERS:
-            raise ConfigError(f"API key file {path} is open to every user of this machine: chmod 600 {path}")
+            raise ConfigError(f"API key file {path} is accessible to every user of this machine: chmod 600 {path}")
         text = os.read(descriptor, MAX_FILE_BYTES + 1)
     finally:
         os.close(descriptor)
     if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"API key file {path} is over {MAX_FILE_BYTES} bytes: it holds one key a line, no more")
+        raise ConfigError(f"API key file {path} is over {MAX_FILE_BYTES} bytes: it may contain only keys, one a line")
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
         key = line.strip()
         if not key or key.startswith(b"#"):
             continue
         if any(not 0x21 <= byte <= 0x7E for byte in key):
-            raise ConfigError(f"line {number} of API key file {path} is no key: printable ASCII without spaces is")
+            raise ConfigError(f"line {number} of API key file {path} is not a key: use printable ASCII without spaces")
         keys.append(key)
     if not keys:
-        raise ConfigError(f"API key file {path} holds no key: write one a line, or leave gateway.api_key_file out")
+        raise ConfigError(f"API key file {path} has no keys: write one a line, or leave gateway.api_key_file out")
     return _stamp(status), keys
 
 

@@ -1,7 +1,7 @@
-"""The end of a gateway: no new requests, time for those that are open, an error for those that are left.
+"""Drains a gateway: it accepts no new requests, lets open requests finish, and fails those left after a time limit.
 
-The cluster's end may be taken back: a supervisor that could not go on announces it, and its successor goes on. That of
-this very process is for good.
+The drain of a whole cluster can be taken back: a supervisor that fails announces the end, but its successor may keep
+the cluster running. The drain of a single gateway is final.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from alignedserve.gateway.ledger.ledger import Ledger
 
 
 class Drain:
-    """`state` is "" until `begin`, then "draining", and "drained" once nothing is open. `on_change` hears of each."""
+    """`state` is "" until `begin`, then "draining", and "drained" when no request is open. Each change calls
+    `on_change`.
+    """
 
     def __init__(self, ledger: Ledger, on_change: Callable[[], None]) -> None:
         self.state = ""
@@ -24,7 +26,10 @@ class Drain:
         self._for_good = False
 
     def begin(self, grace_s: float, *, for_good: bool = True) -> None:
-        """What is open has `grace_s` from now on. Called again it can only make the time shorter."""
+        """Starts the drain: open requests have `grace_s` seconds from now. A second call can only shorten this time.
+
+        `for_good`: `take_back` has no effect any more.
+        """
         self._for_good = self._for_good or for_good
         loop = asyncio.get_running_loop()
         until_s = loop.time() + grace_s
@@ -39,7 +44,7 @@ class Drain:
             self._watch = loop.create_task(self._wait_empty())
 
     def take_back(self) -> None:
-        """Take requests again, unless the end was for good. What was cut off stays so."""
+        """Accepts requests again, unless the drain is final. Requests that were ended stay ended."""
         if self._watch is None or self._for_good:
             return
         self.close()

@@ -1,4 +1,4 @@
-"""How an error looks to a client: OpenAI's error object and an HTTP status, or a gRPC status with its details."""
+"""Converts errors for clients: OpenAI's error object and an HTTP status, or a gRPC status with details."""
 
 from __future__ import annotations
 
@@ -25,69 +25,81 @@ _UNAVAILABLE_RETRY_S = 1.0
 
 
 class MissingFieldError(InvalidRequestError):
+    """A required field is missing."""
+
     code = "missing_required_parameter"
 
 
 class WrongTypeError(InvalidRequestError):
+    """A value has a wrong type."""
+
     code = "invalid_type"
 
 
 class MalformedJsonError(InvalidRequestError):
+    """The body is not valid JSON."""
+
     code = "invalid_json"
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer together are longer than the model, or the whole cluster, can hold."""
+    """Prompt and answer together exceed the model's positions or the cluster's capacity."""
 
     code = "context_length_exceeded"
 
 
 class UnsupportedFeatureError(InvalidRequestError):
-    """Asks for something that is not there yet; doing without would change the result."""
+    """The request asks for an unsupported feature; ignoring it would change the result."""
 
     code = "unsupported_parameter"
 
 
 class ModelNotFoundError(NotFoundError):
+    """The server does not have this model."""
+
     code = "model_not_found"
 
 
 class NotPossibleError(RequestError):
-    """The cluster as it is cannot do it."""
+    """The cluster cannot carry out the order in its present state or configuration."""
 
     code = "not_possible"
     http_status = 409
 
 
 class MethodNotAllowedError(RequestError):
+    """The path exists, but not for this HTTP method."""
+
     code = "method_not_allowed"
     http_status = 405
 
 
 class UnsupportedMediaTypeError(RequestError):
-    """The body is not what the headers must say that it is."""
+    """The body's encoding or content type is not accepted."""
 
     code = "unsupported_media_type"
     http_status = 415
 
 
 class ShuttingDownError(UnavailableError):
-    """This gateway ends; another one may go on with the call, and `alignedserve.client` asks it to."""
+    """This gateway is ending. Another gateway may resume the call; `alignedserve.client` does this itself."""
 
     code = "shutting_down"
 
 
 class RequestLostError(UnavailableError):
-    """Lost again and again without a token: it may be what ends its workers, so nobody should send it again unasked."""
+    """The request was lost repeatedly without a token. It may crash its workers, so clients should not retry it
+    automatically.
+    """
 
     code = "request_lost"
 
 
 def as_error(error: BaseException) -> AlignedServeError:
-    """The error to report. What is not ours is a bug: its text stays in the log."""
+    """The error to report. Any other exception is a bug: the client gets a general message without its text."""
     if isinstance(error, AlignedServeError):
         return error
-    return AlignedServeError("the gateway failed to answer; its log says why")
+    return AlignedServeError("the gateway failed to answer; see its log for the cause")
 
 
 def error_object(error: AlignedServeError) -> dict[str, Any]:
@@ -99,15 +111,17 @@ def error_object(error: AlignedServeError) -> dict[str, Any]:
 
 
 def retry_after_s(error: AlignedServeError) -> float | None:
+    """Seconds after which the client may try again; None if the error is not temporary."""
     if isinstance(error, OverloadedError):
         return error.retry_after_s
     return _UNAVAILABLE_RETRY_S if isinstance(error, UnavailableError) else None
 
 
 def retry_headers(error: AlignedServeError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, at least 1, for errors that pass.
+    """`Retry-After` in whole seconds, at least 1, for temporary errors.
 
-    The `openai` package asks again after a 408, unless this header of its own says no: the caller's time is over.
+    The `openai` package retries after a 408 unless its header `x-should-retry` is "false". It is set because the
+    request's time has passed.
     """
     if isinstance(error, DeadlineError):
         return {"x-should-retry": "false"}
@@ -128,7 +142,9 @@ _GRPC: tuple[tuple[type[AlignedServeError], grpc.StatusCode], ...] = (
 
 
 def grpc_status(error: AlignedServeError) -> tuple[grpc.StatusCode, str]:
-    """Status code and details, as `alignedserve.client.failures` reads them: the message, then words in brackets."""
+    """Status code and details. The details are the message, followed by fields in brackets that
+    `alignedserve.client.failures` parses.
+    """
     status = next((code for kind, code in _GRPC if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
     words = [f"code={error.code}"]
     if isinstance(error, RequestError) and error.param and not any(map(str.isspace, error.param)):

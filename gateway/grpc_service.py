@@ -1,4 +1,4 @@
-"""The public gRPC service: the same checks, plans and ledger as HTTP, other messages."""
+"""The public gRPC service. It shares validation, planning and ledger with HTTP, and differs only in its messages."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from alignedserve.request import TokenLogprobs
 from alignedserve.text import Tokenizer
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_WRITTEN_OTHERWISE = {"prompt", "logit_bias"}  # than in a body
+_WRITTEN_OTHERWISE = {"prompt", "logit_bias"}  # in another form than in an HTTP body
 _AS_IN_A_BODY = CompletionRequest.model_fields.keys() - _WRITTEN_OTHERWISE
 
 
 class InferenceService:
-    """What the service's four methods do. They raise AlignedServeError; who serves them turns it into a status."""
+    """The service's four methods. They raise AlignedServeError, which the caller converts to a gRPC status."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class InferenceService:
 
 
 def body_of(request: inf.GenerateRequest) -> dict[str, Any]:
-    """The request as the JSON body that it corresponds to, so that both are checked by the same rules."""
+    """The JSON body that corresponds to the request, so that gRPC and HTTP requests are checked by the same rules."""
     body: dict[str, Any] = {
         field.name: value if isinstance(value, bool | int | float | str) else list(value)
         for field, value in request.ListFields()
@@ -182,7 +182,7 @@ def _timings(plan: CallPlan, answer: Answer | None) -> inf.RequestTimings | None
 
 
 class InferenceServicer(inf_grpc.InferenceServicer):
-    """The service on a gRPC server of one's own, without Ray Serve."""
+    """The service on a plain gRPC server, without Ray Serve."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service

@@ -1,6 +1,6 @@
-"""Is the cluster able to serve, and what is missing or degraded; read from the supervisor's last view.
+"""Whether the cluster can serve, and what is missing or degraded, according to the supervisor's last view.
 
-A view is what somebody said last: that tokens are made, `pulse.py` finds out.
+The view contains what processes reported last. `pulse.py` checks that tokens are actually generated.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ NEEDED_ROLES = ("prefill", "decode", "kv_pool", "scheduler")
 
 @dataclass(frozen=True, slots=True)
 class Health:
+    """The cluster's health. `missing`: why it cannot serve; `degraded`: problems with which it can still serve."""
+
     missing: tuple[str, ...]
     degraded: tuple[str, ...]
     draining: bool = False
 
     @property
     def can_serve(self) -> bool:
-        """Whether a new request would be taken."""
+        """Whether a new request would be accepted."""
         return not (self.missing or self.draining)
 
     @property
@@ -34,7 +36,7 @@ class Health:
         return "degraded" if self.degraded else "ok"
 
     def without(self, missing: str) -> Health:
-        """As this, but that this is missing as well; "": nothing is."""
+        """A copy in which `missing` is missing as well; if it is "", this object."""
         return replace(self, missing=(*self.missing, missing)) if missing else self
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +52,11 @@ def judge(
     model_known: bool,
     draining: bool = False,
 ) -> Health:
-    """`joined`: the supervisor can be reached; `scheduler_up`: this gateway's own link to the scheduler is."""
+    """The health of the cluster in `view`.
+
+    `joined`: the supervisor can be reached. `scheduler_up`: this gateway's link to the scheduler is up. `model_known`:
+    the model's shape is known. `draining`: this gateway drains.
+    """
     ready = dict.fromkeys(NEEDED_ROLES, 0)
     degraded: list[str] = []
     for peer in view.peers:
@@ -75,7 +81,7 @@ def judge(
 
 
 def role_entry(peer: sv.Peer) -> dict[str, Any]:
-    """One process, as `alignedserve status` lists it."""
+    """One process, as JSON for `alignedserve status`."""
     entry: dict[str, Any] = {
         "role": peer.process.role,
         "id": peer.process.id,
@@ -93,7 +99,7 @@ def role_entry(peer: sv.Peer) -> dict[str, Any]:
 
 
 def book_entry(book: sv.BookCheck) -> dict[str, Any]:
-    """One store, or the books of one process, as `alignedserve doctor --live` lists them."""
+    """One store, or the accounting of one process, as JSON for `alignedserve doctor --live`."""
     entry: dict[str, Any] = {"store": book.store, "instance": book.instance, "problem": book.problem}
     if book.capacity_blocks:
         for name in ("capacity", "free", "owned", "cached"):

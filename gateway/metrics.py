@@ -1,4 +1,4 @@
-"""What the gateway counts, in Prometheus' terms; each replica has a registry of its own."""
+"""The gateway's Prometheus metrics. Each gateway has its own registry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignedserve.request import FinishReason
 if TYPE_CHECKING:
     from alignedserve.gateway.ledger.calls import Answer
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` series: they are not used
 
 _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -21,7 +21,7 @@ _TOTAL_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
 class GatewayMetrics:
-    """`instance` labels every series, so that several replicas' can be shown in one scrape."""
+    """`instance` is a label of every series, so that one scrape can have the series of several gateways."""
 
     def __init__(self, instance: str) -> None:
         self.registry = CollectorRegistry()
@@ -58,7 +58,7 @@ class GatewayMetrics:
         return histogram.labels(self._instance)
 
     def on_tokens(self, answer: Answer, count: int, now_s: float) -> None:
-        """`count` new tokens of an answer came; its own `last_token_s` is still that of the ones before."""
+        """`count` new tokens of an answer have arrived. Call it before `last_token_s` of the answer is updated."""
         self.output_tokens.inc(count)
         if answer.last_token_s:
             self._itl.observe((now_s - answer.last_token_s) / count)
@@ -66,11 +66,14 @@ class GatewayMetrics:
             self._ttft.observe(now_s - answer.call.arrival_s)
 
     def on_answer_end(self, answer: Answer, finish: FinishReason) -> None:
+        """An answer has ended without an error."""
         self._outcomes.labels(self._instance, finish.value).inc()
         self._total.observe(time.monotonic() - answer.call.arrival_s)
 
     def on_call_failed(self, error: AlignedServeError) -> None:
+        """A call has ended with an error, or was refused; it counts once, however many answers it has."""
         self._outcomes.labels(self._instance, error.code).inc()
 
     def text(self) -> str:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()

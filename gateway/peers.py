@@ -1,4 +1,4 @@
-"""The other gateway replicas: a call is cancelled through whichever of them its client reaches."""
+"""The other gateways: a client may cancel a call through any gateway, which asks the others for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_WITHIN_S = 1.0
 
 
 class GatewayPeers:
-    """Asks the replicas that the supervisor knows, all at once; one that does not answer in time knows of nothing."""
+    """Asks all gateways that the supervisor knows, in parallel. No answer within ANSWER_WITHIN_S means not found."""
 
     def __init__(self, own_id: str, token: str) -> None:
         self._own_id = own_id
@@ -28,6 +28,7 @@ class GatewayPeers:
         self._channels: dict[str, TokenChannel] = {}  # by address
 
     async def follow(self, view: sv.ClusterView) -> None:
+        """Opens channels to the view's other gateways, and closes those to gateways that it no longer has."""
         addresses = {
             peer.address
             for peer in view.peers
@@ -39,7 +40,7 @@ class GatewayPeers:
             self._channels[address] = open_channel(address, self._token)
 
     async def cancel(self, call_id: str, owner: bytes | None) -> bool:
-        """Whether one of them had the call; it has ended then. `owner`: as in `Ledger.cancel_call`."""
+        """Cancels a call at the other gateways; whether a gateway had it. `owner`: as in `Ledger.cancel_call`."""
         asked = gw.CallId(call_id=call_id, owner=owner or b"", whosever=owner is None)
         found = await asyncio.gather(*(self._cancel_at(channel, asked) for channel in self._channels.values()))
         return any(found)
@@ -52,13 +53,13 @@ class GatewayPeers:
         try:
             answer = await gw_grpc.GatewayPeerStub(channel).CancelCall(asked, timeout=ANSWER_WITHIN_S)
         except grpc.aio.AioRpcError as error:
-            logger.debug("another gateway cannot be asked: %s", error.code().name)
+            logger.debug("another gateway cannot be reached: %s", error.code().name)
             return False
         return bool(answer.found)
 
 
 class PeerService(gw_grpc.GatewayPeerServicer):
-    """What the others ask of this replica."""
+    """Answers the other gateways."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -1,10 +1,11 @@
-"""Whether tokens are made: who asks for this gateway's health is told of one that came lately, or one is asked for.
+"""Checks, for this gateway's health endpoint, that the cluster generates tokens.
 
-A token of any request of this gateway that a decode instance made within FRESH_S is proof enough. Without one a probe
-goes the whole way of a request (scheduler, prefill, pool, decode), and is cancelled after its second token. It is in no
-metric and no log, and holds nothing afterwards. One runs at a time, and only while somebody asks.
+A token that a decode instance generated for any request of this gateway within the last FRESH_S is sufficient. Without
+such a token, the gateway sends a probe: a request that passes through scheduler, prefill, pool and decode, and is
+cancelled after its second token. Probes appear in no metric and no log, and leave no state behind. At most one runs at
+a time, and only when the health endpoint is called.
 
-Under overload a probe waits, or is refused: workers that have work and come further with it are proof as well.
+Under overload a probe waits or is refused. Therefore, workers that make progress with their work are sufficient too.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from alignedserve.request import PROBE, SamplingParams
 logger = logging.getLogger(__name__)
 
 FRESH_S = 5.0
-ANSWER_S = 3.0  # how long the answer may take that a probe is asked for
-PROBE_S = 10.0  # after which one is given up, and the next who asks begins another
-ENOUGH_TOKENS = 2  # the first is prefill's
-MOST_TOKENS = 16  # it is cancelled long before: what ends by itself would count as a usual length
+ANSWER_S = 3.0  # how long a health check waits for its probe
+PROBE_S = 10.0  # after this time a probe fails, and the next health check starts another
+ENOUGH_TOKENS = 2  # prefill generates the first, decode the second
+MOST_TOKENS = 16  # more than ENOUGH_TOKENS: a request that ends by itself would count in the usual answer lengths
 WORKERS_AFTER_S = 1.0
 WORKERS_EVERY_S = 0.5
 WORKER_TIMEOUT_S = 1.0
@@ -45,7 +46,7 @@ _WORKERS = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a worker says of its work: whether there is any, how far it is, and how long its longest step took."""
+    """A worker's report: whether it has work, its progress counter, and the seconds that its present step may take."""
 
     busy: bool
     progress: int
@@ -57,7 +58,7 @@ Works = Mapping[tuple[str, int], Work]
 
 
 class Pulse:
-    """Used from one event loop. `ask_workers` asks those that the view names; who does not answer is left out."""
+    """Use it from one event loop. `ask_workers` asks the view's workers, and leaves out those that do not answer."""
 
     def __init__(self, ledger: Ledger, model: ServedModel, ask_workers: Callable[[], Awaitable[Works]]) -> None:
         self._ledger = ledger
@@ -65,11 +66,11 @@ class Pulse:
         self._ask_workers = ask_workers
         self._begun_s = self._probed_s = time.monotonic()
         self._proved_s = self._token_s = float("-inf")
-        self._seen: dict[tuple[str, int], tuple[int, float]] = {}  # how far each worker was, and since when
+        self._seen: dict[tuple[str, int], tuple[int, float]] = {}  # each worker's progress, and since when
         self._probing: asyncio.Task[None] | None = None
 
     async def missing(self) -> str:
-        """What is missing, "" where tokens are made. Takes up to ANSWER_S where that is to be found out."""
+        """A description of what is missing; "" if tokens are generated. Takes up to ANSWER_S if a probe is needed."""
         if self._age_s() < FRESH_S:
             return ""
         if self._probing is None or self._probing.done():
@@ -80,7 +81,7 @@ class Pulse:
             await asyncio.wait([self._probing], timeout=0.05)
         if self._age_s() < FRESH_S:
             return ""
-        return f"tokens (none was made for {time.monotonic() - max(self._last_s(), self._begun_s):.0f} s)"
+        return f"tokens (none was generated for {time.monotonic() - max(self._last_s(), self._begun_s):.0f} s)"
 
     def close(self) -> None:
         if self._probing is not None:
@@ -95,7 +96,7 @@ class Pulse:
     async def _probe(self) -> None:
         token_s = max(self._token_s, self._ledger.decoded_s)
         if any(token_s > since_s for _, since_s in self._seen.values()):
-            self._seen.clear()  # they came further since
+            self._seen.clear()  # the workers have made progress since
         watching = asyncio.get_running_loop().create_task(self._watch_workers())
         call: Call | None = None
         try:
@@ -104,7 +105,7 @@ class Pulse:
             while needed > 0 and (deltas := await call.next()):
                 needed -= sum(len(delta.token_ids) for delta in deltas)
             self._token_s = self._proved_s = time.monotonic()
-        except AlignedServeError as error:  # refused for load, say: then workers have work
+        except AlignedServeError as error:  # for example, refused because of load: then workers have work
             logger.debug("a probe has failed: %s", error)
             await asyncio.sleep(max(0.0, self._probed_s + ANSWER_S - time.monotonic()))
         finally:
@@ -121,8 +122,11 @@ class Pulse:
         return CallPlan(name, prompts, ReplyOptions(), timeout_s=PROBE_S, internal_id=name, probe=True)
 
     async def _watch_workers(self) -> None:
-        """One that has work is proof once it has come further, or while it may still be at the same long step: what is
-        seen of it lasts from one probe to the next, else one that hangs would be new to each."""
+        """Counts a worker with work as proof if it has made progress, or while its present step may still take longer.
+
+        What was seen of each worker is kept from one probe to the next; otherwise a hanging worker would look new to
+        each probe.
+        """
         await asyncio.sleep(WORKERS_AFTER_S)
         while True:
             works = await self._ask_workers()
@@ -138,7 +142,7 @@ class Pulse:
 
 
 async def ask_workers(view: sv.ClusterView, token: str) -> Works:
-    """How far the view's instances are with their work, as they say themselves now."""
+    """Asks the view's instances for their work. Those that do not answer within WORKER_TIMEOUT_S are left out."""
     workers = [peer for peer in view.peers if peer.process.role in _WORKERS and peer.state in SERVING_STATES]
     said = await asyncio.gather(*(_ask_worker(peer, token) for peer in workers))
     return {
@@ -153,7 +157,7 @@ async def _ask_worker(peer: sv.Peer, token: str) -> sv.Heartbeat | None:
     try:
         beat: sv.Heartbeat = await sv_grpc.RoleStub(channel).Describe(pb.Empty(), timeout=WORKER_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        logger.debug("%s does not say how far it is: %s", peer.process.id, error.code().name)
+        logger.debug("%s does not report its progress: %s", peer.process.id, error.code().name)
         return None
     finally:
         await channel.close()

@@ -1,7 +1,7 @@
-"""The request log: one JSON line for every request that ended, with lengths and time stamps, never with text or tokens.
+"""The request log: one JSON line for each request that ended, with lengths and timestamps, without text or tokens.
 
-`alignedserve simulate --trace` replays it. A thread of its own writes, so that a slow disk keeps no event loop waiting;
-several replicas append to one file, each write whole lines.
+`alignedserve simulate --trace` replays it. A dedicated thread writes it, so that a slow disk does not block the event
+loop. Several gateways may append to the same file; each write has whole lines.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RequestLog:
-    """`note` never blocks; what the disk cannot take in time is left out, and counted. Close it to have all written."""
+    """`note` never blocks: entries that the disk cannot take in time are dropped and counted. `close` flushes."""
 
     def __init__(self, path: str | Path, gateway_id: str, metrics: GatewayMetrics) -> None:
-        """Raises ConfigError where the file cannot be appended to."""
+        """Raises ConfigError if the file cannot be opened for appending."""
         self._path = Path(path).expanduser()
         self._gateway_id = gateway_id
         self._metrics = metrics
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._file = open_log(self._path)
-        self._failing = self._half = False  # `_half`: of a line, which the file ends with
+        self._failing = self._half = False  # `_half`: the file ends with a partial line
         self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
         self._thread.start()
 
     def note(self, answer: Answer) -> None:
-        """An answer has ended, however."""
+        """Logs an answer that has ended, with or without an error."""
         try:
             self._waiting.put_nowait(entry_of(answer, self._gateway_id, time.time_ns()))
         except queue.Full:
             self._metrics.unlogged.inc()
 
     def close(self) -> None:
-        """Blocks until everything is written, a few seconds at most."""
+        """Blocks until everything is written, for at most a few seconds."""
         try:
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
@@ -88,8 +88,11 @@ class RequestLog:
             self._failing = True
 
     def _take_back(self, size: int) -> bool:
-        """Remove the half of a line that a full disk has taken, which no reader could use; whether it has gone. It
-        stays where another replica has written after it, or the file is a pipe: what follows begins a new line."""
+        """Removes the partial line of `size` bytes that a full disk has accepted; whether it was removed.
+
+        It stays if another gateway has written after it, or if the file is a pipe. The next write then starts a new
+        line.
+        """
         with contextlib.suppress(OSError):
             end = os.lseek(self._file, 0, os.SEEK_CUR)
             if os.fstat(self._file).st_size == end:
@@ -99,7 +102,7 @@ class RequestLog:
 
 
 def open_log(path: Path) -> int:
-    """A descriptor that appends. Raises ConfigError."""
+    """Opens a file for appending and returns its descriptor. Raises ConfigError."""
     try:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -107,9 +110,11 @@ def open_log(path: Path) -> int:
 
 
 def entry_of(answer: Answer, gateway_id: str, now_ns: int) -> dict[str, Any]:
-    """Times are Unix seconds. `arrival_unix_s`: at the gateway; `queue_unix_s`: submitted to the scheduler, in the
-    epoch in which the request ended; `<stage>_unix_s`: when each stage first began; `<stage>_s`: seconds in it,
-    repetitions after an eviction included. `bubble_s`: as in `timings`, absent without a cost model.
+    """The log entry of an answer that has ended. Times are Unix seconds.
+
+    `arrival_unix_s`: arrival at the gateway. `queue_unix_s`: submission to the scheduler in the request's last epoch.
+    `<stage>_unix_s`: when each stage first began. `<stage>_s`: seconds in the stage, including repetitions after an
+    eviction. `bubble_s`: as in `timings`, absent without a cost model.
     """
     call, stopwatch = answer.call, answer.stopwatch
     entry: dict[str, Any] = {

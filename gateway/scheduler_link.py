@@ -1,4 +1,4 @@
-"""The gateway's link to the scheduler, wherever the supervisor's view says that it is."""
+"""The gateway's link to the scheduler, at the address in the supervisor's view."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CONFIRM_S = 0.5
 
 
 class SchedulerLink:
-    """The open stream to the cluster's scheduler, wherever the view says it is. Implements `SchedulerPort`.
+    """The stream to the cluster's scheduler, at the address in the view. Implements `SchedulerPort`.
 
-    A stream that was opened may still fail to connect, so it counts as up from the scheduler's first message on (it
+    A stream that was opened may still fail to connect. So the link counts as up from the scheduler's first message (it
     answers `hello` with its capacity), or after _CONFIRM_S without a failure.
     """
 
     def __init__(self, process: pb.ProcessKey, token: str, ledger: Ledger, intake: Intake, model: ServedModel) -> None:
-        """`address` of the gateway's own gRPC server is to be set before the first `follow`."""
+        """Set `address`, of the gateway's own gRPC server, before the first `follow`."""
         self.gateway_id: str = process.id
         self.address = ""
         self.up = False
@@ -50,28 +50,26 @@ class SchedulerLink:
 
     @property
     def down_for_s(self) -> float:
-        """Seconds since there was a scheduler; 0 while there is one."""
+        """Seconds since the link was last up, or since it was created; 0 while it is up."""
         return 0.0 if self.up else time.monotonic() - self._down_since_s
 
     @property
     def trouble(self) -> str:
-        """Why it is down; "" while it is up."""
+        """Why the link is down; "" while it is up."""
         if self.up:
             return ""
         if self._target is None or self._link is None:
-            return "the supervisor has named none"
-        return (
-            f"the last one, at {self._target[0]}, is not reached: {self._link.broken_by or 'it has not answered yet'}"
-        )
+            return "the supervisor has not named a scheduler"
+        return f"the last scheduler, at {self._target[0]}, is unreachable: {self._link.broken_by or 'no answer yet'}"
 
     async def follow_view(self, view: sv.ClusterView) -> None:
-        """Connect to the scheduler that the view names, if it names one."""
+        """Connects to the scheduler in the view, if there is one."""
         for peer in view.peers:
             if peer.process.role == "scheduler" and peer.address and peer.state not in ("failed", "lost"):
                 await self.follow(peer.address, peer.process.incarnation)
 
     async def follow(self, address: str, incarnation: int) -> None:
-        """Connect to the scheduler at `address`, leaving the one before."""
+        """Connects to the scheduler at `address`, and disconnects from the previous scheduler."""
         if self._target == (address, incarnation):
             return
         await self.close()

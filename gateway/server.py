@@ -1,6 +1,6 @@
-"""A whole gateway in one event loop: HTTP application, gRPC service, ledger, and its links into the cluster.
+"""A whole gateway in one event loop: HTTP application, gRPC service, ledger, and links to the cluster's processes.
 
-It knows nothing of Ray: `gateway/serve/app.py` runs it in a Serve replica, `standalone.py` under uvicorn:
+It does not depend on Ray: `gateway/serve/app.py` runs it in a Serve replica, `standalone.py` under uvicorn:
 
     server = await GatewayServer.create(settings, model_path)
     uvicorn.Config(server.asgi_app, ...)
@@ -52,14 +52,15 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 _TICK_S = 1.0
-_UNHEARD_S = 5.0  # a supervisor that was replaced is found sooner
+_UNHEARD_S = 5.0  # the supervisor counts as silent after this; a successor is found sooner
 
 Locate = Callable[[], Awaitable[str | None]]
 
 
 class GatewayServer(RoleServer):
-    """Role `gateway`. Made by `create`; `asgi_app` is the HTTP application, `inference` the public gRPC service's
-    methods. Its process, event loop and log are the caller's: it is `ready` as soon as it serves.
+    """Role `gateway`. `create` makes it. `asgi_app` is the HTTP application, `inference` the public gRPC service.
+
+    Process, event loop and log belong to the caller. The state is "ready" from the start.
     """
 
     role: ClassVar[str] = "gateway"
@@ -83,7 +84,7 @@ class GatewayServer(RoleServer):
         self._ticker: asyncio.Task[None] | None = None
         self._drain = Drain(self.ledger, lambda: self.set_state(self._drain.state or "ready"))
         self._pulse = Pulse(self.ledger, model, lambda: ask_workers(self.view, settings.token))
-        self._model_info_text = ""  # as the view had it last
+        self._model_info_text = ""  # from the last view
         self._model_known = asyncio.Event()
         self._started_unix_s = time.time()
         self.api_keys = ApiKeys(gateway.api_key_file)
@@ -92,10 +93,10 @@ class GatewayServer(RoleServer):
 
     @classmethod
     async def create(cls, settings: RoleSettings, model_path: str | Path, locate: Locate | None = None) -> Self:
-        """Read the model's texts, serve token events, join the supervisor.
+        """Reads the tokenizer and chat template, starts the gateway's servers, and joins the supervisor.
 
-        `model_path` is the resolved local folder; `locate` finds a supervisor that was restarted. Raises ModelError
-        where tokenizer or chat template cannot be read.
+        `model_path` is the resolved local folder. `locate` returns the address of a restarted supervisor. Raises
+        ModelError if the tokenizer or chat template cannot be read.
         """
         config = from_tree(settings.config)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model_path)
@@ -109,14 +110,14 @@ class GatewayServer(RoleServer):
 
     @property
     def ended_because(self) -> str:
-        """Why this gateway should be replaced; "" while it should not."""
+        """Why this gateway must be replaced; "" if it must not."""
         if self.process.id in self.view.restart.retiring:
             return "a rolling restart replaces it"
         return f"it has failed: {self.failure}" if self.failure is not None else self.end_reason
 
     @property
     def view(self) -> sv.ClusterView:
-        """As the supervisor told it last."""
+        """The last view from the supervisor; an empty view before the first."""
         return self.host.view if self.host is not None else sv.ClusterView()
 
     @property
@@ -124,25 +125,28 @@ class GatewayServer(RoleServer):
         return self.host.supervisor_address if self.host is not None else self.settings.supervisor_address
 
     async def wait_model(self, timeout_s: float) -> bool:
-        """True once the model's shape is known and requests can be taken."""
+        """Waits until the model's shape is known; whether it is, after at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._model_known.wait()
         return self.model.info is not None
 
     async def wait_linked(self, timeout_s: float) -> bool:
-        """True once a request would be taken: the model is known, and the scheduler reached."""
+        """Waits until a request would be accepted: the model is known, and the scheduler is connected.
+
+        Returns whether this is so, after at most `timeout_s`.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._known_health().can_serve:  # noqa: ASYNC110  (several things tell it)
+                while not self._known_health().can_serve:  # noqa: ASYNC110  (it depends on several states)
                     await asyncio.sleep(_LOOK_S)
         return self._known_health().can_serve
 
     def drain(self, grace_s: float) -> None:
-        """Take no more requests; those that are open after `grace_s` end with an error."""
+        """Accepts no more requests. Requests that are still open after `grace_s` end with an error."""
         self._drain.begin(grace_s)
 
-    # ---- as every role
+    # ---- the role's hooks
 
     def servicers(self) -> Sequence[tuple[Callable[[Any, Any], None], object]]:
         return [
@@ -158,7 +162,7 @@ class GatewayServer(RoleServer):
     async def on_view(self, view: sv.ClusterView) -> None:
         if view.ending:
             self._drain.begin(view.grace_s, for_good=False)
-        else:  # a supervisor that announced the end may have a successor that goes on
+        else:  # the successor of a supervisor that announced the end may keep the cluster running
             self._drain.take_back()
         if view.model_info and view.model_info != self._model_info_text:
             self._model_info_text = view.model_info
@@ -179,7 +183,7 @@ class GatewayServer(RoleServer):
         return [check_books("calls", self.process.id, self.ledger.check_integrity)]
 
     async def on_close(self) -> None:
-        """Cancel what is open."""
+        """Cancels all open requests."""
         self._pulse.close()
         self._drain.close()
         self.ledger.close_all()
@@ -188,21 +192,24 @@ class GatewayServer(RoleServer):
         await self.scheduler.close()
 
     async def close(self) -> None:
-        """Cancel what is open and leave the cluster."""
+        """Cancels all open requests and leaves the cluster."""
         await super().close()
         await self.peers.close()
         await self.supervisor.close()
         if self._request_log is not None:
             await asyncio.to_thread(self._request_log.close)
 
-    # ---- what the operations' endpoints ask
+    # ---- for the operations endpoints
 
     async def cancel_call(self, call_id: str, owner: bytes | None) -> bool:
-        """A cancel by id, whichever replica has the call. False where none has one of that owner (None: of any)."""
+        """Cancels a call by id at the gateway that has it. False if no gateway has such a call of that owner.
+
+        `owner`: as in `Ledger.cancel_call`.
+        """
         return self.ledger.cancel_call(call_id, owner) or await self.peers.cancel(call_id, owner)
 
     async def health(self) -> Health:
-        """Asks for a token, where none was made lately and nothing is known to be in its way."""
+        """The cluster's health. If nothing else is missing, it also checks that tokens are generated (`Pulse`)."""
         health = self._known_health()
         return health.without(await self._pulse.missing()) if health.can_serve else health
 
@@ -217,12 +224,16 @@ class GatewayServer(RoleServer):
         )
 
     async def metrics_text(self) -> str:
-        """Every role's metrics, taken now by the supervisor (this gateway's among them); its own without one."""
+        """The metrics of all roles, this gateway's included, collected now by the supervisor.
+
+        Without a supervisor, only this gateway's.
+        """
         status = await self._status()
         text = "" if status is None else status.metrics
         return text if f'instance="{self.process.id}"' in text else merge([text, self._own_metrics()])
 
     async def status_json(self) -> dict[str, Any]:
+        """All processes and the cluster's state, for `alignedserve status`."""
         status = await self._status()
         peers = list(self.view.peers) if status is None else list(status.peers)
         mine = (self.process.role, self.process.id)
@@ -241,23 +252,23 @@ class GatewayServer(RoleServer):
         }
 
     async def integrity_json(self) -> dict[str, Any]:
-        """What every process finds when it recounts its books. Raises UnavailableError without a supervisor."""
+        """The result of recounting the state of every process. Raises UnavailableError without a supervisor."""
         try:
             report = await self.supervisor.check_integrity()
         except UnavailableError as error:
-            raise UnavailableError("the supervisor cannot be reached: nobody can be asked") from error
+            raise UnavailableError("the supervisor cannot be reached, so no process can be checked") from error
         books = [book_entry(book) for book in report.books]
         return {"sound": not any(book["problem"] for book in books), "books": books}
 
     async def _status(self) -> sv.ClusterStatus | None:
-        """What the supervisor says of every process, asked now; None where it cannot be reached."""
+        """The supervisor's present status of every process; None if the supervisor cannot be reached."""
         try:
             return await self.supervisor.status()
         except UnavailableError as error:
             logger.debug("%s", error)
             return None
 
-    # ---- inside
+    # ---- internal
 
     def _holds(self) -> str:
         return f"{len(self.ledger)} requests"
@@ -282,7 +293,7 @@ class GatewayServer(RoleServer):
             await asyncio.sleep(_TICK_S)
             try:
                 self.ledger.tick(self._trouble(), self._patience_s())
-            except Exception:  # the ticker must outlive any one request's trouble
+            except Exception:  # an error with one request must not end the ticker
                 logger.exception("the ledger's tick failed")
 
     @property
@@ -293,14 +304,13 @@ class GatewayServer(RoleServer):
         """Why there is no scheduler; "" while there is one."""
         trouble = self.scheduler.trouble
         if trouble and self._unheard_s > _UNHEARD_S:
-            trouble += (
-                f"; the supervisor at {self.supervisor_address} has not been heard of for {self._unheard_s:.0f} s"
-            )
+            trouble += f"; the supervisor at {self.supervisor_address} has been silent for {self._unheard_s:.0f} s"
         return trouble
 
     def _patience_s(self) -> float:
-        """How long requests wait for a scheduler that is being replaced on purpose; 0 where it is not, or where the
-        supervisor is silent."""
+        """Seconds that requests wait for a scheduler during a rolling restart; 0 without one, or if the supervisor is
+        silent.
+        """
         ordered = bool(self.view.restart.since_ns) and not self.view.restart.done
         heard = self._unheard_s <= _UNHEARD_S
         return self.config.supervisor.start_timeout_s if ordered and heard else 0.0

@@ -1,4 +1,4 @@
-"""Gives workers the requests that the scheduler sends them: prompts stay with the gateway until then (ADR 51)."""
+"""Gives workers the requests that the scheduler assigns to them; until then only the gateway has prompts (ADR 51)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import gateway_pb2 as gw
 from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 
-_MOST_TOKENS = 1 << 20  # of a message to a worker, except for the last request in it
+_MOST_TOKENS = 1 << 20  # in a message to a worker, not counting the last request in it
 
 
 class SpecSource(gw_grpc.SpecSourceServicer):
-    """Answers with the specifications of those requests that are open in the epoch asked for."""
+    """Returns the specifications of the requested requests that are open in the given epoch."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -1,4 +1,4 @@
-"""A gateway without Ray: its HTTP application under uvicorn and its gRPC service, in the current event loop."""
+"""A gateway without Ray: uvicorn serves its HTTP application, a gRPC server its service, in the current event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves the process's signal handlers alone: who runs the event loop decides when to stop."""
+    """Does not install signal handlers: the owner of the event loop decides when to stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -30,12 +30,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 class StandaloneGateway:
-    """Serves a GatewayServer on two ports (0: any free one) as long as the context lasts.
+    """Serves a GatewayServer on two ports (0: any free port) while the context is open.
 
     async with StandaloneGateway(server, "127.0.0.1", 8000, 9000) as listening:
         print(listening.port, listening.grpc_port)
 
-    Raises ResourceError for a port in use. The server itself stays its owner's to close.
+    Raises ResourceError if a port is in use. The caller closes the GatewayServer itself.
     """
 
     def __init__(self, server: GatewayServer, host: str = "127.0.0.1", port: int = 0, grpc_port: int = 0) -> None:
@@ -84,7 +84,8 @@ class StandaloneGateway:
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # asyncio turns Nagle off only on sockets that say TCP: a reply would wait 40 ms for the ACK of its head.
+        # asyncio disables Nagle's algorithm only on sockets with an explicit TCP protocol. Otherwise a reply would wait
+        # 40 ms for the ACK of its head.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

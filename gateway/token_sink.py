@@ -1,4 +1,4 @@
-"""Token events of every worker, one stream a worker."""
+"""Receives the token events of all workers, on one stream for each worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from alignedserve.proto import gateway_pb2_grpc as gw_grpc
 
 
 class TokenSink(gw_grpc.TokenSinkServicer):
-    """Receives every worker's token events, in the gateway's own event loop."""
+    """Passes every worker's token events to the ledger, in the gateway's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._incarnations: dict[tuple[str, str], int] = {}  # the newest of each worker, by role and id
+        self._incarnations: dict[tuple[str, str], int] = {}  # the newest incarnation of each worker, by role and id
 
     async def Push(
         self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[gw.TokenBatch, pb.Empty]
@@ -30,7 +30,7 @@ class TokenSink(gw_grpc.TokenSinkServicer):
                     name = (sender.role, sender.id)
                     self._incarnations[name] = max(sender.incarnation, self._incarnations.get(name, 0))
                 if batch.sender.incarnation < self._incarnations.get((batch.sender.role, batch.sender.id), 0):
-                    continue  # its successor is already here
+                    continue  # its successor is already connected
                 self._ledger.on_tokens(batch)
         finally:
             if sender is not None:

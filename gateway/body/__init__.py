@@ -1,1 +1,1 @@
-"""From a request body to a checked and tokenised request."""
+"""Parsing, validation and tokenisation of request bodies."""

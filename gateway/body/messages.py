@@ -1,11 +1,11 @@
-"""The messages of a chat: roles, content as text or as parts of type text."""
+"""The messages of a chat request: roles, and content as a string or as a list of text parts."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
-from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this class before Python 3.12
 
 from alignedserve.gateway.body import refused
 from alignedserve.gateway.body.values import LIST, STRICT, TEXT, Sent, Unsupported, text_or_list
@@ -14,12 +14,12 @@ MAX_MESSAGES = 4096
 
 
 class TextPart(TypedDict):
-    """A piece of a message's content."""
+    """A text part of a message's content."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
 
     type: Annotated[
-        Literal["text"], Unsupported("content parts of type {} are not supported: the models here read text only")
+        Literal["text"], Unsupported("content parts of type {} are not supported: this server reads text only")
     ]
     text: str
 
@@ -37,7 +37,7 @@ _Content = Annotated[
 class Message(BaseModel):
     """One message of a conversation."""
 
-    model_config = STRICT  # not a Body: there may be thousands, and a Body runs Python for each
+    model_config = STRICT  # not a Body: its validator runs Python code for each of possibly thousands of messages
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Sent(_Content, _joined)]
@@ -45,14 +45,14 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def check(self, where: str) -> None:
-        """Raises UnsupportedFeatureError for a field that the chat template would not see."""
+        """Raises UnsupportedFeatureError for a field that the chat template would not receive."""
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in refused.MESSAGE:
                 refused.MESSAGE[name].check(value, f"{where}.{name}")
 
     @property
     def turn(self) -> dict[str, str]:
-        """As the chat template takes it."""
+        """The message in the form that the chat template expects."""
         turn: dict[str, str] = {"role": self.role, "content": self.content}
         if self.name is not None:
             turn["name"] = self.name

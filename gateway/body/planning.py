@@ -1,4 +1,4 @@
-"""From a checked request body to what is submitted: tokens, limits of the model and the cluster, sampling defaults."""
+"""Turns a validated request body into a CallPlan: tokens, limits of the model and the cluster, sampling defaults."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from alignedserve.gateway.ledger.resume import Delivered
 
 DEFAULT_MAX_TOKENS = 16
-_MESSAGE = 64  # characters; a message costs a template about as much as so many
+_MESSAGE = 64  # characters: rendering a message costs about as much as rendering this much text
 _INTEGERS = ("top_k",)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """One prompt and how its answers are chosen. `text` is None where the client sent token ids."""
+    """One prompt and the sampling parameters of its answers. `text` is None if the client sent token ids."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -39,10 +39,10 @@ class PromptPlan:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """A client's whole call: `n` answers to each prompt. Answer `p * n + k` is the k-th of prompt p.
+    """A client's call: `n` answers to each prompt. Answer `p * n + k` is the k-th answer to prompt p.
 
-    `scored_only`: the client wants no tokens (max_tokens 0); what is generated for it is not delivered. `spent_s` of
-    `timeout_s` are over already.
+    `scored_only`: the client asked for no tokens (max_tokens 0); generated tokens are not delivered. `spent_s`: seconds
+    of `timeout_s` that have already passed.
     """
 
     id: str
@@ -53,9 +53,9 @@ class CallPlan:
     wait_objective_s: float | None = None
     scored_only: bool = False
     spent_s: float = 0.0
-    probe: bool = False  # this gateway's own (`pulse.py`): no client's, and not counted
+    probe: bool = False  # a probe of this gateway (`pulse.py`), not a client's call: it is not counted
     internal_id: str = ""
-    resume: tuple[Delivered, ...] = ()  # one an answer, where the call goes on with one whose connection broke
+    resume: tuple[Delivered, ...] = ()  # one entry for each answer if the call resumes an earlier call; else empty
 
     @property
     def answers(self) -> int:
@@ -64,8 +64,8 @@ class CallPlan:
 
 @dataclass(slots=True)
 class ServedModel:
-    """The model that this gateway serves. `info` comes from the first worker that has read it, `capacity_tokens` from
-    the scheduler: the longest prefix that the cluster can hold.
+    """The model that this gateway serves. `info` comes from the first worker that has read the model.
+    `capacity_tokens` comes from the scheduler: the longest prefix length, in tokens, that the cluster can hold.
     """
 
     name: str
@@ -82,7 +82,9 @@ class ServedModel:
             self.encoder = PromptEncoder(self.tokenizer, self.template)
 
     def require(self, name: str | None) -> ModelInfo:
-        """The model's shape. Raises ModelNotFoundError for another name, UnavailableError before it is known."""
+        """The model's shape. Raises ModelNotFoundError for another model name, UnavailableError while the shape is
+        unknown.
+        """
         if name is not None and name != self.name:
             raise ModelNotFoundError(f"model {name!r} does not exist; this server has {self.name!r}", param="model")
         if self.info is None:
@@ -91,7 +93,7 @@ class ServedModel:
 
     @property
     def limit(self) -> tuple[int, str]:
-        """The most tokens of prompt and answer together, and whose limit that is."""
+        """The most tokens of prompt and answer together, and a description of what sets this limit."""
         assert self.info is not None
         if self.capacity_tokens is not None and self.capacity_tokens < self.info.max_positions:
             return self.capacity_tokens, f"the {self.capacity_tokens} tokens that this cluster can hold"
@@ -159,7 +161,9 @@ async def _tokenised(model: ServedModel, texts: Sequence[str], *, allow_special:
 async def _written(
     encoder: PromptEncoder, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], most: int
 ) -> Prompt:
-    """The conversation as the template writes it. One that is too long is refused before it is looked at closely."""
+    """The conversation as the template renders it. Raises TooManyTokens for a long conversation whose size exceeds the
+    limit, before its special tokens are searched for.
+    """
 
     def write_long() -> Prompt:
         check_size(encoder, template.render(messages), most)
@@ -171,14 +175,17 @@ async def _written(
 
 @contextlib.asynccontextmanager
 async def _within_limits(model: ServedModel, request: GenerationRequest, param: str) -> AsyncIterator[None]:
-    """Around the tokenising: what it stops for, as the client is told."""
+    """Encloses tokenisation: limits its time to `timeout_s`, and converts its errors to those that the client gets.
+
+    Raises ContextLengthError, InvalidRequestError, DeadlineError.
+    """
     try:
         async with asyncio.timeout(request.timeout_s):
             yield
     except TooManyTokens as too_many:
         holder = model.limit[1]
         if too_many.characters:
-            has = f"{too_many.characters} characters, more than are tokenised for such a limit"
+            has = f"{too_many.characters} characters, too many to tokenise under this limit"
         else:
             has = f"at least {too_many.least} tokens"
         message = f"the request is longer than {holder}: the prompt has {has}"
@@ -187,18 +194,21 @@ async def _within_limits(model: ServedModel, request: GenerationRequest, param: 
         error.param = error.param or param
         raise
     except TimeoutError:
-        raise DeadlineError(f"the request did not end within its {request.timeout_s:g} s") from None
+        raise DeadlineError(f"the request did not end within its timeout of {request.timeout_s:g} s") from None
 
 
 def resolve_sampling(request: GenerationRequest, info: ModelInfo, max_tokens: int) -> SamplingParams:
-    """The client's options over the model's own defaults; a request without a seed gets a random one."""
+    """The client's options, completed by the model's defaults. A request without a seed gets a random seed.
+
+    Raises InvalidRequestError for a token id outside the vocabulary.
+    """
     for param, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", dict(request.logit_bias))):
         for token in tokens:
             if token >= info.vocab_size:
                 message = f"{param}: token id {token} is outside the vocabulary of {info.vocab_size}"
                 raise InvalidRequestError(message, param=param)
     values = {**_generation_defaults(info.generation_defaults), **request.sampling}
-    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for no limit
+    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 also means no limit
     values["max_tokens"] = max_tokens
     values["eos_token_ids"] = info.eos_token_ids
     values.setdefault("seed", random.getrandbits(63))
@@ -206,7 +216,7 @@ def resolve_sampling(request: GenerationRequest, info: ModelInfo, max_tokens: in
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a prompt's `number`-th answer: the client's own for the first, well mixed for the others."""
+    """The seed of a prompt's `number`-th answer: `seed` itself for number 0, else a hash of both (splitmix64)."""
     if number == 0:
         return seed
     mixed = (seed + number * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF  # splitmix64
@@ -227,7 +237,7 @@ def _check_stops(model: ServedModel, request: GenerationRequest) -> None:
 
 def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
     if not tokens:
-        raise InvalidRequestError(f"{param} must not be empty: it has no token", param=param)
+        raise InvalidRequestError(f"{param} must not be empty: it has no tokens", param=param)
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= info.vocab_size:
         token = low if low < 0 else high
@@ -236,7 +246,10 @@ def _check_tokens(tokens: Sequence[int], info: ModelInfo, param: str) -> None:
 
 
 def _max_tokens(model: ServedModel, prompt: int, wanted: int | None, default: int | None, param: str) -> int:
-    """Tokens to generate: `wanted` if they fit, else the default (None: all that is left), cut to what is left."""
+    """Tokens to generate: `wanted`; without it `default`, limited to the room that is left (`default` None: all of it).
+
+    Raises ContextLengthError if the prompt and `wanted` tokens (without it: one token) exceed the limit.
+    """
     limit, holder = model.limit
     left = limit - prompt
     if left < (1 if wanted is None else wanted):
@@ -265,6 +278,6 @@ def _call_plan(
         spent_s=time.monotonic() - began_s,
         wait_objective_s=request.wait_objective_s,
         scored_only=request.max_tokens == 0,
-        # A client may choose its id, and two clients the same one: what the cluster sees is unique all the same.
+        # Clients may choose ids, and two clients may choose the same id. The cluster's internal ids stay unique.
         internal_id=f"{call_id}-{unique[:12]}" if call_id else f"{kind}-{unique}",
     )

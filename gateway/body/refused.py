@@ -1,6 +1,6 @@
-"""What other servers can do and this one cannot (yet): refused by name, never ignored, when it would change a result.
+"""Fields of other servers' APIs that this server does not support. A field that would change the result is refused.
 
-Each entry names the field, what it asks for, and the values with which it asks for nothing.
+Each entry has the field's name, the reason for the refusal, and the values that have no effect and are accepted.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _NOTHING: tuple[Any, ...] = ([], {}, "", False)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`harmless`: values (beside null) that ask for nothing more than what happens anyway."""
+    """`harmless`: values, in addition to null, that match the server's behavior and are therefore accepted."""
 
     field: str
     feature: str
     harmless: tuple[Any, ...] = _NOTHING
 
     def check(self, value: Any, where: str) -> None:
-        """Raises UnsupportedFeatureError where the value, which is not null, asks for something."""
+        """Raises UnsupportedFeatureError unless the value, which is not null, is one of `harmless`."""
         if not any(type(value) is type(entry) and value == entry for entry in self.harmless):
             raise UnsupportedFeatureError(f"{where} is not supported: {self.feature}", param=where)
 
 
 _TEXT_FORMAT = ({"type": "text"},)
-_OFF = ("none", "auto")  # without tools neither does anything
+_OFF = ("none", "auto")  # without tools, both have no effect
 _ONE = (1, 1.0)
 _ZERO = (0, 0.0)
 
@@ -63,7 +63,7 @@ _BOTH = (
     Refusal("logit_processors", "there are no logits processors"),
     Refusal("custom_logit_processor", "there are no logits processors"),
     Refusal("allowed_token_ids", "there is no list of allowed tokens; use logit_bias", ()),
-    Refusal("bad_words", "there are no bad words; use logit_bias"),
+    Refusal("bad_words", "there is no list of forbidden words; use logit_bias"),
     Refusal("no_repeat_ngram_size", "there is no n-gram penalty", _ZERO),
     Refusal("typical_p", "there is no typical sampling", _ONE),
     Refusal("mirostat", "there is no mirostat sampling", _ZERO),
@@ -75,21 +75,21 @@ _BOTH = (
     Refusal("spaces_between_special_tokens", "special tokens are never part of the text", (True,)),
     Refusal("include_stop_str_in_output", "a stop string is never part of the text", (False,)),
     Refusal("prompt_embeds", "there are no embeddings as prompts"),
-    Refusal("multi_modal_data", "the models here read text only"),
-    Refusal("mm_processor_kwargs", "the models here read text only"),
-    Refusal("images", "the models here read text only"),
-    Refusal("parallel_tool_calls", "there are no tool calls", (True, False)),  # without tools neither does anything
-    Refusal("reasoning_effort", "a model reasons as it was trained to", ()),
-    Refusal("reasoning", "a model reasons as it was trained to", ({},)),
+    Refusal("multi_modal_data", "this server reads text only"),
+    Refusal("mm_processor_kwargs", "this server reads text only"),
+    Refusal("images", "this server reads text only"),
+    Refusal("parallel_tool_calls", "there are no tool calls", (True, False)),  # without tools, both have no effect
+    Refusal("reasoning_effort", "there are no options for reasoning", ()),
+    Refusal("reasoning", "there are no options for reasoning", ({},)),
     Refusal("include_reasoning", "reasoning is not separated from the text", (True,)),
     Refusal("separate_reasoning", "reasoning is not separated from the text", (False,)),
     Refusal("enable_thinking", "the chat template takes no arguments", ()),
-    Refusal("thinking_token_budget", "a model reasons as it was trained to; max_tokens bounds the answer", ()),
+    Refusal("thinking_token_budget", "there are no options for reasoning; max_tokens limits the answer", ()),
     Refusal("chat_template_kwargs", "the chat template takes no arguments"),
-    Refusal("verbosity", "a model writes as it was trained to; max_tokens bounds the answer", ("medium",)),
+    Refusal("verbosity", "there is no option for verbosity; max_tokens limits the answer", ("medium",)),
     Refusal("priority", "there are no priorities; see wait_objective_s", _ZERO),
-    Refusal("cache_salt", "requests share no KV cache: leave it out", ("",)),
-    Refusal("stop_regex", "an answer ends at strings only; use stop", ("", [])),
+    Refusal("cache_salt", "different prompts share no KV cache, so a salt has no use", ("",)),
+    Refusal("stop_regex", "there are no regular expressions as stop conditions; use stop", ("", [])),
     Refusal("no_stop_trim", "a stop string is never part of the text", (False,)),
     Refusal("input_ids", "token ids are given as the prompt of /v1/completions", ()),
     Refusal("choice", "there is no structured output"),
@@ -97,7 +97,7 @@ _BOTH = (
     Refusal("guided_decoding_backend", "there is no structured output", ("", "auto")),
     Refusal("logprob_token_ids", "log-probabilities are of the most likely tokens only; see logprobs", ([],)),
     Refusal("return_tokens_as_token_ids", "log-probabilities show tokens as text; see return_token_ids", (False,)),
-    Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # either way nothing is cut
+    Refusal("truncation_side", "prompts are never cut", ("left", "right")),  # no effect: prompts are never cut
     Refusal("repetition_detection", "there is no detection of repetitions; use repetition_penalty", ({},)),
 )
 
@@ -105,7 +105,7 @@ _COMPLETION = (
     *_BOTH,
     Refusal("suffix", "there is no insertion before a suffix", ("",)),
     Refusal("add_special_tokens", "a text prompt gets the tokens that the model's tokenizer adds; "
-            "send token ids for other ones", (True,)),
+            "send token ids to choose them yourself", (True,)),
     Refusal("messages", "messages belong to /v1/chat/completions"),
 )  # fmt: skip
 
@@ -115,25 +115,25 @@ _CHAT = (
     Refusal("echo", "there is no echo in chat", (False,)),
     Refusal("suffix", "there is no insertion before a suffix", ("",)),
     Refusal("prompt", "a prompt belongs to /v1/completions"),
-    Refusal("modalities", "the models here write text only", (["text"], [])),
-    Refusal("audio", "the models here write text only"),
+    Refusal("modalities", "this server writes text only", (["text"], [])),
+    Refusal("audio", "this server writes text only"),
     Refusal("web_search_options", "there is no web search", ()),
-    Refusal("chat_template", "the chat template is the server's: --chat-template FILE"),
+    Refusal("chat_template", "the server sets the chat template: --chat-template FILE"),
     Refusal("documents", "the chat template takes no documents"),
     Refusal("add_generation_prompt", "the answer is always a new turn", (True,)),
     Refusal("continue_final_message", "the answer is always a new turn", (False,)),
     Refusal("add_special_tokens", "the chat template writes all special tokens", (False,)),
-    Refusal("allow_special_tokens", "what a message says is text; /v1/completions takes special tokens", (False,)),
+    Refusal("allow_special_tokens", "message content is plain text; /v1/completions accepts special tokens", (False,)),
 )
 
-# Fields of a message that the chat template would not see.
+# Fields of a message that the chat template would not receive.
 _MESSAGE = (
     Refusal("tool_calls", "there are no tool calls"),
     Refusal("function_call", "there are no tool calls"),
-    Refusal("reasoning_content", "a message says only its content"),
-    Refusal("reasoning", "a message says only its content"),
-    Refusal("refusal", "a message says only its content"),
-    Refusal("audio", "the models here read text only"),
+    Refusal("reasoning_content", "only the content of a message is read"),
+    Refusal("reasoning", "only the content of a message is read"),
+    Refusal("refusal", "only the content of a message is read"),
+    Refusal("audio", "this server reads text only"),
 )
 
 
@@ -145,5 +145,5 @@ COMPLETION, CHAT, MESSAGE = _by_field(_COMPLETION), _by_field(_CHAT), _by_field(
 
 
 def refused_names() -> list[str]:
-    """Every field of a body that is refused by name, for documentation."""
+    """Names of all fields of a body that are refused, for the documentation."""
     return sorted({*COMPLETION, *CHAT, "best_of"})

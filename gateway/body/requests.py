@@ -1,6 +1,6 @@
-"""OpenAI's request bodies. What needs no model is checked here; /openapi.json is made of the same classes.
+"""OpenAI's request bodies, and all checks that do not need the model. /openapi.json is generated from these classes.
 
-A sampling option is one field of SamplingOptions, named as in `request.SamplingParams`.
+To add a sampling option, add a field to SamplingOptions with its name in `request.SamplingParams`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SomeTokens = Annotated[int, Between(1, TOKEN_LIMIT)]
 _Samples = Annotated[int, Between(1, MAX_SAMPLES)]
 _Alternatives = Annotated[int, Between(0, MAX_LOGPROBS)]
 _Penalty = Annotated[float, Between(-2, 2)]
-_OTHER_NAME = "Another name of max_tokens."
+_OTHER_NAME = "Alias of max_tokens."
 _OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 _Kind = TypeVar("_Kind", bound="GenerationRequest")
@@ -32,7 +32,7 @@ _Kind = TypeVar("_Kind", bound="GenerationRequest")
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """What the reply is to hold, and how it is to be sent."""
+    """The content of the reply, and whether it is streamed."""
 
     stream: bool = False
     include_usage: bool = False
@@ -42,43 +42,43 @@ class ReplyOptions:
 
 
 class SamplingOptions(Body):
-    """How to choose tokens, as far as the client said; None: the model's default."""
+    """The client's options for choosing tokens. None: the model's default."""
 
     temperature: Annotated[float, Between(0, 2)] | None = Field(None, description="0 is greedy.")
     top_p: Annotated[float, Between(0, 1, above=True)] | None = Field(
-        None, description="Draw from the most likely tokens that have this probability together."
+        None, description="Sample from the most likely tokens whose probabilities add up to this value."
     )
     top_k: Annotated[int, Between(-1, TOKEN_LIMIT)] | None = Field(
-        None, description="Draw from so many most likely tokens; 0 or -1: no limit."
+        None, description="Sample from this number of most likely tokens; 0 or -1: no limit."
     )
     min_p: Annotated[float, Between(0, 1)] | None = Field(
-        None, description="Leave out tokens less likely than this share of the most likely one."
+        None, description="Exclude tokens whose probability is below this share of the most likely token's."
     )
     seed: Annotated[int, Between(*INT64)] | None = Field(None, description="Makes the answer repeatable.")
     repetition_penalty: Annotated[float, Between(0, 100, above=True)] | None = Field(
-        None, description="Above 1: tokens of prompt and answer become less likely."
+        None, description="Values above 1 make tokens of the prompt and the answer less likely."
     )
     presence_penalty: _Penalty | None = Field(
-        None, description="Taken once from the logit of each token in the answer."
+        None, description="Subtracted once from the logit of each token that is in the answer."
     )
     frequency_penalty: _Penalty | None = Field(
-        None, description="Taken from a token's logit each time the answer has it."
+        None, description="Subtracted from a token's logit for each time that it is in the answer."
     )
-    logit_bias: LogitBias = Field((), description="Token id to what is added to its logit.")
+    logit_bias: LogitBias = Field((), description="Maps a token id to the value that is added to its logit.")
     stop: StopStrings = Field((), description="Strings that end the answer; not part of its text.")
     stop_token_ids: StopTokens = Field((), description="Tokens that end the answer.")
     min_tokens: _Tokens | None = Field(
-        None, description="Fewest tokens before an end token or a stop string may end the answer."
+        None, description="The answer has at least this many tokens before an end token or stop string may end it."
     )
-    ignore_eos: bool = Field(False, description="Go on past the model's end tokens.")
+    ignore_eos: bool = Field(False, description="Continue past the model's end tokens.")
 
 
 class StreamOptions(Body):
-    include_usage: bool = Field(False, description="End the stream with a chunk that has only the usage.")
+    include_usage: bool = Field(False, description="Send a last chunk that has only the usage.")
 
 
 class Unread(Body):
-    """Fields of OpenAI's API that change no answer: their types are checked, and a header names them."""
+    """Fields of OpenAI's API that do not affect answers. Their types are checked, and a response header names them."""
 
     user: str | None = None
     safety_identifier: str | None = None
@@ -92,46 +92,46 @@ class Unread(Body):
 
 
 class GenerationRequest(SamplingOptions, Unread):
-    """What both kinds of requests have."""
+    """The fields that completion and chat requests have in common."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="A served model; may be left out where there is only one."
+        None, description="The served model's name; may be omitted."
     )
-    n: Annotated[int, Between(1, MAX_SAMPLES)] = Field(1, description="Answers to each prompt.")
-    stream: bool = Field(False, description="Server-sent events, one for each piece of an answer.")
+    n: Annotated[int, Between(1, MAX_SAMPLES)] = Field(1, description="Number of answers to each prompt.")
+    stream: bool = Field(False, description="Send the answer in pieces, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     return_token_ids: bool = Field(False, description="Add prompt_token_ids, and token_ids to each choice.")
-    include_timings: bool = Field(False, description="Add timings: seconds in each stage.")
+    include_timings: bool = Field(False, description="Add timings: the seconds spent in each stage.")
     timeout_s: Annotated[float, Between(0, 1e9, above=True)] | None = Field(
-        None, description="The request is given up after so many seconds."
+        None, description="The request fails after this many seconds."
     )
     wait_objective_s: Annotated[float, Between(*WAIT_OBJECTIVE_S)] | None = Field(
         None,
         description="The longest wait, in seconds, between the prompt's prefill (or an eviction) and the next token.",
     )
-    min_new_tokens: _Tokens | None = Field(None, description="Another name of min_tokens.")
-    do_sample: bool | None = Field(None, description="false is greedy, as temperature 0 is.")
+    min_new_tokens: _Tokens | None = Field(None, description="Alias of min_tokens.")
+    do_sample: bool | None = Field(None, description="false means greedy decoding, like temperature 0.")
     max_tokens: int | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+            raise InvalidRequestError("stream_options requires stream to be true", param="stream_options")
         for name, meant in _OTHER_NAMES.items():
             if (value := getattr(self, name)) is not None:
                 if getattr(self, meant) not in (None, value):
-                    raise InvalidRequestError(f"{meant} and {name} differ; give one of them", param=name)
+                    raise InvalidRequestError(f"{meant} and {name} differ; set only one of them", param=name)
                 setattr(self, meant, value)
         if self.do_sample is not None:
             if self.temperature is not None and self.do_sample == (self.temperature == 0.0):
-                given = f"do_sample is {shown(self.do_sample)}, and temperature {self.temperature:g}"
-                raise InvalidRequestError(f"{given}: give one of them", param="do_sample")
+                given = f"do_sample is {shown(self.do_sample)}, and temperature is {self.temperature:g}"
+                raise InvalidRequestError(f"{given}; set only one of them", param="do_sample")
             self.temperature = self.temperature if self.do_sample else 0.0
         return self
 
     @property
     def scored(self) -> int | None:
-        """Log-probabilities of each token and of so many most likely ones; None: of none."""
+        """Number of most likely tokens whose log-probabilities are returned with each token's; None: none at all."""
         raise NotImplementedError
 
     @property
@@ -145,7 +145,7 @@ class GenerationRequest(SamplingOptions, Unread):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of SamplingParams, as far as the client gave them."""
+        """The arguments of SamplingParams that the client set."""
         values = {name: value for name in SamplingOptions.model_fields if (value := getattr(self, name)) is not None}
         if self.scored is not None:
             values["logprobs"] = self.scored
@@ -153,7 +153,7 @@ class GenerationRequest(SamplingOptions, Unread):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the fields that were given and not read."""
+        """Names of the fields that the client sent and the server ignores."""
         within = [] if self.stream_options is None else _unknown(self.stream_options, "stream_options.")
         return [*(name for name in Unread.model_fields if getattr(self, name) is not None), *_unknown(self), *within]
 
@@ -163,18 +163,17 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompt
     max_tokens: _Tokens | None = Field(
-        None, description="Most tokens to generate; 0 only with echo.", json_schema_extra={"default": 16}
+        None, description="Maximum number of tokens to generate; 0 only with echo.", json_schema_extra={"default": 16}
     )
     max_completion_tokens: _Tokens | None = Field(None, description=_OTHER_NAME)
     max_new_tokens: _Tokens | None = Field(None, description=_OTHER_NAME)
-    echo: bool = Field(False, description="Begin each answer with its prompt.")
+    echo: bool = Field(False, description="Start each answer with its prompt.")
     allow_special_tokens: bool = Field(
         False,
-        description="What a text prompt spells like a special token is that token; without it, it is text like any "
-        "other.",
+        description="Read special tokens' names in a text prompt as these tokens. If false, they are ordinary text.",
     )
     logprobs: _Alternatives | None = Field(
-        None, description="Log-probabilities of each token and of so many most likely ones."
+        None, description="Return the log-probabilities of each token and of this number of most likely tokens."
     )
     best_of: _Samples | None = Field(None, description="Must equal n.")
 
@@ -188,7 +187,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each a text, or token ids."""
+        """The prompts, each as text or as token ids."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return cast(Sequence[str | list[int]], [self.prompt] if single else self.prompt)
 
@@ -206,17 +205,19 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: _SomeTokens | None = Field(
-        None, description="Most tokens to generate; what the model's positions leave by default."
+        None, description="Maximum number of tokens to generate; by default, as many as the model's positions allow."
     )
     max_completion_tokens: _SomeTokens | None = Field(None, description=_OTHER_NAME)
     max_new_tokens: _SomeTokens | None = Field(None, description=_OTHER_NAME)
-    logprobs: bool = Field(False, description="Log-probabilities of each token.")
-    top_logprobs: _Alternatives | None = Field(None, description="And of so many most likely ones; needs logprobs.")
+    logprobs: bool = Field(False, description="Return the log-probability of each token.")
+    top_logprobs: _Alternatives | None = Field(
+        None, description="Also return this number of most likely tokens; requires logprobs."
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise InvalidRequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
         for number, message in enumerate(self.messages):
             if message.model_extra:
                 message.check(f"messages[{number}]")
@@ -242,16 +243,16 @@ def _unknown(body: BaseModel, prefix: str = "") -> list[str]:
 
 
 def parse_completion(body: Any, max_prompts: int = 256) -> CompletionRequest:
-    """Raises InvalidRequestError (or one of its kinds) that names the field at fault."""
+    """Validates a JSON body. Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
     request = _checked(CompletionRequest, body)
     if len(request.prompts) > max_prompts:
-        message = f"prompt may have {max_prompts} prompts at most, got {len(request.prompts)}"
+        message = f"prompt may have at most {max_prompts} prompts, got {len(request.prompts)}"
         raise InvalidRequestError(message, param="prompt")
     return request
 
 
 def parse_chat(body: Any) -> ChatRequest:
-    """Raises InvalidRequestError (or one of its kinds) that names the field at fault."""
+    """Validates a JSON body. Raises InvalidRequestError, or a subclass of it, that names the invalid field."""
     return _checked(ChatRequest, body)
 
 

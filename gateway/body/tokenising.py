@@ -1,7 +1,7 @@
-"""Texts to tokens so that nobody else waits: long ones by turns, a piece at a time, in a few threads of their own.
+"""Tokenises prompts without delaying other requests: pieces of long texts take turns in a few dedicated threads.
 
-What is too long by its bytes alone is refused before. Tokenising stops with the piece in which the limit is passed, or
-the request cancelled.
+A text whose size alone shows that it has too many tokens is refused before it is tokenised. Tokenisation stops at the
+piece that exceeds the limit, or when the request is cancelled.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from typing import TypeVar
 
 from alignedserve.text import Prompt, PromptEncoder, dividing
 
-LONG_TEXT = 8192  # characters; shorter ones are tokenised at once
-_COARSE_CHARACTERS = 16  # a token, where a text cannot be divided, and nothing is proven of how many tokens it has
-_THREADS = max(1, (os.cpu_count() or 1) // 4)  # one is enough for a few million tokens a minute
+LONG_TEXT = 8192  # characters; shorter texts are tokenised directly in the event loop
+_COARSE_CHARACTERS = 16  # characters allowed for each token of the limit, where a text cannot be divided
+_THREADS = max(1, (os.cpu_count() or 1) // 4)  # each tokenises a few million tokens a minute
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else `tokenizers` hands each text to threads of its own
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else `tokenizers` starts threads of its own
 _threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="long-text")
-_undivided = ThreadPoolExecutor(1, thread_name_prefix="undivided-text")  # others do not wait for those
+_undivided = ThreadPoolExecutor(1, thread_name_prefix="undivided-text")  # so that other texts do not wait
 
 T = TypeVar("T")
 
 
-class TooManyTokens(Exception):  # noqa: N818  (no error of its own: the caller knows what the limit is of)
-    """`least`: the prompt has at least so many tokens. `characters`, if not 0: so many; its tokens are not known."""
+class TooManyTokens(Exception):  # noqa: N818  (never reaches the client: the caller converts it)
+    """The prompt exceeds the limit. `least`: its number of tokens, at least. `characters`, if not 0: its number of
+    characters; the number of tokens is then unknown.
+    """
 
     def __init__(self, least: int, characters: int = 0) -> None:
         super().__init__(least, characters)
@@ -36,12 +38,12 @@ class TooManyTokens(Exception):  # noqa: N818  (no error of its own: the caller 
 
 
 async def in_turn(function: Callable[[], T], threads: Executor = _threads) -> T:
-    """Runs something long beside the event loop; at most a few at a time, first come, first served."""
+    """Runs a long function outside the event loop's thread, in `threads`, in the order of the calls."""
     return await asyncio.get_running_loop().run_in_executor(threads, function)
 
 
 def check_size(encoder: PromptEncoder, text: str, most: int) -> None:
-    """Raises TooManyTokens where it can be told from the text's size. Costs next to nothing."""
+    """Raises TooManyTokens if the text's size shows that it has more than `most` tokens. Takes negligible time."""
     if len(text) <= most:
         return
     if (least := encoder.least_tokens(text)) > most:
@@ -51,7 +53,10 @@ def check_size(encoder: PromptEncoder, text: str, most: int) -> None:
 
 
 async def tokenise(encoder: PromptEncoder, prompts: Sequence[Prompt], most: int, *, around: bool) -> list[list[int]]:
-    """The tokens of each. Raises TooManyTokens for one that has more than `most`, InvalidRequestError."""
+    """The token ids of each prompt. Raises TooManyTokens if a prompt has more than `most`; InvalidRequestError.
+
+    `around`: whether the special tokens that the tokenizer adds before and after a text are added.
+    """
     for prompt in prompts:
         check_size(encoder, prompt.text, most)
         if len(prompt.specials) > most:

@@ -1,4 +1,4 @@
-"""What the models of request bodies are made of. Types are strict: a boolean is no integer, "2" is no number."""
+"""Base class and field types of request bodies. Types are strict: booleans are not integers, "2" is not a number."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ STRICT = ConfigDict(strict=True, extra="allow")
 
 
 class Body(BaseModel):
-    """A JSON object of a request. Null means "not given" everywhere.
+    """A JSON object in a request. A field that is null counts as absent.
 
-    Fields that it does not know are kept in `model_extra`; those of `refused` may only ask for what happens anyway.
+    Unknown fields are kept in `model_extra`. Fields in `refused` are accepted only with values that have no effect.
     """
 
     model_config = STRICT
@@ -58,7 +58,7 @@ class Body(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Limits of an integer, a number, or a string's length; an error names both. `above`: `low` is excluded."""
+    """Limits of an integer, a number, or a string's length; the error names both limits. `above`: `low` is excluded."""
 
     low: float
     high: float
@@ -81,7 +81,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Other values ask for a feature that is missing. `message` says so, with {} for the value that was given."""
+    """Values outside the type are refused as unsupported. `message`: the error's text, with {} for the value."""
 
     message: str
 
@@ -91,7 +91,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The client sends a value of type `kind`; the field holds what `make` returns for it."""
+    """The client sends a value of type `kind`; the field holds the result of `make(value)`."""
 
     kind: Any
     make: Callable[[Any], Any]
@@ -105,11 +105,11 @@ def _shape(value: Any) -> str | None:
 
 
 def text_or_list(expected: str) -> Discriminator:
-    """Tells the members of a union apart, which are tagged TEXT and LIST. An error says what is `expected`."""
+    """Selects the member, tagged TEXT or LIST, of a union. `expected` describes the valid types in the error."""
     return Discriminator(_shape, custom_error_type=ONE_OF, custom_error_message=expected)
 
 
-TEXT, LIST = Tag("<text>"), Tag("<list>")  # tags are part of an error's place; names of fields have no such brackets
+TEXT, LIST = Tag("<text>"), Tag("<list>")  # brackets, as in no field's name, mark tags in an error's location
 
 
 def _not_empty(text: str) -> str:
@@ -123,7 +123,7 @@ def _distinct(value: str | list[str]) -> tuple[str, ...]:
 
 
 def _few(value: Any) -> Any:
-    """Before its entries are looked at: an object has no `fail_fast`, and each wrong entry would become an error."""
+    """Checks the size before the entries: objects have no `fail_fast`, so each wrong entry would add an error."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         context = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIASES, "actual_length": len(value)}
         raise PydanticKnownError("too_long", context)
@@ -134,9 +134,9 @@ def _by_token(value: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple({int(key): bias for key, bias in value.items()}.items())
 
 
-# `min_length` would count all characters of a long text.
+# A validator, since `min_length` would count all characters of a long text.
 NonEmptyText = Annotated[str, AfterValidator(_not_empty), Field(json_schema_extra={"minLength": 1})]
-# Ids of a prompt are compared with the vocabulary later (planning.py). Limits here would triple the time of parsing.
+# Token ids of a prompt are compared with the vocabulary later (planning.py). Limits here would triple the parsing time.
 PromptToken = Annotated[int, Field(json_schema_extra={"minimum": 0, "maximum": TOKEN_LIMIT})]
 _Stop = Annotated[str, Between(1, 1024)]
 _Stops = Annotated[

@@ -1,4 +1,4 @@
-"""What is wrong with a body, in our words: pydantic's errors as InvalidRequestError and its kinds."""
+"""Converts pydantic's validation errors to InvalidRequestError and its subclasses, with messages for clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from alignedserve.gateway.failures import MissingFieldError, UnsupportedFeatureE
 
 TOKEN_LIMIT = (1 << 31) - 1
 
-# Kinds of errors beside pydantic's own.
-BETWEEN = "between"  # context: low, high, above, and of which `type`
-ONE_OF = "one_of"  # the message is what is expected
-UNSUPPORTED = "unsupported"  # the message is ours, but for the value
+# Error types in addition to pydantic's.
+BETWEEN = "between"  # context: low, high, above, type
+ONE_OF = "one_of"  # the message describes what is expected
+UNSUPPORTED = "unsupported"  # the message is complete, except for the value
 EMPTY = "empty"
 
 _EXPECTED = {
@@ -34,11 +34,11 @@ _WHOLE = {
 _ENTRIES = {"stop": "strings"}
 _FIRST = {"prompt[0]": "text, a token id or an array of token ids"}
 _REQUIRED = {"prompt": "prompt is required: text, token ids, or a list of either"}
-_UNNAMED = "stream_options"  # its fields are named without it
+_UNNAMED = "stream_options"  # errors name its fields without this prefix
 
 
 def as_request_error(error: ValidationError) -> InvalidRequestError:
-    """The first error that pydantic has found; `param` is the field at fault."""
+    """The first error that pydantic found; its `param` is the invalid field."""
     found = error.errors(include_url=False)[0]
     kind, value, message, context = found["type"], found["input"], found["msg"], found.get("ctx", {})
     where, field = _place(found["loc"])
@@ -51,7 +51,7 @@ def as_request_error(error: ValidationError) -> InvalidRequestError:
             return UnsupportedFeatureError(message.format(shown(value)), param=where)
         case "one_of":
             return wrong_type(where, _FIRST.get(where, message), value, field)
-        case "int_type":  # a prompt's: only its integers have no limits of their own
+        case "int_type":  # in a prompt: only its integers are validated without limits
             return _not_integer(where, value, 0, TOKEN_LIMIT, field)
         case "between":
             return _not_between(where, value, field, context)
@@ -61,7 +61,7 @@ def as_request_error(error: ValidationError) -> InvalidRequestError:
 
 
 def _not_allowed(kind: str, where: str, field: str, value: Any, context: Mapping[str, Any]) -> str:
-    """What is wrong with a value whose type is right; "" for an error that no field here makes."""
+    """The message for an invalid value of the right type; "" for an error type that no field here produces."""
     match kind:
         case "literal_error":
             choices = context["expected"].replace("'", "").replace(" or ", ", ")
@@ -72,14 +72,14 @@ def _not_allowed(kind: str, where: str, field: str, value: Any, context: Mapping
             return f"{where} must not be empty"
         case "too_long":
             entries = _ENTRIES.get(where, "entries")
-            return f"{where} may have {context['max_length']} {entries} at most, got {len(value)}"
+            return f"{where} may have at most {context['max_length']} {entries}, got {len(value)}"
         case "string_too_long":
             return f"{where} must have at most {context['max_length']} characters"
     return ""
 
 
 def _place(loc: Sequence[int | str]) -> tuple[str, str]:
-    """Which value is at fault (`stop[1]`), and the field that it is part of (`stop`)."""
+    """The location of the invalid value (`stop[1]`), and the field that it is part of (`stop`)."""
     if loc and loc[-1] == "[key]":
         loc = loc[:-2]
     if len(loc) > 1 and loc[0] == _UNNAMED:
@@ -88,9 +88,9 @@ def _place(loc: Sequence[int | str]) -> tuple[str, str]:
     for element in loc:
         if isinstance(element, int):
             where += f"[{element}]"
-        elif element.isdigit():  # a key: fields have names
+        elif element.isdigit():  # a key of an object: no field's name is a number
             where += f'["{element}"]'
-        elif not element.startswith("<"):  # the tag of a union's member
+        elif not element.startswith("<"):  # not the tag of a union's member
             field = where = f"{where}.{element}" if where else element
     return where, field
 
@@ -114,7 +114,10 @@ def _not_between(where: str, value: Any, field: str, context: Mapping[str, Any])
 
 
 def _not_integer(name: str, value: Any, low: int, high: int, param: str) -> WrongTypeError:
-    """Of a value that is not one, or has too many digits: such a one comes as a float, which has lost the last."""
+    """The error for a value that is not an integer, or is an integer with too many digits.
+
+    The JSON parser reads the latter as a float, which is rounded, so the message gives an approximate value.
+    """
     expected = f"an integer between {low} and {high}"
     if not isinstance(value, float):
         return wrong_type(name, expected, value, param)
@@ -123,11 +126,12 @@ def _not_integer(name: str, value: Any, low: int, high: int, param: str) -> Wron
 
 
 def no_object() -> WrongTypeError:
+    """The error for a body that is not a JSON object."""
     return WrongTypeError("the body must be a JSON object", param=None)
 
 
 def shown(value: Any) -> str:
-    """A value in an error message, cut short."""
+    """A value for an error message, shortened to about 60 characters."""
     if isinstance(value, list | dict):
         return f"{len(value)} entries"
     if isinstance(value, bool):
@@ -137,7 +141,7 @@ def shown(value: Any) -> str:
 
 
 def wrong_type(name: str, expected: str, value: Any, param: str = "") -> WrongTypeError:
-    """`name` says which value is at fault: a field, or an entry of the field `param`."""
+    """The error for a value of a wrong type. `name` is the value's location: a field, or an entry of field `param`."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer"}
     given = "null" if value is None else f"{names.get(type(value), 'a number')} ({shown(value)})"
     return WrongTypeError(f"{name} must be {expected}, not {given}", param=param or name)

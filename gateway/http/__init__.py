@@ -1,1 +1,1 @@
-"""The HTTP application: routes, access checks and the reading of bodies."""
+"""The HTTP application: routes, access checks and reading of request bodies."""

@@ -1,6 +1,7 @@
-"""What changes the cluster, one endpoint an order of `ORDERS`. For holders of the cluster's admin key only.
+"""Endpoints that change the cluster, one for each entry of `ORDERS`. They require the cluster's admin key.
 
-The key lies in the cluster's record, which only its user can read; `alignedserve scale`, `restart` and `stop` send it.
+The key is in the cluster's record file, which only the cluster's user can read. `alignedserve scale`, `restart` and
+`stop` send it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MAX_BODY_BYTES = 4096
 
 
 class NotAdminError(RequestError):
+    """The admin key is missing or wrong."""
+
     code = "admin_key_required"
     http_status = 403
 
@@ -41,12 +44,12 @@ def check_key(scope: Scope, admin_key: str) -> None:
     """Raises NotAdminError unless the request has the admin key."""
     given = next((value for name, value in scope["headers"] if name == ADMIN_HEADER.encode()), b"")
     if not hmac.compare_digest(given, admin_key.encode()):
-        message = f"this needs the cluster's admin key in {ADMIN_HEADER}; `alignedserve` has it where the cluster runs"
+        message = f"this needs the cluster's admin key in {ADMIN_HEADER}; use `alignedserve` on the cluster's machine"
         raise NotAdminError(message)
 
 
 def admin_endpoints(supervisor: SupervisorClient, admin_key: str) -> dict[str, App]:
-    """The ASGI endpoint of every order, by its path. What the cluster cannot do is answered with 409."""
+    """The ASGI endpoint of every order, by path. An order that the cluster cannot carry out is answered with 409."""
     bodies = BodyReader(MAX_BODY_BYTES)
 
     def endpoint(order: Order) -> App:

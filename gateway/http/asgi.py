@@ -1,4 +1,4 @@
-"""ASGI without ceremony: JSON answers, and word of a client that went away."""
+"""Helpers for plain ASGI: JSON bodies and responses, error responses, and detection of client disconnects."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 IGNORED_HEADER = "x-alignedserve-ignored-fields"
 _MAX_NAME = 64
-_MAX_NAMES = 2048  # characters of the header; proxies refuse answers whose headers are long
+_MAX_NAMES = 2048  # characters of the header; proxies refuse responses with long headers
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before it was answered."""
+    """The client closed its connection before it got an answer."""
 
 
 def parse_json(body: bytes) -> Any:
-    """Strict JSON: no NaN, no infinity, no lone surrogates, 1,024 levels at most."""
+    """Parses strict JSON: no NaN, no infinity, no lone surrogates, at most 1,024 levels. Raises MalformedJsonError."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -40,7 +40,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """Names of fields that nobody read. They are the client's own words, so they are quoted and cut."""
+    """The header that names ignored fields. The names come from the client, so they are quoted and truncated."""
     shown: list[str] = []
     room = _MAX_NAMES
     for name in names:
@@ -75,14 +75,14 @@ async def send_error(send: Send, error: AlignedServeError, headers: Mapping[str,
 
 
 def report(error: BaseException) -> AlignedServeError:
-    """The error that the client sees; a bug of ours goes to the log with its traceback."""
+    """The error that the client gets. An error of another type is a bug: it is logged with its traceback."""
     if not isinstance(error, AlignedServeError):
         logger.error("a request failed", exc_info=error)
     return as_error(error)
 
 
 class DisconnectWatch:
-    """Knows when the client has gone away; to be entered once its body has been read. `on_gone` is called then."""
+    """Detects that the client has disconnected, and then calls `on_gone`. Enter it after the body has been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -99,7 +99,7 @@ class DisconnectWatch:
             self._task.cancel()
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when the client goes away. Raises ClientGoneError then."""
+        """The result of `work`. When the client disconnects, `work` is cancelled and ClientGoneError raised."""
         task = asyncio.get_running_loop().create_task(work)
         self.on_gone = task.cancel
         try:

@@ -1,4 +1,4 @@
-"""Reading request bodies: how slow a client may be, and how much may be held of bodies that have not come whole."""
+"""Reads request bodies, with limits on how slow a client may be and on the memory that partial bodies may take."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from alignedserve.gateway.http.pacing import LARGE_BYTES, Pace
 
 NO_PROGRESS_S = 5.0
 AVERAGE_S = 10.0
-LEAST_BYTES_S = 1024.0  # on average over any AVERAGE_S
-SMALL_BYTES = LARGE_BYTES  # a body of that size finds room however much others hold
+LEAST_BYTES_S = 1024.0  # bytes a second, on average over any AVERAGE_S
+SMALL_BYTES = LARGE_BYTES  # bodies up to this size are read however much memory other bodies take
 MOST_PARTIAL_BYTES = 256 << 20
-REST_S = 0.05  # so long a refusal waits for the rest of a body, which mostly comes right behind the head
+REST_S = 0.05  # how long a refusal waits for the rest of a body, which usually follows the head at once
 _TOO_SLOW = 408
 
 
 class SlowBodyError(RequestError):
-    """The rest of the body did not come in time."""
+    """The rest of the body did not arrive in time."""
 
     code = "request_timeout"
     http_status = _TOO_SLOW
 
 
 class _Coming:
-    """A body piece by piece, as long as it comes fast enough; `size` bytes so far, and it is `whole` or not."""
+    """Reads a body in pieces while they arrive fast enough. `size`: bytes so far; `whole`: all have arrived."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -36,22 +36,22 @@ class _Coming:
         self.whole = False
 
     async def next(self) -> bytes:
-        """Raises SlowBodyError, ClientGoneError."""
+        """The next piece. Raises SlowBodyError, ClientGoneError."""
         wait_s = min(NO_PROGRESS_S, self._due_s - self._clock())
         try:
             async with asyncio.timeout(wait_s):
                 message = await self._receive()
         except TimeoutError:
             why = (
-                f"nothing of it came for {NO_PROGRESS_S:g} s"
+                f"no data for {NO_PROGRESS_S:g} s"
                 if wait_s == NO_PROGRESS_S
-                else f"fewer than {LEAST_BYTES_S:g} bytes a second came for {AVERAGE_S:g} s"
+                else f"fewer than {LEAST_BYTES_S:g} bytes a second over {AVERAGE_S:g} s"
             )
-            raise SlowBodyError(f"the request body came too slowly: {why}") from None
+            raise SlowBodyError(f"the request body arrived too slowly: {why}") from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         piece: bytes = message.get("body", b"")
-        # A fast beginning buys no slow end.
+        # A fast start extends the deadline by at most AVERAGE_S from now.
         self._due_s = min(self._due_s + len(piece) / LEAST_BYTES_S, self._clock() + AVERAGE_S)
         self.size += len(piece)
         self.whole = not message.get("more_body", False)
@@ -59,8 +59,9 @@ class _Coming:
 
 
 class BodyReader:
-    """Reads the bodies of one gateway. `partial_bytes` are held of bodies that have not come whole, or wait for the
-    pace: what is not read at once, Serve reads for us and holds without a bound.
+    """Reads the bodies of one gateway. `partial_bytes`: bytes of bodies that are incomplete or wait for their turn.
+
+    Bodies are read even while they wait: Serve would buffer unread bytes itself, without a limit.
     """
 
     def __init__(self, limit_bytes: int, most_partial_bytes: int = MOST_PARTIAL_BYTES) -> None:
@@ -70,8 +71,11 @@ class BodyReader:
         self.partial_bytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body, once its turn has come where it is large. Raises TooLargeError as soon as it is known to be
-        over the limit, SlowBodyError, OverloadedError where too much is held of others, ClientGoneError."""
+        """The whole body. A large body waits for its turn (`Pace`).
+
+        Raises TooLargeError as soon as the body is known to exceed the limit, SlowBodyError, ClientGoneError, and
+        OverloadedError if partial bodies take too much memory or too many large requests are waiting.
+        """
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > self._limit_bytes:
                 raise too_large(self._limit_bytes)
@@ -93,14 +97,17 @@ class BodyReader:
             self.partial_bytes -= coming.size
 
     async def _discard(self, rest: _Coming) -> None:
-        """Hold nothing of it. Returns when it has come whole or too slowly, or is over the limit."""
+        """Reads and drops the rest. Returns when it is complete, too slow or over the limit, or the client is gone."""
         with contextlib.suppress(SlowBodyError, ClientGoneError):
             while not rest.whole and rest.size <= self._limit_bytes:
                 await rest.next()
 
     def closing_where_unread(self, app: App) -> App:
-        """`app`, whose answers before a body has come whole end the connection. The rest is discarded first, so that
-        the client reads the answer; but not for as long as it likes."""
+        """Wraps `app` so that an answer sent before the whole body has arrived closes the connection.
+
+        The rest of the body is read and dropped first, so that the client reads the answer. The limits on slow and
+        large bodies apply.
+        """
 
         async def closing(scope: Scope, receive: Receive, send: Send) -> None:
             headers = dict(scope.get("headers", ()))
@@ -121,8 +128,8 @@ class BodyReader:
             async def sending(message: Message) -> None:
                 nonlocal rest, status
                 if unread and message["type"] == "http.response.start":
-                    status, rest = message["status"], _Coming(reading)  # its time begins now
-                    if status != _TOO_SLOW and b"expect" not in headers:  # a client that asks first is answered at once
+                    status, rest = message["status"], _Coming(reading)  # its time limits start now
+                    if status != _TOO_SLOW and b"expect" not in headers:  # "Expect: 100-continue" is answered at once
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(REST_S):
                                 await self._discard(rest)
@@ -140,4 +147,5 @@ class BodyReader:
 
 
 def too_large(limit_bytes: int) -> TooLargeError:
+    """The error for a body of more than `limit_bytes`."""
     return TooLargeError(f"the body is over the limit of {limit_bytes / (1 << 20):g} MiB (gateway.max_body_mib)")

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions: from the body to the last event."""
+"""POST /v1/completions and /v1/chat/completions, from the request body to the last event of the response."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from alignedserve.gateway.ledger.ledger import Ledger
 from alignedserve.gateway.reply.replies import Reply
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
-REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy sets an x-request-id of its own
+REQUEST_ID_HEADER = "x-alignedserve-request-id"  # Serve's proxy already sets x-request-id
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -43,7 +43,7 @@ def event(value: Any) -> bytes:
 
 
 class GenerateEndpoint:
-    """An ASGI application for one of the two. `parse` and `plan` raise the errors that the client gets."""
+    """The ASGI application of one of the two endpoints. `parse` and `plan` raise the errors that the client gets."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GenerateEndpoint:
             except Exception as error:
                 await self._refuse(send, error)
                 return
-            del body  # an answer may take long
+            del body  # frees its memory: the answer may take a long time
             logs.request_id.set(call.plan.id)
             watch.on_gone = lambda: self._gone(call)
             if watch.gone:
@@ -100,7 +100,7 @@ class GenerateEndpoint:
 
     def _gone(self, call: Call) -> None:
         self._ledger.close(call)
-        call.fail(CancelledError("the client went away"))
+        call.fail(CancelledError("the client disconnected"))
 
     async def _answer(self, call: Call, send: Send, headers: Mapping[str, str], watch: DisconnectWatch) -> None:
         reply = self._reply(call, self._model, self._ledger.end)
@@ -120,7 +120,7 @@ class GenerateEndpoint:
     async def _stream(
         self, call: Call, reply: Reply, send: Send, headers: Mapping[str, str], watch: DisconnectWatch
     ) -> None:
-        """The status line waits for the first tokens: until then an error has a status of its own."""
+        """Streams the reply. The status line is sent with the first tokens: an earlier error has its own status."""
         try:
             deltas = await call.next()
         except Exception as error:

@@ -1,5 +1,6 @@
-"""What is asked of a call before anything of its body is read: an API key, around HTTP endpoints and in front of a gRPC
-server's methods; and of what is posted, headers that say what it is."""
+"""Checks before a request's body is read: the API key, for HTTP endpoints and for a gRPC server's methods, and the
+content headers of POST requests.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from alignedserve.gateway.http.asgi import App, Receive, Scope, Send, send_error
 from alignedserve.gateway.ledger.calls import caller
 
 _JSON = b"application/json"
-_BROWSERS = (b"origin", b"sec-fetch-site")  # pages cannot leave them out where they post to another site
+_BROWSERS = (b"origin", b"sec-fetch-site")  # a browser adds them when a page posts to another site
 
 
 def guarded(app: App, keys: ApiKeys) -> App:
-    """`app`, for those only who send a key; others are answered before anything of their body is read."""
+    """Wraps `app` to require an API key. A request without a known key is answered with 401, its body unread."""
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -35,7 +36,7 @@ def guarded(app: App, keys: ApiKeys) -> App:
 
 
 def posted(app: App) -> App:
-    """`app`, for bodies that are not encoded, and from pages those only for which browsers ask first."""
+    """Wraps `app` to refuse, with 415, requests for which `check_media` raises UnsupportedMediaTypeError."""
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -49,11 +50,11 @@ def posted(app: App) -> App:
 
 
 def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises UnsupportedMediaTypeError for an encoded body, and for a page's that is not said to be JSON.
+    """Raises UnsupportedMediaTypeError for an encoded body, and for a web page's request whose type is not JSON.
 
-    Any page may post text and forms to any address that its reader reaches, loopback too; for JSON the browser asks
-    first (a preflight), and nobody here says yes. What has no body (a cancel, a stop) does as much, so it is asked for
-    the header, too.
+    A web page may post text and forms to any address that the user's browser reaches, loopback included. For JSON the
+    browser first sends a preflight request, which this server does not accept. POST requests without a body (a cancel,
+    a stop) need the header for the same reason.
     """
     kinds: list[bytes] = []
     from_page = False
@@ -69,15 +70,15 @@ def check_media(headers: Iterable[tuple[bytes, bytes]]) -> None:
             from_page = True
     if from_page and [kind.partition(b";")[0].strip().lower() for kind in kinds] != [_JSON]:
         given = shown(b", ".join(kinds).decode("latin-1")) if kinds else "nothing"
-        message = f"what a web page sends (it has an Origin) needs Content-Type application/json; it says {given}"
+        message = f"a web page's request (it has an Origin) needs Content-Type application/json, got {given}"
         raise UnsupportedMediaTypeError(message)
 
 
-SERVES_OWN = "/ray.serve.RayServeAPIService/"  # which load balancers call without a key
+SERVES_OWN = "/ray.serve.RayServeAPIService/"  # Serve's own service: load balancers call it without a key
 
 
 class ApiKeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Ends every call that carries no key, but those of SERVES_OWN, before its message is read."""
+    """Refuses every call without a known API key before its message is read. Calls of SERVES_OWN need no key."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys

@@ -1,4 +1,4 @@
-"""The HTTP application: a Starlette router over plain ASGI endpoints. Errors of routing are JSON objects too."""
+"""The HTTP application: a Starlette router over plain ASGI endpoints. Routing errors are returned as JSON objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from alignedserve.gateway.reply.openai_replies import ChatReply, CompletionReply
 
 
 class _Endpoint:
-    """Starlette takes a function for a request handler and anything else for an ASGI application."""
+    """An object around a function: Starlette treats functions as request handlers, objects as ASGI applications."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -87,7 +87,7 @@ def build_app(config: GatewayConfig, ledger: Ledger, intake: Intake, server: Ope
         middleware=[Middleware(bodies.closing_where_unread)],
         exception_handlers={HTTPException: _routing_error, Exception: _failure},
     )
-    app.router.redirect_slashes = False  # to whatever host the client names, and without a key
+    app.router.redirect_slashes = False  # they go to the host that the client named, and skip the key check
     return app
 
 
@@ -97,7 +97,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         kind: AlignedServeError = MethodNotAllowedError(f"{where} is not allowed")
     else:
-        kind = NotFoundError(f"{where} does not exist; /openapi.json lists what does")
+        kind = NotFoundError(f"{where} does not exist; /openapi.json lists all endpoints")
     return _json_response(kind, error.headers)
 
 

@@ -1,4 +1,4 @@
-"""The description of the HTTP API, made from the same models that requests are checked against."""
+"""The OpenAPI document of the HTTP API, generated from the models that validate requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _reply_schemas() -> dict[str, Schema]:
     tail = {
         "prompt_token_ids": {
             "type": "array",
-            "description": "With return_token_ids; a list a prompt where there are several.",
+            "description": "With return_token_ids. One list of token ids, or one list for each of several prompts.",
         },
         "timings": _ref("Timings"),
     }
@@ -135,30 +135,30 @@ def _json(name: str, description: str) -> Schema:
     return {"description": description, "content": {"application/json": {"schema": _ref(name)}}}
 
 
-_NO_KEY = "No API key, or none that is known here."
+_NO_KEY = "The API key is missing or unknown."
 _NOT_JSON = (
-    "The body is encoded; or a web page sends it (there is an Origin), and the Content-Type is not application/json."
+    "The body is encoded, or a web page sent the request (it has an Origin) without Content-Type application/json."
 )
-_ORDER_ERRORS = {"403": "The admin key is missing or wrong.", "409": "The cluster cannot do that."}
+_ORDER_ERRORS = {"403": "The admin key is missing or wrong.", "409": "The cluster cannot carry out the order."}
 _ERRORS = {
-    "400": "Malformed, of a wrong type, out of range, too long, or not supported.",
+    "400": "The request is malformed, too long or not supported, or a value has a wrong type or is out of range.",
     "401": _NO_KEY,
-    "404": "No such model.",
+    "404": "The model does not exist.",
     "408": "timeout_s has passed.",
     "413": "The body is over the limit.",
     "415": _NOT_JSON,
-    "429": "No room now; Retry-After says when there may be.",
-    "499": "Cancelled.",
-    "500": "A failure of the server.",
+    "429": "The cluster is full; Retry-After says when to try again.",
+    "499": "The request was cancelled.",
+    "500": "The server failed.",
     "502": "The gateway ended before it had answered.",
-    "503": "A role that is needed is not there; Retry-After says when it may be.",
+    "503": "A required role is unavailable; Retry-After says when to try again.",
 }
 
 
 def _generate(request: str, reply: str, summary: str) -> Schema:
     answer = {
-        "description": "The reply; with stream, chunks of it as server-sent events, then `data: [DONE]`. A failure in "
-        'the middle of a stream is `data: {"error": …}`, the last event.',
+        "description": "The reply. With stream, its chunks as server-sent events, then `data: [DONE]`. If the request "
+        'fails after the first chunk, the last event is `data: {"error": …}`.',
         "content": {
             "application/json": {"schema": _ref(reply)},
             "text/event-stream": {"schema": {**_object({"data": _STRING}, ["data"]), "description": "Each event."}},
@@ -173,7 +173,7 @@ def _order(request: str, reply: str, summary: str) -> Schema:
     key = {"name": ADMIN_HEADER, "in": "header", "required": True, "schema": _STRING}
     body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     errors = {status: _json("Error", description) for status, description in {**_ERRORS, **_ORDER_ERRORS}.items()}
-    answers = {"200": _json(reply, "It is under way."), **errors}
+    answers = {"200": _json(reply, "The order was accepted."), **errors}
     return {"post": {"summary": summary, "parameters": [key], "requestBody": body, "responses": answers}}
 
 
@@ -182,7 +182,7 @@ def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
 
 
 def _guard(paths: dict[str, Any], keys_wanted: bool) -> Schema:
-    """Say of each path whether it asks for an API key; what the document says of keys as a whole."""
+    """Marks in `paths` which paths need an API key. Returns the document's `security` entry."""
     for path, item in paths.items():
         for method in item.keys() & {"get", "post"}:
             if path in OPEN_PATHS:
@@ -195,10 +195,10 @@ def _guard(paths: dict[str, Any], keys_wanted: bool) -> Schema:
 
 @cache
 def openapi_json(keys_wanted: bool = False) -> bytes:
-    """The OpenAPI 3.1 document, as `GET /openapi.json` gives it; `keys_wanted`: the server asks for API keys."""
+    """The OpenAPI 3.1 document that `GET /openapi.json` returns. `keys_wanted`: the server requires API keys."""
     model_id = {"name": "model_id", "in": "path", "required": True, "schema": _STRING}
     request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": _STRING}}}
+    text = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": _STRING}}}
     paths: dict[str, Any] = {
         "/v1/completions": _generate("CompletionRequest", "Completion", "Complete prompts"),
         "/v1/chat/completions": _generate("ChatRequest", "ChatCompletion", "Answer a conversation"),
@@ -206,43 +206,45 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
             "post": {
                 "summary": "Cancel a running request by the x-alignedserve-request-id of its answer",
                 "responses": {
-                    "200": _json("Cancelled", "It has ended; its own client gets an error."),
-                    "403": _json("Error", "An admin key was sent, and it is not this cluster's."),
-                    "404": _json("Error", "No such request is running, or it came with another API key."),
+                    "200": _json("Cancelled", "The request was cancelled; its client gets an error."),
+                    "403": _json("Error", "The request has an admin key that is not this cluster's."),
+                    "404": _json("Error", "No such request is running, or it was sent with another API key."),
                     "415": _json("Error", _NOT_JSON),
                 },
             },
             "parameters": [request_id],
         },
-        "/v1/models": _get("List models", ("200", _json("ModelList", "All models that are served."))),
+        "/v1/models": _get("List models", ("200", _json("ModelList", "All served models."))),
         "/v1/models/{model_id}": {
             **_get(
-                "One model",
+                "Describe a model",
                 ("200", _json("Model", "The model.")),
-                ("404", _json("Error", "No such model.")),
+                ("404", _json("Error", "The model does not exist.")),
             ),
             "parameters": [model_id],
         },
         "/health": _get(
-            "Can it serve?",
-            ("200", _json("Health", "Each role has a ready instance.")),
-            ("503", _json("Health", "What is missing.")),
+            "Check whether the cluster can serve",
+            ("200", _json("Health", "The cluster can serve requests.")),
+            ("503", _json("Health", "The cluster cannot serve requests; `missing` says why.")),
         ),
-        "/live": _get("Is the gateway alive?", ("200", _json("Live", "It is."))),
-        "/metrics": _get("Metrics of the whole cluster", ("200", text)),
+        "/live": _get("Check whether the gateway is alive", ("200", _json("Live", "The gateway is alive."))),
+        "/metrics": _get("Get the metrics of the whole cluster", ("200", text)),
         "/alignedserve/integrity": _get(
-            "Do the books add up?",
-            ("200", _json("Integrity", "Every store and book, recounted now.")),
+            "Check the accounting of every process",
+            ("200", _json("Integrity", "The state of every process, recounted now.")),
             ("503", _json("Error", "The supervisor cannot be reached.")),
         ),
-        "/alignedserve/status": _get("Every process", ("200", _json("Status", "Who runs, and what each holds."))),
-        "/alignedserve/scale": _order("ScaleRequest", "Scale", "Have another number of instances"),
-        "/alignedserve/restart": _order("RestartRequest", "Restart", "Replace every process, one after the other"),
-        "/alignedserve/stop": _order("StopRequest", "Stop", "Take no more requests, and end"),
+        "/alignedserve/status": _get(
+            "List all processes", ("200", _json("Status", "All processes and what each holds."))
+        ),
+        "/alignedserve/scale": _order("ScaleRequest", "Scale", "Change the number of instances"),
+        "/alignedserve/restart": _order("RestartRequest", "Restart", "Replace processes, one after the other"),
+        "/alignedserve/stop": _order("StopRequest", "Stop", "Drain the cluster and end it"),
     }
     document = {
         "openapi": "3.1.0",
-        "info": {"title": "AlignedServe", "version": __version__, "description": "OpenAI's API, from a cluster."},
+        "info": {"title": "AlignedServe", "version": __version__, "description": "An OpenAI-compatible API."},
         **_guard(paths, keys_wanted),
         "paths": paths,
         "components": {

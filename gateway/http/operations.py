@@ -1,4 +1,4 @@
-"""The endpoints beside generation: models, health, metrics, status."""
+"""The endpoints other than generation: models, cancel, health, metrics, status, integrity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Operator(Protocol):
-    """What these endpoints ask of the server around them."""
+    """What these endpoints need from the gateway's server."""
 
     model: ServedModel
     supervisor: SupervisorClient
@@ -62,7 +62,7 @@ class Operations:
         await send_json(send, model_card(self._operator.model))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One of the API key's own; with the cluster's admin key, whoever's it is."""
+        """Cancels a request that was sent with the same API key or, with the cluster's admin key, with any key."""
         request_id = scope["path_params"]["request_id"]
         if shows_key(scope):
             try:

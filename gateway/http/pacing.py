@@ -1,4 +1,4 @@
-"""Large requests share what they may cost: clients that send many wait, and others are served as if there were none."""
+"""Limits the rate at which large requests are read, so that they do not delay small requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ LARGE_BYTES = 64 << 10  # smaller requests do not wait
 BYTES_S = 8 << 20
 BURST_BYTES = 8 << 20
 MOST_WAITING_BYTES = 256 << 20
-_GRAIN_S = 0.05  # less is not waited for: waking up has its price, too
+_GRAIN_S = 0.05  # shorter waits are skipped: a wake-up costs time as well
 
 
 class Pace:
-    """So many bytes of large requests are taken in a second. Reading 4 MiB of JSON takes 10 to 30 ms of the event loop,
-    so this is a twentieth of its time; two million tokens of text a second are more than anybody's prompts.
+    """Limits large requests to `bytes_s` bytes a second, after a burst of `burst_bytes`.
+
+    Reading 4 MiB of JSON takes 10 to 30 ms of the event loop, so the default limit takes about a twentieth of its time.
+    It allows about two million tokens of text a second, which is more than a gateway's clients need.
     """
 
     def __init__(
@@ -27,15 +29,16 @@ class Pace:
         self._paid_until_s = 0.0
 
     async def take(self, size: int) -> None:
-        """Returns once a request of `size` bytes may be taken: at once, after a while in which few were.
+        """Returns when a request of `size` bytes may be read; immediately if few bytes were taken recently.
 
-        Who is cancelled while it waits has taken nothing. Raises OverloadedError where too much waits already.
+        A request that is cancelled while it waits takes none of the rate. Raises OverloadedError if large requests of
+        more than `most_waiting_bytes` would be waiting.
         """
         now_s = asyncio.get_running_loop().time()
         cost_s = size / self._bytes_s
         due_s = max(self._paid_until_s, now_s - self._burst_s) + cost_s
         if due_s > now_s + self._longest_s:
-            message = "too many large requests wait at this gateway; try again later"
+            message = "too many large requests are waiting at this gateway; try again later"
             raise OverloadedError(message, retry_after_s=due_s - now_s - self._longest_s)
         self._paid_until_s = due_s
         if due_s > now_s + _GRAIN_S:

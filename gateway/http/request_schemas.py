@@ -1,4 +1,4 @@
-"""JSON schemas of request bodies, from the models that check them."""
+"""JSON schemas of request bodies, generated from the models that validate them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from alignedserve.gateway.body.requests import ChatRequest, CompletionRequest, U
 Schema = dict[str, Any]
 
 _BODY = (
-    "Null means: not given. Unknown fields are ignored and named in the header x-alignedserve-ignored-fields; these "
-    f"are refused where they ask for something: {', '.join(refused_names())}."
+    "A field that is null counts as absent. Unknown fields are ignored and named in the header "
+    "x-alignedserve-ignored-fields. These fields are refused, unless their value has no effect: "
+    f"{', '.join(refused_names())}."
 )
-_UNREAD = "Accepted, and not read."
+_UNREAD = "Accepted and ignored."
 
 
 class _Generate(GenerateJsonSchema):
-    """Without titles, and with null for any field that may be left out."""
+    """Generates schemas without titles. Optional fields may be null."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -53,7 +54,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def request_schemas() -> dict[str, Schema]:
-    """Every component that request bodies are described by."""
+    """All components that describe request bodies, by name."""
     kinds = (CompletionRequest, ChatRequest)
     _, found = models_json_schema(
         [(kind, "validation") for kind in kinds],

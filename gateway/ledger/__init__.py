@@ -1,1 +1,1 @@
-"""Every open request, from its submission to its last token, whatever fails behind the gateway."""
+"""Keeps every open request from its submission to its last token, and submits it again after a failure."""

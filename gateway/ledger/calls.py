@@ -1,4 +1,4 @@
-"""A client's call and its answers, as the gateway keeps them: everything needed to ask for the rest again."""
+"""A client's call and its answers, as the gateway keeps them: all that is needed to submit the rest again."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 CallName = tuple[bytes, str]
 
-# The hash of the API key that the current request came with; b"" where none is asked for.
+# The hash of the current request's API key; b"" if no key is required.
 caller: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class AnswerState(enum.Enum):
-    """Where an answer is, as far as its gateway knows.
+    """The state of an answer, as far as its gateway knows.
 
     UNSENT → SUBMITTED → RUNNING → ENDED; a loss leads back to UNSENT. Every state may lead to ENDED.
     """
 
     UNSENT = "unsent"  # the scheduler does not have it (in this epoch)
-    SUBMITTED = "submitted"  # sent; no token of this epoch has come
+    SUBMITTED = "submitted"  # sent; no token of this epoch has arrived
     RUNNING = "running"
     ENDED = "ended"
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer to one prompt: a request of the cluster. `tokens` are all that were delivered, in whatever epoch and
-    by whichever gateway.
+    """One answer to one prompt: a request of the cluster. `tokens`: all tokens that were delivered, in any epoch and by
+    any gateway.
     """
 
     call: Call
@@ -59,15 +59,15 @@ class Answer:
     group_id: str
     epoch: int = 0
     sent_epoch: int | None = None
-    sent_s: float = 0.0  # when (time.monotonic)
-    group_size: int = 1  # of the answers that it was sent with
+    sent_s: float = 0.0  # when it was sent (time.monotonic)
+    group_size: int = 1  # number of answers that were sent together, this one included
     state: AnswerState = AnswerState.UNSENT
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     setbacks: int = 0  # losses since the last token
     prompt_scored: bool = False
-    heard_s: float = 0.0  # when it was sent, or something was heard of it last (time.monotonic)
-    first_token_s: float = 0.0  # these three: time.monotonic; 0 while there is none
+    heard_s: float = 0.0  # when it was sent, or its last event arrived (time.monotonic)
+    first_token_s: float = 0.0  # these three: time.monotonic; 0 while the token has not arrived
     second_token_s: float = 0.0
     last_token_s: float = 0.0
     early: list[EarlyEvent] = field(default_factory=list)  # of this epoch
@@ -89,7 +89,7 @@ class Answer:
         self.state = AnswerState.UNSENT
 
     def next_early(self) -> EarlyEvent | None:
-        """Takes out an event that waited for its predecessors, if they are all here."""
+        """Removes and returns an event that waited for earlier tokens, if all of these have arrived; else None."""
         if self.early and not self.ended:
             for number, early in enumerate(self.early):
                 if early.event.position <= len(self.tokens):
@@ -97,7 +97,7 @@ class Answer:
         return None
 
     def note_instance(self, role: str, sender_id: str, prefill_id: str, decode_id: str) -> None:
-        """Who served it: what the event says, else who sent it."""
+        """Notes the instances that served the request: those that the event names, else its sender."""
         if role == "prefill":
             self.prefill_id = prefill_id or sender_id
         else:
@@ -105,27 +105,27 @@ class Answer:
             self.decode_id = decode_id or sender_id
 
     def note_tokens(self, now_s: float) -> None:
-        """New tokens have come; they are in `tokens`."""
+        """Notes the time of new tokens, which are already in `tokens`."""
         self.first_token_s = self.first_token_s or now_s
         if len(self.tokens) > 1:
             self.second_token_s = self.second_token_s or now_s
         self.last_token_s = now_s
 
     def finished_unsaid(self) -> FinishReason | None:
-        """How it ended, where all its tokens are there and only the word that it has ended was lost."""
+        """The finish reason if all tokens have arrived, and only the report of the end was lost; else None."""
         sampling = self.sampling
         if self.tokens and self.tokens[-1] in sampling.end_token_ids and len(self.tokens) > sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= sampling.max_tokens else None
 
     def sent(self) -> None:
-        """The scheduler has been told of it."""
+        """The answer has been submitted to the scheduler."""
         self.state = AnswerState.SUBMITTED
         self.sent_epoch = self.epoch
         self.sent_s = self.heard_s = time.monotonic()
 
     def head(self, gateway_id: str, group_size: int) -> pb.RequestHead:
-        """What the scheduler is told of it, and of how many answers it is sent with."""
+        """The submission to the scheduler. `group_size`: number of answers sent together, this one included."""
         self.group_size = group_size
         return pb.RequestHead(
             key=key_to_proto(self.key),
@@ -145,7 +145,7 @@ class Answer:
         return group if self.group_size > 1 else f"{group}#{self.index}"
 
     def spec(self, gateway_id: str, address: str, *, with_prompt: bool) -> RequestSpec:
-        """What a worker is told of it: in a later epoch it goes on after the tokens that were delivered."""
+        """The specification for a worker. In a later epoch it continues after the tokens that were delivered."""
         sampling = replace(self.sampling, prompt_logprobs=None) if self.prompt_scored else self.sampling
         plan, arrival_ns = self.call.plan, _unix_ns(self.call.arrival_s)
         return RequestSpec(
@@ -165,13 +165,13 @@ class Answer:
 
 
 def _unix_ns(monotonic_s: float) -> int:
-    """By the clock of now, which may have been set since."""
+    """A `time.monotonic` value as Unix time in nanoseconds, by the system clock's present setting."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one answer since its reader last looked."""
+    """The new part of one answer since its reader last took one."""
 
     answer: Answer
     token_ids: list[int] = field(default_factory=list)
@@ -187,10 +187,10 @@ class Delta:
 
 
 class Call:
-    """The answers to one client call, and what its reader has not taken yet.
+    """The answers to one client call, and the deltas that its reader has not taken yet.
 
-    It belongs to the API key that it came with: nobody else's cancel or resumption finds it, whatever id it has.
-    What piles up while the reader is slow is one Delta an answer: no more than the bytes of the answer itself.
+    A call belongs to the API key that it was sent with. Cancels and resumptions with another key do not find it, even
+    with the same id. While the reader is slow, one Delta is kept for each answer, no larger than the answer itself.
     """
 
     def __init__(self, plan: CallPlan) -> None:
@@ -220,7 +220,7 @@ class Call:
             sampling=prompt.sampling.with_seed(derive_seed(prompt.sampling.seed, number)),
             request_id=f"{plan.internal_id}-{index}",
             group_id=f"{plan.internal_id}-g{index - number}",
-            # What has tokens already is not refused for load.
+            # In a later epoch the scheduler does not refuse a request because of load.
             epoch=1 if any(delivered.token_ids for delivered in plan.resume) else 0,
         )
 
@@ -243,7 +243,7 @@ class Call:
         prompt_logprobs: Sequence[TokenLogprobs] = (),
         finish: FinishReason | None = None,
     ) -> None:
-        """Something new of an answer; its reader wakes up."""
+        """Adds new tokens or the end of an answer, and wakes the reader."""
         delta = self._pending.get(answer.index)
         if delta is None:
             delta = self._pending[answer.index] = Delta(answer)
@@ -256,7 +256,7 @@ class Call:
         self.wake()
 
     def fail(self, error: AlignedServeError) -> None:
-        """The call as a whole has failed; the reader hears of it after what came before."""
+        """The whole call has failed. `next` raises the first such error after the deltas that came before it."""
         if self.error is None:
             self.error = error
         self.wake()
@@ -266,9 +266,9 @@ class Call:
             self._waiter.set_result(None)
 
     async def next(self) -> list[Delta]:
-        """What is new, of all answers; [] once everything has been taken. Raises the error that ended the call.
+        """Waits for new deltas of any answers; [] once all have been taken. Raises the error that ended the call.
 
-        For one reader at a time.
+        Only one reader may wait at a time.
         """
         while not self._pending:
             if self.error is not None:

@@ -1,4 +1,4 @@
-"""What is let in at all: a request that the scheduler would refuse for load is refused before its body is read."""
+"""Refuses requests before their bodies are read, if the scheduler would refuse them because of load."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from alignedserve.gateway.metrics import GatewayMetrics
 
 HOLD_HEADER = "x-alignedserve-hold"
 LEAST_AGAIN_S = 0.02
-MOST_AGAIN_S = 1.0  # a gateway that heard nothing for so long lets one through, whatever was predicted
+MOST_AGAIN_S = 1.0  # a gateway without news for so long lets one request through, whatever was predicted
 
 
 class Intake:
-    """What the scheduler said last of its room, less what was let in since; and how many are being read right now.
+    """The room that the scheduler last reported, less the requests accepted since, and the number of calls being read.
 
-    The scheduler decides in the end, with the request's true size: this only keeps what is hopeless from costing
-    anything. Without a scheduler nobody is held back here.
+    The scheduler makes the final decision with the request's actual size. The intake only saves the cost of reading
+    requests that would be refused. Without a scheduler it refuses no request because of the scheduler's load.
     """
 
     def __init__(self, max_calls: int, metrics: GatewayMetrics) -> None:
@@ -28,22 +28,27 @@ class Intake:
         self._requests = 0
         self._retry_s = 0.0
         self._again_at_s = 0.0
-        self.reading = 0  # calls that have come whole, and are not in the ledger yet
+        self.reading = 0  # calls whose bodies have been read, and that are not in the ledger yet
 
     def tell(self, requests: int, again_s: float, *, limited: bool) -> None:
-        """The scheduler's news: so many more requests; where none, one in `again_s`."""
+        """The scheduler's report: it accepts `requests` more requests, or, if 0, one more in `again_s` seconds.
+
+        If not `limited`, it accepts any number.
+        """
         self._limited = limited
         self._requests = requests
         self._retry_s = again_s
         self._again_at_s = time.monotonic() + min(MOST_AGAIN_S, max(LEAST_AGAIN_S, again_s))
 
     def forget(self) -> None:
-        """There is no scheduler, so nobody knows."""
+        """There is no scheduler, so its room is unknown: no request is refused because of it."""
         self._limited = False
 
     def check(self, held: int) -> None:
-        """Before a body is read: raises OverloadedError where the call would be refused now. It takes no place, so
-        clients that send slowly keep none."""
+        """Before a body is read: raises OverloadedError if the call would be refused now.
+
+        `held`: requests in the ledger. It reserves no room, so a client that sends slowly occupies none.
+        """
         if held >= self._max_calls:
             self._refuse_full(held)
         if self._limited and self._requests <= 0 and (wait_s := self._again_at_s - time.monotonic()) > 0:
@@ -51,10 +56,10 @@ class Intake:
 
     @contextlib.contextmanager
     def admit(self, held: int, *, again: bool = False) -> Iterator[None]:
-        """Around the checking and tokenising of one call that has come whole, while the ledger holds `held` requests.
+        """Encloses validation and tokenisation of one call whose body has been read. `held`: requests in the ledger.
 
-        `again`: it goes on with a call that was accepted before, so load is no reason to refuse it. Raises
-        OverloadedError where it is not to be read.
+        `again`: it resumes a call that was accepted before, so it is not refused because of the scheduler's load.
+        Raises OverloadedError if the call is refused.
         """
         if held + self.reading >= self._max_calls:
             self._refuse_full(held + self.reading)
@@ -67,7 +72,7 @@ class Intake:
             self.reading -= 1
 
     def hold_header(self) -> dict[str, str]:
-        """For a refusal, while every other request would be refused too: a proxy in front may answer them itself."""
+        """The header of a refusal while other requests would be refused too: a proxy may then refuse them itself."""
         closed = self._limited and self._requests <= 0 and time.monotonic() < self._again_at_s
         return {HOLD_HEADER: "1"} if closed else {}
 
@@ -81,7 +86,7 @@ class Intake:
         self._again_at_s = now_s + min(MOST_AGAIN_S, max(LEAST_AGAIN_S, self._retry_s))
 
     def _refuse_full(self, held: int) -> None:
-        self._refuse(f"this gateway holds {held} requests, as many as it may", 1.0)
+        self._refuse(f"this gateway holds {held} requests, which is its limit", 1.0)
 
     def _refuse(self, why: str, retry_after_s: float) -> None:
         error = OverloadedError(f"{why}; try again later", retry_after_s=retry_after_s)

@@ -1,19 +1,20 @@
-"""Every request from its validation to its last token: whatever dies behind the gateway, the rest is asked for again.
+"""Keeps every request from its validation to its last token, and submits it again when a process that had it dies.
 
-The rules, all of them safe because messages carry an epoch and tokens a position:
+The rules below are safe because every message carries an epoch and every token a position:
 
-- A `Loss` of the scheduler submits a request again, in a new epoch, with the tokens delivered so far; so does being
-  cancelled behind the gateway's back. After MAX_SETBACKS losses in a row without a token between them the call fails
-  with RequestLostError.
-- An event of an older epoch is dropped; so are tokens that were delivered before. An event that comes before its
-  predecessors (prefill's and decode's streams are not ordered among each other) waits for them GAP_S, and then counts
-  as a loss.
-- When the link to the scheduler comes back, `hello` names the requests that have delivered tokens: they may well run
-  on, and the scheduler answers with a `Loss` of those that nobody has. All others are submitted again in a new epoch:
-  whether the scheduler ever had them cannot be told.
-- What was sent and has been silent for QUIET_S is named to the scheduler every ASK_EVERY_S, and QUIET_S after a stream
-  (the link's or a worker's) broke: it answers with a `Loss` of those that nobody has. Waiting for its turn is no loss.
-- While there is no scheduler, requests wait for it SCHEDULER_WAIT_S at most, or longer where it is known to come.
+- After a `Loss` from the scheduler, a request is submitted again in a new epoch, with the tokens delivered so far. The
+  same happens when the cluster cancels a request that the gateway did not cancel. After more than MAX_SETBACKS losses
+  in a row without a new token, the call fails with RequestLostError.
+- Events of an older epoch and tokens that were delivered before are dropped. The streams of prefill and decode
+  instances have no common order, so an event may arrive before the tokens that precede it. It waits GAP_S for them, and
+  then counts as a loss.
+- When the link to the scheduler is up again, `hello` names the requests that have received tokens in their epoch: they
+  may still be running. The scheduler answers with a `Loss` of those that it does not know. All other requests are
+  submitted again in a new epoch, because the gateway cannot tell whether the scheduler received them.
+- The gateway asks the scheduler about requests that were sent and have had no event for QUIET_S: every ASK_EVERY_S, and
+  QUIET_S after a stream (the link's or a worker's) broke. The scheduler answers with a `Loss` of those that it does not
+  know. It knows requests that wait for their turn, so these are not lost.
+- Without a scheduler, requests wait for at most SCHEDULER_WAIT_S, or longer if a scheduler is known to be starting.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from alignedserve.request import PROBE, FinishReason, RequestKey, RequestSpec
 logger = logging.getLogger(__name__)
 
 MAX_SETBACKS = 5
-QUIET_S = 1.0  # a last event may still be on its way, though the scheduler knows of the end
+QUIET_S = 1.0  # the last event may still be in transit when the scheduler already knows of the end
 ASK_EVERY_S = 2.0
 GAP_S = 1.0
 SCHEDULER_WAIT_S = 30.0
@@ -54,20 +55,20 @@ _FIRST_BACKOFF_S = 0.1
 
 
 class Ledger:
-    """Used from one event loop. `attach` a port before the first call."""
+    """All open calls and requests of one gateway. Use it from one event loop; `attach` a port before the first call."""
 
     def __init__(self, max_open: int, metrics: GatewayMetrics, log: RequestLog | None = None) -> None:
         self._max_open = max_open
         self._metrics = metrics
-        self._aside = GatewayMetrics("probe")  # what probes count in, which nobody reads
+        self._aside = GatewayMetrics("probe")  # metrics of probes; they are not exported
         self._log = log
         self.decoded_s = float("-inf")
-        """When the last token of a decode instance came (time.monotonic)."""
-        self._submitter = Submitter()  # what could not be sent while the link was down
+        """When the last token from a decode instance arrived (time.monotonic)."""
+        self._submitter = Submitter()  # also keeps what could not be sent while the link was down
         self._open: dict[str, Answer] = {}  # answers of all calls, by request id, until they end
-        self._open_of_probes = 0  # of those: the pulse's own
-        self._calls: dict[CallName, Call] = {}  # by owner and id, until its reader closes it
-        self._draining = False  # no call is taken; until `take_calls`
+        self._open_of_probes = 0  # how many of these belong to probes (`pulse.py`)
+        self._calls: dict[CallName, Call] = {}  # by owner and id, until the reader closes the call
+        self._draining = False  # no call is accepted, until `take_calls`
         self._asked_s = 0.0  # when the scheduler was last asked about silent requests (time.monotonic)
         self._empty = asyncio.Event()  # set while `_open` is empty
         self._empty.set()
@@ -76,7 +77,7 @@ class Ledger:
         self._submitter.attach(port)
 
     def __len__(self) -> int:
-        """Requests of clients that are open."""
+        """Number of open requests of clients."""
         return len(self._open) - self._open_of_probes
 
     def _count(self, call: Call) -> GatewayMetrics:
@@ -88,17 +89,17 @@ class Ledger:
     # ---- calls of clients
 
     def open(self, plan: CallPlan) -> Call:
-        """Submit a call.
+        """Submits a call. A call that resumes another call replaces it.
 
-        Raises before anything is sent: OverloadedError when this gateway holds as much as it may, InvalidRequestError
-        for a request id in use or more answers than it can ever hold, ShuttingDownError when it is about to end.
-        A call that goes on with another one takes its place.
+        Raises, before anything is sent: OverloadedError if this gateway has reached its limit of requests,
+        InvalidRequestError if the request id is in use or the call has more answers than this limit, ShuttingDownError
+        if the gateway is draining.
         """
         if plan.resume and (broken := self._calls.pop((caller.get(), plan.id), None)) is not None:
-            self._fail(broken, CancelledError("the call goes on over another connection"))
+            self._fail(broken, CancelledError("the call was resumed over another connection"))
         self._check_room(plan)
         call = Call(plan)
-        if not call.open:  # it had ended, and the client had not heard of it
+        if not call.open:  # it had already ended, but the client had not learned of it
             return call
         if plan.scored_only and all(prompt.sampling.prompt_logprobs is None for prompt in plan.prompts):
             for answer in call.answers:  # echo alone: there is nothing to compute
@@ -117,17 +118,17 @@ class Ledger:
         return call
 
     def close(self, call: Call) -> None:
-        """The reader is done with it (or gone): what is not finished is cancelled, everywhere. May be called again."""
+        """The reader has finished or disconnected: unfinished answers are cancelled everywhere. May be called again."""
         if call.timer is not None:
             call.timer.cancel()
         if self._calls.get(call.name) is call:
             del self._calls[call.name]
         if call.open and call.error is None:
-            self._count(call).on_call_failed(CancelledError("its client went away"))
+            self._count(call).on_call_failed(CancelledError("the client disconnected"))
         self._cancel([answer for answer in call.answers if not answer.ended])
 
     def end(self, answer: Answer) -> None:
-        """The reader has found its stop string: this answer needs no more tokens."""
+        """The reader has found a stop string: this answer needs no more tokens."""
         if not answer.ended:
             answer.call.open -= 1
             answer.finish = FinishReason.STOP
@@ -135,9 +136,9 @@ class Ledger:
             self._cancel([answer])
 
     def cancel_call(self, call_id: str, owner: bytes | None = b"") -> bool:
-        """A cancel by id: the call ends with CancelledError. False where there is no such call of that owner.
+        """Cancels a call by id: it ends with CancelledError. False if this gateway has no such call of that owner.
 
-        `owner` None: whoever's they are.
+        `owner`: hash of the API key that the call was sent with; None cancels calls of any owner.
         """
         names = [(owner, call_id)] if owner is not None else [name for name in self._calls if name[1] == call_id]
         calls = [call for name in names if (call := self._calls.get(name)) is not None and call.open]
@@ -146,20 +147,20 @@ class Ledger:
         return bool(calls)
 
     def drain(self) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         self._draining = True
         for call in [call for call in self._calls.values() if call.plan.probe]:
             self._fail(call, ShuttingDownError("this gateway is shutting down"))
 
     def take_calls(self) -> None:
-        """After `drain`: take calls again."""
+        """After `drain`: accept calls again."""
         self._draining = False
 
     def close_all(self) -> None:
-        """This gateway is ending: every call ends with an error, and is cancelled everywhere."""
+        """This gateway is ending: every call ends with ShuttingDownError, and is cancelled everywhere."""
         self.drain()
         for call in list(self._calls.values()):
-            self._fail(call, ShuttingDownError("this gateway is shutting down, and the request was not done in time"))
+            self._fail(call, ShuttingDownError("this gateway is shutting down, and the request did not finish in time"))
 
     # ---- from the workers
 
@@ -169,19 +170,21 @@ class Ledger:
         for event in batch.events:
             answer = self._open.get(event.key.request_id)
             if answer is None or event.key.epoch != answer.epoch:
-                if not event.key.request_id.startswith(PROBE):  # one is cancelled while it runs
+                if not event.key.request_id.startswith(PROBE):  # a probe is cancelled while it runs
                     self._metrics.stale_events.inc()
                 continue
             try:
                 self._on_event(answer, event, role, sender_id, now_s)
             except AlignedServeError as error:
                 self._fail(answer.call, error)
-            except Exception:  # an event that makes no sense ends its own call, and not the stream of all others
-                logger.exception("an event of %s cannot be read", sender_id, extra={"request_id": answer.request_id})
-                self._fail(answer.call, AlignedServeError(f"{sender_id} sent what cannot be read"))
+            except Exception:  # an invalid event ends its own call only, not the stream of all requests
+                logger.exception("an event from %s cannot be read", sender_id, extra={"request_id": answer.request_id})
+                self._fail(answer.call, AlignedServeError(f"{sender_id} sent an event that cannot be read"))
 
     def on_worker_gone(self, role: str, worker_id: str) -> None:
-        """A worker's stream broke. The scheduler says what is lost; but not of what it believes to have ended."""
+        """A worker's stream broke. The scheduler reports lost requests, except those that it believes to have ended.
+        So the gateway asks it about silent requests.
+        """
         if self._open:
             logger.debug("the stream of %s %s broke", role, worker_id)
             asyncio.get_running_loop().call_later(QUIET_S, self._ask)
@@ -190,7 +193,7 @@ class Ledger:
 
     def on_rejected(self, keys: Iterable[RequestKey], error: AlignedServeError) -> None:
         answers = self._current(keys)
-        if isinstance(error, CancelledError):  # not by us: what we cancel is not open any more
+        if isinstance(error, CancelledError):  # not by this gateway: a request that it cancels is no longer open
             self._lose(answers, "it was cancelled by the cluster")
             return
         for answer in answers:
@@ -201,29 +204,33 @@ class Ledger:
         self._lose(self._current(keys), reason)
 
     def open_among(self, keys: Iterable[RequestKey]) -> list[RequestKey]:
-        """Those that are open, in this epoch or in a newer one that is not submitted yet: it may adopt their KV."""
+        """The keys whose requests are open in this epoch, or in a newer epoch that is not submitted yet.
+
+        A newer epoch may adopt the KV.
+        """
         found = ((key, self._open.get(key.request_id)) for key in keys)
         return [key for key, answer in found if answer is not None and _claims(answer, key.epoch)]
 
     def specs(self, keys: Iterable[RequestKey]) -> list[RequestSpec]:
-        """What a worker needs to begin with these, of those that are open in this epoch."""
+        """The specifications that a worker needs, of the requests that are open in the given epoch."""
         return self._submitter.specs(self._current(keys))
 
     def on_link_up(self) -> list[RequestKey]:
-        """The link is (again) up, nothing sent yet. Returns the open requests that may be running on.
+        """The link is up (again), and nothing has been sent yet. Returns the open requests that may still be running.
 
-        `resubmit` must follow.
+        Call `resubmit` afterwards.
         """
         return [answer.key for answer in self._open.values() if answer.state is AnswerState.RUNNING]
 
     def resubmit(self) -> None:
+        """Sends kept cancels, then submits every open request that `on_link_up` did not return."""
         self._submitter.resend(list(self._open.values()))
-        asyncio.get_running_loop().call_later(QUIET_S, self._ask)  # what began to run after `on_link_up` was not named
+        asyncio.get_running_loop().call_later(QUIET_S, self._ask)  # about requests that began to run after `on_link_up`
 
     def tick(self, trouble: str = "", patience_s: float = 0.0) -> None:
-        """To be called about once a second: what waits too long.
+        """Call it about once a second. Asks about silent requests; fails those that waited too long for a scheduler.
 
-        `trouble`: why there is no scheduler; `patience_s`: how long one is waited for, at least SCHEDULER_WAIT_S.
+        `trouble`: why there is no scheduler. `patience_s`: seconds to wait for one, if more than SCHEDULER_WAIT_S.
         """
         if time.monotonic() - self._asked_s >= ASK_EVERY_S:
             self._ask()
@@ -235,30 +242,30 @@ class Ledger:
                     self._fail(answer.call, UnavailableError(message))
 
     def check_integrity(self) -> None:
-        """Raises AccountingError where calls and requests do not match."""
+        """Raises AccountingError if calls and requests do not match."""
         for request_id, answer in self._open.items():
             if answer.request_id != request_id or answer.ended or answer.call.name not in self._calls:
-                raise AccountingError(f"{request_id} is open in the books only", request_id=request_id)
+                raise AccountingError(f"{request_id} is in the ledger, but is not open", request_id=request_id)
         for name, call in self._calls.items():
             unfinished = sum(answer.finish is None for answer in call.answers)
             if call.name != name or (call.error is None and call.open != unfinished):
-                raise AccountingError(f"call {name[1]} counts {call.open} open answers, a recount {unfinished}")
+                raise AccountingError(f"call {name[1]} counts {call.open} open answers; a recount gives {unfinished}")
         of_probes = sum(answer.call.plan.probe for answer in self._open.values())
         if of_probes != self._open_of_probes:
-            raise AccountingError(f"{self._open_of_probes} open requests of probes are counted, a recount {of_probes}")
+            raise AccountingError(f"{self._open_of_probes} open probes are counted; a recount gives {of_probes}")
         if self._empty.is_set() == bool(self._open):
-            raise AccountingError("the gateway does not know whether it holds requests")
+            raise AccountingError("the ledger's empty flag does not match its open requests")
 
-    # ---- own
+    # ---- internal
 
     def _check_room(self, plan: CallPlan) -> None:
         if self._draining:
-            raise ShuttingDownError("this gateway is shutting down and takes no more requests")
+            raise ShuttingDownError("this gateway is shutting down and accepts no more requests")
         if plan.answers > self._max_open:
-            message = f"one call may ask for {self._max_open} answers at most, this asks for {plan.answers}"
+            message = f"one call may ask for at most {self._max_open} answers, this call asks for {plan.answers}"
             raise InvalidRequestError(message, param="prompt")
         if len(self._open) + plan.answers > self._max_open:
-            message = f"this gateway holds {len(self._open)} requests, of {self._max_open} that it may; try again later"
+            message = f"this gateway holds {len(self._open)} requests; its limit is {self._max_open}; try again later"
             error = OverloadedError(message, retry_after_s=1.0)
             (self._aside if plan.probe else self._metrics).on_call_failed(error)
             raise error
@@ -286,7 +293,7 @@ class Ledger:
             if role != "prefill":
                 self.decoded_s = now_s
         if news.finish is FinishReason.ERROR:
-            self._drop(answer)  # it holds nothing any more: there is nothing to cancel
+            self._drop(answer)  # the worker holds nothing of it any more, so there is nothing to cancel
             raise failure_from_proto(event.failure)
         cancelled = news.finish is FinishReason.CANCELLED
         if cancelled:
@@ -300,7 +307,7 @@ class Ledger:
 
     def _check_gap(self, answer: Answer, epoch: int) -> None:
         if answer.early and answer.epoch == epoch and not answer.ended:
-            missing = f"tokens {len(answer.tokens)} to {answer.early[0].event.position - 1} did not come"
+            missing = f"tokens {len(answer.tokens)} to {answer.early[0].event.position - 1} did not arrive"
             self._lose([answer], missing)
 
     def _finish(self, answer: Answer, finish: FinishReason) -> None:
@@ -313,12 +320,12 @@ class Ledger:
         return [answer for answer, epoch in found if answer is not None and answer.epoch == epoch]
 
     def _lose(self, answers: Sequence[Answer], reason: str) -> None:
-        """Submit them again, at once the first time, later and later when it happens again without a token."""
+        """Submits lost requests again: immediately after the first loss, with growing delays after more in a row."""
         delayed: dict[float, list[Answer]] = {}
         for answer in answers:
             answer.setbacks += 1
             if answer.ended:
-                continue  # its call failed a moment ago
+                continue  # its call has just failed
             if answer.setbacks > MAX_SETBACKS:
                 message = f"the request was lost {answer.setbacks} times in a row ({reason})"
                 self._fail(answer.call, RequestLostError(message, request_id=answer.request_id))
@@ -336,7 +343,7 @@ class Ledger:
             asyncio.get_running_loop().call_later(delay_s, self._submitter.submit, some)
 
     def _ask(self) -> None:
-        """Is there anybody who has them? Of those that were sent, and were not heard of lately."""
+        """Asks the scheduler whether it knows the requests that were sent and have had no event for QUIET_S."""
         self._asked_s = time.monotonic()
         quiet_since_s = self._asked_s - QUIET_S
         self._submitter.ask(
@@ -347,10 +354,10 @@ class Ledger:
 
     def _deadline(self, call: Call) -> None:
         if call.open:
-            self._fail(call, DeadlineError(f"the request did not end within its {call.plan.timeout_s:g} s"))
+            self._fail(call, DeadlineError(f"the request did not end within its timeout of {call.plan.timeout_s:g} s"))
 
     def _fail(self, call: Call, error: AlignedServeError) -> None:
-        """All answers of a call end with it: a client gets either all that it asked for, or an error."""
+        """Ends all answers of a call with an error: a client gets either all its answers, or an error."""
         if call.error is None and call.open:
             self._count(call).on_call_failed(error)
             call.fail(error)

@@ -1,4 +1,4 @@
-"""A call that goes on after its connection broke: what its client has already counts as generated here."""
+"""Resumes a call after its connection broke: the tokens that its client already has count as generated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PARAM = "resume"
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What the client has of one answer. `finish` says how these tokens end it (None: they do not), `told` whether the
-    client knows: the chunk that says so may be what was lost.
+    """The tokens of one answer that the client has. `finish`: the reason for which these tokens end the answer (None:
+    they do not). `told`: whether the client knows it; the chunk with the finish reason may have been lost.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -26,14 +26,17 @@ class Delivered:
 
 
 def with_resume(plan: CallPlan, request: inf.GenerateRequest, model: ServedModel) -> CallPlan:
-    """The plan, going on after `request.resume`. InvalidRequestError where that cannot be part of its answers."""
+    """The plan, continued after the tokens in `request.resume`.
+
+    Raises InvalidRequestError if these tokens cannot be the beginnings of the plan's answers.
+    """
     if not request.resume:
         return plan
     if len(request.resume) != plan.answers:
         message = f"resume must have an entry for each of the {plan.answers} answers, got {len(request.resume)}"
         raise InvalidRequestError(message, param=_PARAM)
     if any(entry.token_ids for entry in request.resume) and not request.HasField("seed"):
-        message = "resume needs the seed of the call that it goes on with: the first chunk has it"
+        message = "resume needs the seed of the call that it resumes: the first chunk has it"
         raise InvalidRequestError(message, param="seed")
     info = model.require(None)
     delivered = []
@@ -66,7 +69,7 @@ def _finish_reason(word: str, where: str) -> FinishReason | None:
 def _ends(
     tokens: Sequence[int], sampling: SamplingParams, prompt: Sequence[int], model: ServedModel
 ) -> FinishReason | None:
-    """How these tokens end their answer."""
+    """The reason for which these tokens end their answer; None if they do not."""
     if tokens and tokens[-1] in sampling.end_token_ids and len(tokens) > sampling.min_tokens:
         return FinishReason.STOP
     if sampling.stop and model.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""The way from the ledger to the scheduler: submissions by group, and cancels."""
+"""Sends the ledger's submissions (by group), cancels and questions to the scheduler."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _KEPT_CANCELS = 8192
 
 
 class SchedulerPort(Protocol):
-    """The link to the scheduler. Each call returns False, and does nothing, while the link is down."""
+    """The link to the scheduler. While it is down, each method does nothing and returns False."""
 
     gateway_id: str
     address: str
 
     @property
     def down_for_s(self) -> float:
-        """Seconds since there was a scheduler; 0 while there is one."""
+        """Seconds since the link was last up, or since it was created; 0 while it is up."""
 
     def submit(self, requests: Sequence[pb.RequestHead]) -> bool: ...
 
@@ -30,7 +30,7 @@ class SchedulerPort(Protocol):
 
 
 class Submitter:
-    """What cannot be sent now stays UNSENT (or is kept, for cancels) until `resend`."""
+    """Answers that cannot be sent now stay UNSENT, and cancels are kept, until `resend`."""
 
     def __init__(self) -> None:
         self._port: SchedulerPort | None = None
@@ -44,8 +44,8 @@ class Submitter:
         return 0.0 if self._port is None else self._port.down_for_s
 
     def submit(self, answers: Iterable[Answer]) -> None:
-        """Send those that are UNSENT. Answers that have no token yet go together with the others to their prompt and
-        share its blocks; the rest go each by itself.
+        """Sends the answers that are UNSENT. Answers without tokens are sent together with those to the same prompt, as
+        a group that shares the prompt's blocks. Each answer with tokens is sent by itself.
         """
         groups: dict[str, list[Answer]] = {}
         for answer in answers:
@@ -56,25 +56,28 @@ class Submitter:
             self._submit_group(members)
 
     def cancel(self, answers: Iterable[Answer]) -> None:
-        """Cancel what was sent of these, now or when the link is up again."""
+        """Cancels the answers that were sent, now or when the link is up again."""
         keys = [RequestKey(answer.request_id, answer.sent_epoch) for answer in answers if answer.sent_epoch is not None]
         if keys and (self._port is None or not self._port.cancel(keys)):
             self._unsent_cancels = (self._unsent_cancels + keys)[-_KEPT_CANCELS:]
 
     def ask(self, answers: Iterable[Answer]) -> None:
-        """Have the scheduler say which of these nobody has; without a link nothing is asked."""
+        """Asks the scheduler which of these it does not know. Without a link it does nothing."""
         keys = [answer.key for answer in answers]
         if keys and self._port is not None:
             self._port.ask(keys)
 
     def resend(self, answers: Iterable[Answer]) -> None:
-        """The link is up (again): cancels first, then every answer without a token in its epoch, in a new one."""
+        """The link is up (again): sends kept cancels, then all answers without a token in their epoch.
+
+        Answers that were already sent in their epoch get a new epoch.
+        """
         keys, self._unsent_cancels = self._unsent_cancels, []
         if keys and self._port is not None:
             self._port.cancel(keys)
         again = [answer for answer in answers if answer.state is not AnswerState.RUNNING]
         for answer in again:
-            if answer.state is AnswerState.SUBMITTED:  # nobody can tell whether the scheduler ever had it
+            if answer.state is AnswerState.SUBMITTED:  # whether the scheduler received it is unknown
                 answer.next_epoch()
         self.submit(again)
 
@@ -88,7 +91,7 @@ class Submitter:
                 answer.sent()
 
     def specs(self, answers: Iterable[Answer]) -> list[RequestSpec]:
-        """What a worker needs to begin with these: those that were sent. Of a group the first carries the prompt."""
+        """The specifications for a worker, of the answers that were sent. Only the first of a group has the prompt."""
         port, found = self._port, list[RequestSpec]()
         if port is None:
             return found

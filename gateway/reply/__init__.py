@@ -1,1 +1,1 @@
-"""From tokens to the replies of OpenAI's formats and gRPC."""
+"""Converts tokens to replies in OpenAI's formats and in gRPC messages."""

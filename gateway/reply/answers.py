@@ -1,4 +1,4 @@
-"""An answer as its client sees it: tokens turned into text, cut at a stop string, with logprobs and offsets."""
+"""Converts an answer's tokens to what its client gets: text, cut at a stop string, with logprobs and offsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alignedserve.text import IncrementalDetokenizer, StoppableText, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token, its log-probability (None for a prompt's first) and where its text begins in the choice's text."""
+    """A token, its log-probability (None for a prompt's first token) and its text's offset in the choice's text."""
 
     token_id: int
     offset: int
@@ -23,7 +23,7 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class Part:
-    """What is new of one answer. `scored` stays empty unless log-probabilities were asked for."""
+    """The new part of one answer. `scored` is empty unless the client asked for log-probabilities."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -38,19 +38,19 @@ class Part:
 
 
 class AnswerView:
-    """Turns an answer's deltas into parts. With echo, the first part begins with the prompt."""
+    """Converts an answer's deltas to parts. With echo, the first part begins with the prompt."""
 
     def __init__(self, answer: Answer, plan: CallPlan, tokenizer: Tokenizer | None) -> None:
         sampling = answer.sampling
         self.answer = answer
         self.parts = 0
-        self.tokens = 0  # that the client has
+        self.tokens = 0  # number of tokens that the client has
         self.finish: FinishReason | None = None
         self.scored = sampling.logprobs is not None
         self._echo = plan.reply.echo
         self._scored_only = plan.scored_only
         self._tokenizer = tokenizer
-        self._base = 0  # characters of the echoed prompt
+        self._base = 0  # length of the echoed prompt in characters
         self._ends = frozenset(sampling.end_token_ids)
         self._text: StoppableText | None = None
         if tokenizer is not None:
@@ -60,16 +60,16 @@ class AnswerView:
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """The next part needs the prompt's log-probabilities."""
+        """Whether the next part needs the prompt's log-probabilities."""
         return self._echo and self.scored
 
     def push(self, delta: Delta, prompt_logprobs: Sequence[TokenLogprobs] = ()) -> Part:
-        """The next part. `prompt_logprobs` begin with the prompt's second token."""
+        """The next part. `prompt_logprobs` starts with the prompt's second token."""
         part = Part()
         if self._echo:
             self._echo = False
             self._push_prompt(part, prompt_logprobs)
-        if self._scored_only:  # the one token that the prompt's scores cost is nobody's
+        if self._scored_only:  # the token that was generated to score the prompt is not delivered
             self.finish = FinishReason.LENGTH if delta.finish is not None else None
         else:
             self._push_tokens(part, delta)
@@ -79,7 +79,7 @@ class AnswerView:
         return part
 
     def _go_on(self, delivered: Delivered) -> None:
-        """As after a part with these tokens: the same text has been given out, the same is held back."""
+        """Restores the state after a part with these tokens: what text was delivered, and what text is held back."""
         tokens = delivered.token_ids
         self.tokens = len(tokens)
         self.finish = delivered.finish if delivered.told else None
@@ -121,7 +121,7 @@ class AnswerView:
 
 
 def echoed_text(prompt: PromptPlan, tokenizer: Tokenizer | None) -> str:
-    """A prompt as it is echoed: as the client wrote it, or decoded from the token ids that it sent."""
+    """A prompt's text for echo: as the client sent it, or decoded from token ids ("" without a tokenizer)."""
     if prompt.text is not None:
         return prompt.text
     return "" if tokenizer is None else tokenizer.decode(prompt.token_ids)

@@ -1,4 +1,4 @@
-"""What a worker's token event says that its answer does not know yet."""
+"""Extracts the new tokens of an answer from a worker's token event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignedserve.request import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class EarlyEvent:
-    """An event that came before the tokens that precede it: two workers' streams are not ordered among each other."""
+    """An event that arrived before the tokens that precede it: two workers' streams have no common order."""
 
     event: gw.TokenEvent
     role: str
@@ -22,6 +22,8 @@ class EarlyEvent:
 
 @dataclass(slots=True)
 class NewTokens:
+    """What an event adds to an answer. `logprobs` has one entry a token, or is empty."""
+
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -33,7 +35,10 @@ class NewTokens:
 
 
 def read_event(answer: Answer, event: gw.TokenEvent, role: str, sender_id: str) -> NewTokens:
-    """Take an event into the answer, tokens that it has already left out. `event.position` must not be beyond them."""
+    """Adds an event to the answer and returns what is new: tokens that the answer already has are left out.
+
+    `event.position` must not be greater than the number of the answer's tokens.
+    """
     answer.note_instance(role, sender_id, event.prefill_id, event.decode_id)
     known = len(answer.tokens) - event.position
     news = NewTokens(list(event.token_ids[known:] if known else event.token_ids))

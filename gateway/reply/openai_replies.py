@@ -1,4 +1,4 @@
-"""OpenAI's two reply formats: completions (with their older logprobs) and chat completions."""
+"""OpenAI's two reply formats: completions (with their older logprobs format) and chat completions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CompletionReply(Reply):
         }
 
     def _top(self, name: str, entry: ScoredToken) -> dict[str, float] | None:
-        """The most likely tokens, most likely first, and the chosen one."""
+        """Log-probabilities of the most likely tokens, in descending order, and of the chosen token."""
         if entry.logprob is None:
             return None
         top: dict[str, float] = {}

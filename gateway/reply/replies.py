@@ -1,4 +1,4 @@
-"""A call's reply, whole or in chunks: what is common to OpenAI's two formats and to gRPC's."""
+"""A call's reply, whole or in chunks: the part that OpenAI's two formats and gRPC have in common."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Parts:
-    """A call's deltas as parts of its answers.
+    """Converts a call's deltas to parts of its answers.
 
-    `end` is told of an answer whose stop string was found here before its worker said so. An answer with echo and
-    logprobs waits for the log-probabilities of its prompt, which may come with another answer to it.
+    `end` is called for an answer whose stop string was found here before its worker reported the end. An answer with
+    echo and logprobs waits for its prompt's log-probabilities, which may come with another answer to the same prompt.
     """
 
     def __init__(self, call: Call, model: ServedModel, end: Callable[[Answer], None]) -> None:
@@ -26,7 +26,7 @@ class Parts:
         self.views = [AnswerView(answer, call.plan, model.tokenizer) for answer in call.answers]
         self._end = end
         self._held: dict[int, Delta] = {}
-        self._scores: dict[int, list[TokenLogprobs]] = {}  # by number of the prompt
+        self._scores: dict[int, list[TokenLogprobs]] = {}  # by index of the prompt
 
     def take(self, deltas: Iterable[Delta]) -> list[tuple[AnswerView, Part]]:
         found: list[tuple[AnswerView, Part]] = []
@@ -61,7 +61,7 @@ class Parts:
 
     @property
     def ended(self) -> bool:
-        """Whether all answers have: the last of what was taken then ends the call."""
+        """Whether all answers have ended: then the last part that was taken ends the call."""
         return all(view.finish is not None for view in self.views)
 
     @property
@@ -74,7 +74,7 @@ class Parts:
 
 
 def timings(answer: Answer) -> dict[str, Any]:
-    """Seconds in each stage, and the instances that served it; with a cost model also the bubble."""
+    """Seconds in each stage, the ids of the instances that served the request and, with a cost model, the bubble."""
     spent = {f"{stage}_s": round(answer.stopwatch.spent_s.get(stage, 0.0), 6) for stage in Stage}
     if answer.stopwatch.bubble_s is not None:
         spent["bubble_s"] = round(answer.stopwatch.bubble_s, 6)
@@ -97,7 +97,7 @@ class Reply(ABC):
         self._last_ended: Answer | None = None
         self._begun = False
 
-    # ---- what a format fills in
+    # ---- implemented by each format
 
     @abstractmethod
     def choice(self, view: AnswerView, part: Part) -> dict[str, Any]:
@@ -105,16 +105,16 @@ class Reply(ABC):
 
     @abstractmethod
     def choice_chunk(self, view: AnswerView, part: Part) -> dict[str, Any]:
-        """A choice of a chunk, with what is new of it."""
+        """A choice of a chunk, with its new part."""
 
     def opening_chunk(self, view: AnswerView) -> dict[str, Any] | None:
-        """A choice that goes before a view's first chunk."""
+        """A choice that is sent before a view's first chunk; None: there is none."""
         return None
 
     # ---- in chunks
 
     def chunks(self, deltas: Iterable[Delta]) -> list[dict[str, Any]]:
-        """One chunk for each answer that has something new (two at its beginning, in chat)."""
+        """One chunk for each answer with a new part. In chat, an answer's first part has two chunks."""
         chunks: list[dict[str, Any]] = []
         for view, part in self._parts.take(deltas):
             if view.parts == 1 and (opening := self.opening_chunk(view)) is not None:
@@ -129,7 +129,7 @@ class Reply(ABC):
         return chunks
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The chunk that has only the usage, where it was asked for."""
+        """The chunk that has only the usage; None if the client did not ask for it."""
         if not self._options.include_usage:
             return None
         chunk = {**self._head, "object": self.chunk_object_name, "choices": [], "usage": self._usage()}
@@ -173,13 +173,13 @@ class Reply(ABC):
         return choice
 
     def _add_prompt_tokens(self, target: dict[str, Any]) -> None:
-        """One list for one prompt, a list of lists for several."""
+        """Adds `prompt_token_ids`: a list of token ids, or a list of such lists if there are several prompts."""
         if self._options.return_token_ids:
             prompts = [list(prompt.token_ids) for prompt in self.call.plan.prompts]
             target["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
 
     def _add_timings(self, target: dict[str, Any]) -> None:
-        """Of the answer that ended last; where there are several, each choice has its own as well."""
+        """Adds the timings of the answer that ended last. With several answers, each choice has its own timings too."""
         if self._options.include_timings and self._last_ended is not None:
             target["timings"] = timings(self._last_ended)
 
@@ -192,4 +192,5 @@ class Reply(ABC):
 
 
 def finite(logprob: float) -> float:
+    """The log-probability, but at least LEAST_LOGPROB."""
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

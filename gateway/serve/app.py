@@ -1,4 +1,4 @@
-"""The gateway as a Ray Serve deployment: HTTP and gRPC of one replica around one GatewayServer."""
+"""The gateway as a Ray Serve deployment. Each replica serves HTTP and gRPC with one GatewayServer."""
 
 from __future__ import annotations
 
@@ -43,23 +43,24 @@ _STARTED = ("ready", "degraded")
 
 @serve.deployment(
     name="Gateway",
-    max_ongoing_requests=1_000_000,  # the ledger says when it is full, with a Retry-After; Serve's own queue does not
+    max_ongoing_requests=1_000_000,  # effectively no limit: the ledger refuses with Retry-After, Serve would queue
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=1,
-    health_check_timeout_s=5,  # a hung one is ended by the supervisor; this is for when there is none
+    health_check_timeout_s=5,  # the supervisor fences a hung gateway; this is for when there is no supervisor
     graceful_shutdown_wait_loop_s=0.1,
 )
 @serve.ingress()
 class Gateway:
-    """One replica. `supervisor` answers `join_info()` with a dict: supervisor_address, token, model_path, host.
+    """One gateway replica.
 
-    A replica has an id of its own (not its rank's): while one is replaced, both live.
+    `supervisor` answers `join_info()` with a dict: cluster_id, supervisor_address, token, model_path, host, after,
+    state, failure. Each replica has a unique id instead of its rank: it may run at the same time as its replacement.
     """
 
     async def __init__(  # type: ignore[misc]  # awaited
         self, tree: Tree, supervisor: DeploymentHandle[Any], wait_ready: bool = False
     ) -> None:
-        """`wait_ready`: it is up, for Serve, when the cluster can answer. Raises what the cluster cannot start for."""
+        """`wait_ready`: return only when the cluster can serve; raises the error for which the cluster cannot start."""
         close_internal_port()
         config = from_tree(tree)
         self._supervisor = supervisor
@@ -84,7 +85,7 @@ class Gateway:
         folder = await asyncio.to_thread(resolve_model, info["model_path"], config.model.trust_remote_code)
         self._server = await GatewayServer.create(settings, folder, self._locate)
         guard_grpc(ApiKeyCheck(self._server.api_keys), config.gateway.max_body_bytes)
-        if info["state"] in _STARTED:  # without a link to the scheduler it would refuse what Serve sends at once
+        if info["state"] in _STARTED:  # Serve sends requests at once; without a link to the scheduler they are refused
             await self._server.wait_linked(_LINKED_WITHIN_S)
         self._drain_s = config.gateway.drain_s
         self._watch = asyncio.get_running_loop().create_task(self._watch_replica())
@@ -93,24 +94,26 @@ class Gateway:
         return self._server.asgi_app
 
     async def check_health(self) -> None:
-        """Raises when the cluster does not know this gateway any more: Serve replaces it."""
+        """Raises RuntimeError when this gateway should be replaced; Serve then replaces it."""
         if self._server.ended_because:
-            raise RuntimeError(f"this gateway is to be replaced: {self._server.ended_because}")
+            raise RuntimeError(f"this gateway must be replaced: {self._server.ended_because}")
 
     async def __del__(self) -> None:
-        """Serve awaits it once, after the replica's requests have ended or its time for that is over."""
-        server = self.__dict__.pop("_server", None)  # none where the constructor did not come that far
+        """Serve awaits this once, after the replica's requests have ended or their time limit has passed."""
+        server = self.__dict__.pop("_server", None)  # None if the constructor failed before
         if server is not None:
             self._watch.cancel()
             await server.close()
 
     async def _watch_replica(self) -> None:
-        """Serve says nothing when it begins to end a replica (an update, fewer of them): it waits for its requests, and
-        cuts off what is left. So that those end with an error of their own, the replica is looked at.
+        """Waits until Serve begins to end this replica (a redeploy, or fewer replicas), then drains the gateway.
+
+        Serve does not notify the replica. It waits for the replica's requests, and then cuts off those that are left.
+        With the drain, these end with an error from the gateway.
         """
         while not _is_ending():  # noqa: ASYNC110  (Serve has no event for it)
             await asyncio.sleep(_LOOK_S)
-        await asyncio.sleep(_REROUTED_S)  # until then proxies may still send requests here, and Serve has them served
+        await asyncio.sleep(_REROUTED_S)  # until then proxies may still send requests here, which must be served
         self._server.drain(max(0.0, self._drain_s - _REROUTED_S))
 
     # ---- gRPC: alignedserve.v1.Inference
@@ -155,22 +158,24 @@ class Gateway:
         calls.caller.set(self._server.api_keys.check(api_keys.of_headers(grpc_context.invocation_metadata())))
 
     async def _locate(self) -> str | None:
-        """Where the supervisor is after it was restarted; None while it is not back."""
+        """The supervisor's address after its restart; None while it is not available."""
         try:
             async with asyncio.timeout(_LOCATE_TIMEOUT_S):
                 info = await self._supervisor.join_info.remote()
-        except Exception as error:  # whatever Ray raises, it is asked again
+        except Exception as error:  # any error of Ray: the caller asks again
             logger.debug("the supervisor cannot be located: %s", error)
             return None
-        if info["cluster_id"] != self._cluster_id:  # begun anew, after one that could not go on: it takes no stranger
-            self._server.end(f"cluster {info['cluster_id']} is in this one's place")
+        if info["cluster_id"] != self._cluster_id:  # a new cluster after a fatal error; it does not accept this gateway
+            self._server.end(f"cluster {info['cluster_id']} has replaced this cluster")
             return None
         return str(info["supervisor_address"])
 
 
 async def _invitation(supervisor: DeploymentHandle[Any], tree: Tree, *, wait_ready: bool) -> dict[str, Any]:
-    """The `join_info` of the supervisor that leads a cluster of this configuration, with `wait_ready` once that has
-    been ready. Raises the error that it cannot start for."""
+    """Waits for the `join_info` of a supervisor that leads a cluster of this configuration.
+
+    With `wait_ready`, also waits until the cluster is ready, and raises the error for which it cannot start.
+    """
     while True:
         info: dict[str, Any] = await supervisor.join_info.remote(tree)
         if wait_ready and info["failure"] is not None:
@@ -181,7 +186,7 @@ async def _invitation(supervisor: DeploymentHandle[Any], tree: Tree, *, wait_rea
 
 
 def _is_ending() -> bool:
-    with contextlib.suppress(Exception):  # this process may be on its way out
+    with contextlib.suppress(Exception):  # this process may be ending
         return is_ending()
     return False
 
@@ -191,14 +196,14 @@ def _own_address() -> str:
 
 
 class _Quiet(logging.Filter):
-    """Serve logs a traceback for every gRPC call that ends with a status; a client's mistake is not worth one."""
+    """Drops the tracebacks that Serve logs for gRPC calls that end with a status, most often a client's mistake."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], gRPCStatusError))
 
 
 class _RefusedError(Exception):
-    """Carries nothing: the status is in the call's context, and Serve sends it only when something is raised."""
+    """Makes Serve send the status that is set in the call's context: it does so only when an exception is raised."""
 
 
 def _refuse(context: RayServegRPCContext, error: Exception) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The Serve proxies that gRPC calls come through: Serve leaves their handlers running when such a proxy dies."""
+"""Cancels gRPC calls whose Serve proxy has died: Serve itself leaves their handlers running."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _LIST_EVERY_S = 2.0
 
 
 class ProxyWatch:
-    """Asks the proxies, as long as calls are open that came through one, whether they live.
+    """Checks that the proxies are alive while calls that came through a proxy are open.
 
-    Ray does not say through which proxy a call came. When one dies, all calls that were open then are cancelled that
-    came through any; clients that wanted them ask again. To be made in the replica's constructor.
+    Ray does not tell which proxy a call came through. When a proxy dies, all calls that were open then and came through
+    any proxy are cancelled; clients of other proxies must send theirs again. Create it in the replica's constructor.
     """
 
     def __init__(self) -> None:
         self._start = ray.get_runtime_context().get_task_id()
-        self._calls: dict[asyncio.Task[Any], float] = {}  # since when
+        self._calls: dict[asyncio.Task[Any], float] = {}  # when each began (time.monotonic)
         self._proxies: dict[str, Any] = {}  # handles, by actor id
         self._listed_s = 0.0
         self._watcher: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def covers(self) -> Iterator[None]:
-        """Within, the current task is cancelled when the proxy that its call came through dies."""
+        """Inside this context, the current task is cancelled when the proxy that its call came through dies."""
         task = asyncio.current_task()
-        # HAProxy's calls are no tasks of Ray's: they run in that of the constructor, which started their server.
+        # Calls through HAProxy are not Ray tasks. They run in the constructor's task, which started their server.
         if task is None or ray.get_runtime_context().get_task_id() == self._start:
             yield
             return
@@ -52,7 +52,7 @@ class ProxyWatch:
             self._calls.pop(task, None)
 
     async def _watch(self) -> None:
-        self._proxies.clear()  # one that has died since was another call's
+        self._proxies.clear()  # a proxy that has died in the meantime served no call that is open now
         self._listed_s = 0.0
         while self._calls:
             asked_s = time.monotonic()
@@ -62,8 +62,8 @@ class ProxyWatch:
                     self._proxies |= await asyncio.to_thread(_list_proxies)
                 if await self._any_died():
                     self._cancel(asked_s)
-            except Exception as error:  # Ray's own parts may be on their way out
-                logger.debug("the proxies cannot be asked: %s", error)
+            except Exception as error:  # Ray's own processes may be ending
+                logger.debug("the proxies cannot be checked: %s", error)
             await asyncio.sleep(ASK_EVERY_S)
 
     async def _any_died(self) -> bool:
@@ -75,13 +75,13 @@ class ProxyWatch:
 
     def _cancel(self, asked_s: float) -> None:
         calls = [task for task, since_s in self._calls.items() if since_s < asked_s]
-        logger.info("a proxy has ended: %d calls are cancelled", len(calls))
+        logger.info("a proxy has ended; cancelling %d calls", len(calls))
         for task in calls:
             task.cancel()
 
 
 def _list_proxies() -> dict[str, Any]:
-    """Handles of the proxies of all nodes, by actor id."""
+    """Handles of the proxies on all nodes, by actor id."""
     found = {}
     namespace, prefix = ray_private.serve_proxies()
     for actor in ray.util.list_named_actors(all_namespaces=True):
@@ -98,6 +98,6 @@ async def _died(proxy: Any) -> bool:
             await proxy.__ray_ready__.remote()
     except RayActorError:
         return True
-    except TimeoutError:  # busy, or stopped: Serve's own health check is about that
+    except TimeoutError:  # busy or stopped: Serve's own health check handles this
         return False
     return False

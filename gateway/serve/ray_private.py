@@ -1,8 +1,8 @@
-"""Every use of what Ray keeps to itself, in one place: a new Ray may change any of it.
+"""All uses of Ray's private interfaces, in one place: a new Ray version may change any of them.
 
-`tests/unit/gateway/test_ray_private.py` names each surface, and fails with the name of one that has changed; the
-versions that it was run with are the bound in pyproject.toml. Ray is imported when a function is called: workers import
-this file before they know what they will be.
+`tests/unit/gateway/test_ray_private.py` tests each interface, and names the one that has changed. pyproject.toml limits
+Ray to the versions that this test has passed with. The functions import Ray when they are called, because workers
+import this file before their role is known.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from alignedserve.errors import AlignedServeError
 if TYPE_CHECKING:
     import grpc
 
-HEADROOM_BYTES = 1 << 20  # what is a little over the limit of a body is told so by us
+HEADROOM_BYTES = 1 << 20  # messages a little over the body limit are read, so that our own error names the limit
 CLOCKED = frozenset({"ray.serve._private.deployment_state", "ray.serve._private.haproxy"})
-"""The modules in which Serve times its health checks by `time.time`, which they have as `time`."""
+"""The modules in which Serve times its health checks by `time.time`; each imports the module `time`."""
 
 
 def _replace(owner: Any, name: str, value: object) -> None:
-    """Raises AlignedServeError where there is nothing of that name: what it is replaced for would silently not be."""
+    """Sets an existing attribute. Raises AlignedServeError if it does not exist: the patch would have no effect."""
     if not hasattr(owner, name):
         import ray
 
@@ -36,25 +36,26 @@ def _replace(owner: Any, name: str, value: object) -> None:
     setattr(owner, name, value)
 
 
-# ---- Ray, in the process that starts it
+# ---- in the process that starts Ray
 
 
 def init_options(address: str, folder: Path) -> dict[str, Any]:
-    """Of `ray.init`: the node's address, and where sessions are written."""
+    """Arguments of `ray.init` for the node's address and the folder of Ray's sessions."""
     return {"_node_ip_address": address, "_temp_dir": str(folder)}
 
 
 def set_worker_setup(function: Callable[[], None]) -> None:
-    """Have each worker that Ray starts call an importable function first."""
+    """Makes each worker that Ray starts call `function` first; it must be importable by name."""
     from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
     os.environ[WORKER_PROCESS_SETUP_HOOK_ENV_VAR] = f"{function.__module__}.{function.__name__}"
 
 
 def leave_out_services() -> None:
-    """Do without Ray's dashboard, autoscaler and log monitor: a third of the start, 300 MB, and its only network probe.
+    """Starts Ray without its dashboard, autoscaler and log monitor.
 
-    There is no option for it, so their starters are taken out of this process's Ray.
+    They take a third of the start time and 300 MB, and do Ray's only network probe. Ray has no option to leave them
+    out, so the methods that start them are replaced in this process.
     """
     from ray._private.node import Node
 
@@ -66,10 +67,10 @@ def leave_out_services() -> None:
 
 
 def stay_on_loopback() -> None:
-    """Have Ray's own processes listen on loopback only, and leave out the job API that each node's agent serves.
+    """Makes Ray's own processes listen on loopback only, and disables the job API that Ray's agent on each node serves.
 
-    Ray binds every interface unless the node's address is 127.0.0.1, which it takes for a mistake and replaces; and it
-    has no option to do without the agent's HTTP server but to lack what that imports.
+    Ray binds every interface unless the node's address is 127.0.0.1, and it replaces this address by another one. Ray's
+    agent starts its HTTP server unless the server's dependencies are missing; there is no option.
     """
     from ray._private import services, utils
 
@@ -78,9 +79,10 @@ def stay_on_loopback() -> None:
 
 
 def own_process_groups() -> None:
-    """Keep signals to the command's process group from Ray's processes: they are needed to end the others cleanly.
+    """Starts Ray's processes in process groups of their own, so that signals to the command's group do not reach them.
 
-    They cannot outlive the command all the same: Ray has the kernel end them with it.
+    Ray's processes are needed to end the other processes in order. They still end with the command: Ray makes the
+    kernel end them.
     """
     from ray._private import services
 
@@ -92,12 +94,12 @@ def own_process_groups() -> None:
 
 
 def session_dir() -> Path:
-    """Where the Ray that this process has started or joined writes."""
+    """The session folder of the Ray cluster that this process has started or joined."""
     return Path(_node().get_session_dir_path())
 
 
 def dead_processes() -> list[str]:
-    """The names of Ray's own processes that were started here and have ended."""
+    """The names of Ray's own processes that this process started and that have ended."""
     return [str(name) for name, _ in _node().dead_processes()]
 
 
@@ -115,7 +117,7 @@ def actor_id(handle: Any) -> str:
 
 
 def actor_record(handle: Any) -> dict[str, Any]:
-    """What Ray knows of an actor, its `State`, `Pid` and `Address` (with `NodeID`) among it; {} of an unknown one."""
+    """Ray's record of an actor, with `State`, `Pid` and `Address` (with `NodeID`); {} for an unknown actor."""
     from ray._private.state import actors
 
     return dict(actors(actor_id(handle)))
@@ -125,7 +127,7 @@ def actor_record(handle: Any) -> dict[str, Any]:
 
 
 def serve_runs() -> bool:
-    """Whether Serve has been started in this Ray cluster already."""
+    """Whether Serve is already running in this Ray cluster."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
@@ -137,14 +139,14 @@ def serve_runs() -> bool:
 
 
 def serve_proxies() -> tuple[str, str]:
-    """The namespace of Serve's actors, and how the names of its proxies begin."""
+    """The namespace of Serve's actors, and the prefix of its proxies' names."""
     from ray.serve._private.constants import SERVE_NAMESPACE, SERVE_PROXY_NAME
 
     return SERVE_NAMESPACE, SERVE_PROXY_NAME
 
 
 def is_ending() -> bool:
-    """In a replica: whether Serve has begun to end it, which it keeps to itself."""
+    """In a replica: whether Serve has begun to end it. Serve has no public interface for this."""
     from ray._private import worker
 
     core: Any = worker.global_worker
@@ -153,9 +155,9 @@ def is_ending() -> bool:
 
 
 def close_internal_port() -> None:
-    """In the constructor of a deployment: its replica will not listen for calls of other deployments over gRPC.
+    """Call it in a deployment's constructor: the replica then does not listen for other deployments' gRPC calls.
 
-    Handles call replicas as actors, unless Serve was told otherwise (RAY_SERVE_USE_GRPC_BY_DEFAULT=1).
+    Handles call replicas as actors, unless RAY_SERVE_USE_GRPC_BY_DEFAULT=1 is set.
     """
     from ray.serve._private import constants, replica
 
@@ -164,8 +166,10 @@ def close_internal_port() -> None:
 
 
 def guard_grpc(check: grpc.aio.ServerInterceptor[Any, Any], max_body_bytes: int) -> None:
-    """In the constructor of a gateway: `check` is asked before its replica's gRPC server, which Serve starts later,
-    reads a message, and none is read that is larger than a body may be. Serve takes 2 GiB from any client otherwise.
+    """Call it in a gateway's constructor, before Serve starts the replica's gRPC server.
+
+    The server then runs `check` before it reads a message, and refuses messages that exceed `max_body_bytes` by more
+    than HEADROOM_BYTES. By default Serve accepts 2 GiB from any client.
     """
     from grpc.aio._server import Server
     from ray.serve._private import grpc_util
@@ -176,21 +180,21 @@ def guard_grpc(check: grpc.aio.ServerInterceptor[Any, Any], max_body_bytes: int)
             super().__init__(options=tuple(limits.items()), **{**others, "interceptors": (check,)})
 
     class ServesGuarded(grpc_util.gRPCGenericServer, Guarded):
-        """Serve's server, of which a Guarded one is the base."""
+        """Serve's server, with Guarded as a base."""
 
     _replace(grpc_util, "gRPCGenericServer", ServesGuarded)
 
 
 def give_steady_timer(steady_time: Callable[[], float]) -> None:
-    """Have Serve's proxies time their health checks by `steady_time`."""
+    """Makes Serve's proxies time their health checks by `steady_time`."""
     from ray._common import utils
 
     _replace(utils.Timer, "time", lambda self: steady_time())
 
 
 def give_steady_clock(module: ModuleType, steady_time: Callable[[], float]) -> None:
-    """One of CLOCKED: it gets a module `time` with this clock."""
-    # A module itself, and no class of ours: Serve pickles actors whose methods refer to it, by its name.
+    """Replaces `time` in `module`, which is in CLOCKED, by a module whose `time()` is `steady_time`."""
+    # It must be a module, not an object: Serve pickles actors whose methods refer to it by the module's name.
     steady_module = ModuleType("time")
     steady_module.__dict__.update(vars(time), time=steady_time)
     _replace(module, "time", steady_module)

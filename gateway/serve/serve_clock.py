@@ -1,7 +1,7 @@
-"""Ray Serve times its health checks by the clock that people set. Set back by an hour, it asks no gateway and no proxy
-for an hour whether it lives, so none that dies is replaced; set forward, checks that are under way count as missed.
+"""Gives Ray Serve a clock that does not change when the system clock is set.
 
-Its modules get a clock that goes on whatever becomes of that one.
+Ray Serve times its health checks by the system clock. If the clock is set back by an hour, Serve checks no gateway and
+no proxy for an hour, so it replaces none that dies. If the clock is set forward, pending checks count as missed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _BEHIND_S = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Unix seconds, as if the clock had not been set since this process began."""
+    """Unix time in seconds, ignoring changes of the system clock since this process started."""
     return _BEHIND_S + time.monotonic()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Of CLOCKED, which most workers of Ray never import."""
+    """Replaces the clock in modules of CLOCKED when they are imported; most Ray workers never import them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -42,7 +42,7 @@ def _execute(load: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def steady() -> None:
-    """At the start of a worker of Ray, before it knows what it will be."""
+    """Replaces Serve's clocks. Call it at the start of a Ray worker, before its role is known."""
     give_steady_timer(steady_time)
     for name in CLOCKED & sys.modules.keys():
         give_steady_clock(sys.modules[name], steady_time)

@@ -1,7 +1,7 @@
-"""What Ray Serve's processes listen on beside the ports that clients use (docs/adr/0015).
+"""Restricts the addresses on which Ray Serve's processes listen, besides the ports for clients (docs/adr/0015).
 
-Serve binds all of its gRPC ports to every interface, and has no option for it. One of them takes pickled requests from
-anybody: whoever reaches it runs code as this user.
+Serve binds all of its gRPC ports to every interface, and has no option to change it. One of these ports accepts pickled
+requests without authentication: a host that reaches it can run code as this user.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from alignedserve.gateway.serve.serve_clock import steady
 
 GRPC_HOST = "ALIGNEDSERVE_SERVE_GRPC_HOST"
-"""In the environment of Ray's workers: the address that Serve's gRPC ports listen on instead of every one."""
+"""Environment variable of Ray's workers: the address that Serve's gRPC ports listen on, instead of all interfaces."""
 ANY = "[::]:"
 
 
 def set_up_worker() -> None:
-    """At the start of a worker of Ray."""
+    """The function that every Ray worker calls first."""
     narrow()
     steady()
 
 
 def narrow() -> None:
-    """At the start of a worker of Ray: gRPC ports asked for on every interface are bound to GRPC_HOST's address."""
+    """Binds gRPC ports that are requested on all interfaces to GRPC_HOST's address. Call it at a Ray worker's start."""
     host = os.environ.get(GRPC_HOST, "")
     if not host:
         return

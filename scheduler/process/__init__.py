@@ -1,1 +1,1 @@
-"""The global scheduler's process: carries events to the core and its actions to the roles."""
+"""The scheduler's process: passes events from the roles to the core, and the core's actions to the roles."""

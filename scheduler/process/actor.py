@@ -1,4 +1,4 @@
-"""The global scheduler's process: feeds the core from gRPC, and carries its actions out."""
+"""The scheduler's process: passes gRPC messages to the core as events, and carries out the core's actions."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from alignedserve.sizing import StorePlan
 
 logger = logging.getLogger(__name__)
 
-GATEWAY_GRACE_S = 0.3  # a gateway whose stream broke is back within moments, where it is alive
+GATEWAY_GRACE_S = 0.3  # if a gateway whose stream broke is alive, it reconnects within this time
 ABSENT_GATEWAY_S = 3.0
 ADOPTION_ANSWER_S = 2.0
 
 
 class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
-    """Role `scheduler`. Decides nothing itself: every event goes to the core, every action comes from it."""
+    """Role `scheduler`. It makes no decisions itself: all events go to the core, and all actions come from it."""
 
     role: ClassVar[str] = "scheduler"
 
@@ -73,17 +73,17 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._links = WorkerLinks(settings.token, self._on_report, self._on_lost)
         self._owners = Owners()
         self._pairs = ev.PairsChanged(())
-        self._shards = ev.ShardsChanged(())  # as last named; none: there is one
-        self._asked_s: dict[str, float] = {}  # since when each shard has owed an inventory
-        self._drained: list[str] = []  # as last reported
+        self._shards = ev.ShardsChanged(())  # the shards in the last view; empty: there is a single shard
+        self._asked_s: dict[str, float] = {}  # when each shard was asked for an inventory that has not arrived
+        self._drained: list[str] = []  # the drained instances in the last heartbeat
         self._capacity = 0
-        self._drops_told = 0  # how many of the core's drops for want of room were logged
+        self._drops_told = 0  # how many of the core's drops because of missing room were logged
         self._audit = PoolAudit(self._knows)
         self._left_behind = LeftBehind()
         self._adoption = Adoption()
         self._outgoing = Outgoing(self._owners, self._adoption, self._links, self._left_behind, self._pool_of)
         self._succession: Succession[sc.GatewayMessage] = Succession()
-        self._living_gateways: set[str] = set()  # as the supervisor knows them
+        self._living_gateways: set[str] = set()  # the gateways in the last view
         self._intake = IntakeNews(lambda message: self._outgoing.tell_all(intake=message))
         self._ticker: asyncio.Task[None] | None = None
         self._ticks = 0
@@ -121,7 +121,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._shards = shards
         self._feed(shards)
         if gone:
-            logger.warning("gone for good, with their nodes: %s", ", ".join(sorted(gone)))
+            logger.warning("shards lost with their nodes: %s", ", ".join(sorted(gone)))
             self._adoption.lose(gone)
             self._go_on_all()
 
@@ -136,13 +136,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             return sv.Heartbeat()
         counts = self._counts()
         self.progress = self._ticks
-        self.busy = True  # it ticks, whatever there is
+        self.busy = True  # it always ticks, so `progress` must always grow
         self.step_s = self.config.scheduler.tick_s
         holds = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
         alarm = self._core.alarm(time.monotonic())
         self._drained = self._core.drained()
         return sv.Heartbeat(
-            holds=holds or "no request",
+            holds=holds or "no requests",
             metrics=self._metrics(self._core),
             alarms=[alarm] if alarm else [],
             drained=self._drained,
@@ -205,7 +205,11 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._release_unclaimed(self._audit.claimed(gateway_id, keys_from_proto(message.claim)))
 
     def _greet(self, gateway_id: str, running: Sequence[RequestKey]) -> None:
-        """What a gateway does not name it submits again, or its cancel was lost with the stream before this one."""
+        """Handles a gateway's first message. `running`: its requests that may still be running.
+
+        The gateway's other known requests are cancelled: it submits them again in a new epoch, or has ended them. It is
+        told which of `running` are lost.
+        """
         assert self._core is not None
         known = self._core.of_gateway(gateway_id).union(self._adoption.of_gateway(gateway_id))
         self._cancel(sorted(known.difference(running)))
@@ -223,7 +227,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         return self._core.pool_of(key)
 
     def _end_succession(self) -> None:
-        """Act upon what gateways have said meanwhile, once everyone who is up has said what it holds."""
+        """Handles the kept messages of gateways, once all processes that are up have reported their inventories."""
         kept = self._succession.end(time.monotonic())
         if kept is None:
             return
@@ -232,7 +236,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         asyncio.get_running_loop().call_later(ABSENT_GATEWAY_S, self._give_up_absent)
 
     def _give_up_absent(self) -> None:
-        """Requests were taken over whose gateway has not come back."""
+        """Gives up the requests that were taken over and whose gateways have not come back."""
         assert self._core is not None
         for gateway_id in self._core.gateways() - self._living_gateways:
             self._give_up(gateway_id)
@@ -241,7 +245,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         for key in [key for key in keys if self._adoption.forget(key)]:
             self._owners.of.pop(key, None)
         strangers = [key for key in keys if not self._knows(key)]
-        if strangers:  # a predecessor's requests: whoever has them is not known here
+        if strangers:  # a predecessor's requests: it is unknown which processes have them
             wanted = keys_to_proto(strangers)
             self._links.send_all("prefill", pw.PrefillCommand(cancel=wanted))
             self._links.send_all("decode", dw.DecodeCommand(cancel=wanted))
@@ -249,7 +253,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._feed(ev.CancelRequested(tuple(keys)))
 
     def _submit(self, heads: Sequence[pb.RequestHead]) -> None:
-        assert self._core is not None  # nothing of a gateway is acted upon before
+        assert self._core is not None  # gateways' messages are kept until then
         metas = [request_meta(key_from_proto(head.key), head) for head in heads]
         self._intake.submitted()
         for meta in metas:
@@ -265,13 +269,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._links.send_pool(kp.PoolCommand(adopt=wanted))
             return
         self._feed(ev.Submitted(tuple(metas)))
-        for key in (meta.key for meta in metas if not self._core.is_open(meta.key)):  # older than what is open
+        for key in (meta.key for meta in metas if not self._core.is_open(meta.key)):  # an epoch older than the open one
             self._owners.of.pop(key, None)
 
     def _on_adopted(self, pool_id: str, holding: kp.Holding) -> None:
-        """A shard has said what it holds of a request that was submitted again."""
+        """A shard has reported the KV that it holds of a request that was submitted again."""
         key = key_from_proto(holding.key)
-        if key not in self._adoption:  # answered late: the request has gone on without it
+        if key not in self._adoption:  # a late answer: the request was scheduled without it
             if holding.kv_tokens:
                 self._feed(ev.CopiesFound(pool_id, {key: (holding.kv_tokens, len(holding.block_ids))}))
             return
@@ -287,13 +291,13 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._go_on(found)
 
     def _go_on(self, found: Found) -> None:
-        """With what the pool holds of a request that was submitted again."""
+        """Submits a request to the core, with the KV that the pool holds of it from an earlier epoch."""
         key, base = found.key, found.base
         meta = replace(request_meta(key, found.head), base_tokens=base.kv_tokens, whole=base.whole)
         meta = replace(meta, base_blocks=len(base.block_ids), own_blocks=base.blocks, base_pool_id=base.pool_id)
         self._feed(ev.Submitted((meta,)))
         assert self._core is not None
-        if not self._core.is_open(key):  # a newer epoch came meanwhile, or it was refused
+        if not self._core.is_open(key):  # a newer epoch has been submitted, or the request was refused
             self._owners.of.pop(key, None)
             self._adoption.forget(key)
 
@@ -345,7 +349,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         self._links.send_pool(kp.PoolCommand(take_inventory=pb.Empty()), pool_id)
 
     def _ask_again(self, pool_ids: Sequence[str], after_s: float) -> None:
-        """What waits for the shards' answers for so long: it may have been asked of a process that has died."""
+        """Repeats questions to shards about submissions that have waited for `after_s`: a process may have died."""
         for pool_id, wanted in self._adoption.ask_again(pool_ids, time.monotonic(), after_s).items():
             self._links.send_pool(kp.PoolCommand(adopt=wanted), pool_id)
 
@@ -390,7 +394,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._feed(returned)
 
     def _expects(self, key: RequestKey) -> bool:
-        """Where the request is not open any more, its next epoch adopts what the pool holds, or the audit finds it."""
+        """Whether the request is open. If not, its next epoch adopts its KV in the pool, or an audit finds it."""
         if self._core is not None and self._core.is_open(key):
             return True
         self._audit.suspect(time.monotonic())
@@ -398,9 +402,9 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _on_finished(self, keys: Sequence[RequestKey]) -> None:
         strangers = [key for key in keys if not self._knows(key) and key not in self._owners.lost]
-        if strangers:  # a predecessor's requests: nobody else would free their copies in the pool
+        if strangers:  # a predecessor's requests: the core does not know them, so it would not free their copies
             self._outgoing.carry_out(act.ReleasePool(tuple(strangers)))
-        if any(key in self._owners.lost for key in keys):  # nobody will adopt what was kept for its next epoch
+        if any(key in self._owners.lost for key in keys):  # no next epoch will adopt the KV that was kept for it
             self._audit.suspect(time.monotonic())
         self._feed(ev.Finished(tuple(keys)))
 
@@ -411,10 +415,10 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
         else:
             self._feed(ev.Finished(keys))
 
-    # ---- what the pool holds for nobody
+    # ---- KV in the pool that no request needs
 
     def _look_at_pool(self) -> None:
-        """From time to time, and soon after any loss: see `PoolAudit`."""
+        """Starts an audit of the pool if one is due: see `PoolAudit`."""
         now_s = time.monotonic()
         pool_ids = self._links.up("kv_pool")
         if not pool_ids or not self._living_gateways <= self._outgoing.gateways.keys():
@@ -431,7 +435,7 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
 
     def _release_unclaimed(self, keys: Sequence[RequestKey]) -> None:
         if keys:
-            logger.info("%d requests in the pool were nobody's", len(keys))
+            logger.info("releasing %d requests in the pool that no gateway has open", len(keys))
             self._outgoing.carry_out(act.ReleasePool(tuple(keys)))
 
     def _on_lost(self, role: str, instance_id: str) -> None:
@@ -445,8 +449,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             self._ticks += 1
             try:
                 self._look_around()
-            except Exception as error:  # a scheduler that does not tick relieves nothing and nobody
-                logger.exception("the scheduler cannot go on")
+            except Exception as error:  # a scheduler must not continue without its tick
+                logger.exception("the scheduler cannot continue")
                 self.fail(error)
 
     def _look_around(self) -> None:
@@ -468,8 +472,8 @@ class SchedulerServer(RoleServer, sc_grpc.SchedulerServicer):
             actions = self._core.handle(event, now_s)
             for action in actions:
                 self._outgoing.carry_out(action)
-        except Exception as error:  # the books may be half changed: a successor rebuilds them from inventories
-            logger.exception("the scheduler cannot go on after %s", type(event).__name__)
+        except Exception as error:  # the state may be half changed: a successor rebuilds it from inventories
+            logger.exception("the scheduler cannot continue after %s", type(event).__name__)
             self.fail(error)
             return
         if self._core.dropped_for_room > self._drops_told:

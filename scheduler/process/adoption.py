@@ -1,9 +1,9 @@
-"""Submissions of a later epoch: what the pool still holds of the request is found before it is scheduled.
+"""Finds the KV that the pool still holds of a request, when the request is submitted again in a later epoch.
 
-Every shard of the pool is asked to make over to the new epoch what the one before committed there; their answers, not
-anybody's memory, say what need not be prefilled again. The longest counts, the others are dropped. Meanwhile the
-submission is kept here. A shard whose process is away may come back with the KV: it is waited for a while, but not
-where another shard has all of it, and not at all once it has gone with its node.
+Every shard is asked to transfer to the new epoch the KV that an earlier epoch committed there. Only the shards' answers
+decide what need not be prefilled again. The longest KV is used, and the other copies are dropped. Until then the
+submission is kept here. A shard whose process is down may come back with the KV, so the submission waits for it for up
+to AWAY_S. It does not wait if another shard has all of the KV, or if the shard's node is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.request import RequestKey
 
-AWAY_S = 2.0  # a pool process that died has a successor by then
+AWAY_S = 2.0  # by then, the process of a shard that died has a successor
 _ANY = "any"  # no shard was known when the submission came
 
 
@@ -26,12 +26,12 @@ class _Kept:
     since_s: float
     asked_s: float
     unheard: set[str]  # shards that have not answered
-    best: kp.Holding = field(default_factory=kp.Holding)  # the longest so far; without tokens: none
+    best: kp.Holding = field(default_factory=kp.Holding)  # the longest KV so far; with 0 tokens: none
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A submission that goes on now, with what the pool has of it: in the shard `base.pool_id`, maybe nothing."""
+    """A submission that can be scheduled now. `base`: the KV that shard `base.pool_id` has of it, possibly none."""
 
     key: RequestKey
     head: pb.RequestHead
@@ -39,7 +39,7 @@ class Found:
 
 
 class Adoption:
-    """Kept submissions, and the bases of those that are to be prefilled. `actor.py` sends and receives."""
+    """The kept submissions, and the `bases` (adopted KV) of requests to be prefilled. `actor.py` does the messaging."""
 
     def __init__(self) -> None:
         self._waiting: dict[RequestKey, _Kept] = {}
@@ -47,16 +47,16 @@ class Adoption:
         self.bases: dict[RequestKey, kp.Holding] = {}
 
     def wants(self, heads: Sequence[pb.RequestHead]) -> bool:
-        """Whether the pool may hold something for this submission: one request, in a later epoch."""
+        """Whether the pool may hold KV for this submission: a single request in a later epoch."""
         return len(heads) == 1 and heads[0].key.epoch > 0
 
     def replaced_by(self, key: RequestKey) -> RequestKey | None:
-        """An older epoch of the request that waits here: it will not go on."""
+        """The kept submission of an older epoch of this request, which the new epoch replaces; None without one."""
         older = self._newest.get(key.request_id)
         return older if older is not None and older.epoch < key.epoch else None
 
     def ask(self, key: RequestKey, head: pb.RequestHead, pool_ids: Iterable[str], now_s: float) -> kp.Adopt:
-        """Keep the submission; what to ask the shards, of which `pool_ids` are all that there are."""
+        """Keeps the submission and returns the question for the shards. `pool_ids`: all shards of the pool."""
         older = self.replaced_by(key)
         if older is not None:
             self._take(older)
@@ -65,7 +65,10 @@ class Adoption:
         return kp.Adopt(heads=[head])
 
     def ask_again(self, up: Iterable[str], now_s: float, after_s: float = 0.0) -> dict[str, kp.Adopt]:
-        """The same, by shard, for those that have waited for so long: what was asked may have died with a process."""
+        """Questions to repeat, by shard, for submissions that were last asked about at least `after_s` seconds ago.
+
+        The process that was asked may have died. `up`: shards that can answer.
+        """
         late = [key for key, kept in self._waiting.items() if now_s - kept.asked_s >= after_s]
         questions = {}
         for pool_id in up:
@@ -77,15 +80,15 @@ class Adoption:
         return questions
 
     def answered(self, pool_id: str, holding: kp.Holding) -> kp.Holding:
-        """A shard's answer. What of it, or of an earlier one, is to be dropped, in `pool_id`; without tokens: nothing.
+        """Handles a shard's answer. Returns the copy to drop, in its `pool_id`; with 0 tokens: none.
 
-        Raises KeyError where nobody waits for it any more.
+        Raises KeyError if the submission is not kept any more.
         """
         kept = self._waiting[key_from_proto(holding.key)]
         kept.unheard -= {pool_id, _ANY}
         holding.pool_id = pool_id
-        too_long = holding.kv_tokens > _most_tokens(kept.head)  # of tokens that were never delivered
-        if kept.best.pool_id == pool_id and not too_long:  # asked again
+        too_long = holding.kv_tokens > _most_tokens(kept.head)  # it has KV of tokens that were never delivered
+        if kept.best.pool_id == pool_id and not too_long:  # the shard was asked again
             kept.best = holding
             return kp.Holding()
         if too_long or holding.kv_tokens <= kept.best.kv_tokens:
@@ -94,7 +97,7 @@ class Adoption:
         return worse
 
     def end(self, key: RequestKey, up: Collection[str], now_s: float) -> Found | None:
-        """The submission, where it need not wait any longer; `up`: shards that can answer."""
+        """Removes and returns the submission if it need not wait longer; else None. `up`: shards that can answer."""
         kept = self._waiting.get(key)
         if kept is None or not _complete(kept, up, now_s):
             return None
@@ -104,11 +107,11 @@ class Adoption:
         return Found(key, kept.head, kept.best)
 
     def end_all(self, up: Collection[str], now_s: float) -> list[Found]:
-        """`end`, of all."""
+        """Does `end` for all submissions."""
         return [found for key in list(self._waiting) if (found := self.end(key, up, now_s)) is not None]
 
     def lose(self, pool_ids: Iterable[str]) -> None:
-        """These shards have gone with their nodes."""
+        """These shards are lost with their nodes."""
         gone = set(pool_ids)
         for kept in self._waiting.values():
             kept.unheard -= gone
@@ -116,11 +119,12 @@ class Adoption:
                 kept.best = kp.Holding()
 
     def forget(self, key: RequestKey) -> bool:
-        """The request has ended; whether it was waiting here."""
+        """The request has ended. Returns whether its submission was kept here."""
         self.bases.pop(key, None)
         return self._take(key)
 
     def of_gateway(self, gateway_id: str) -> list[RequestKey]:
+        """The kept submissions of a gateway."""
         return [key for key, kept in self._waiting.items() if kept.head.gateway_id == gateway_id]
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -145,5 +149,7 @@ def _complete(kept: _Kept, up: Collection[str], now_s: float) -> bool:
 
 
 def _most_tokens(head: pb.RequestHead) -> int:
-    """KV beyond this belongs to tokens that were never delivered; the last one's is computed by the next pass."""
+    """The most tokens whose KV can be used. The next pass computes the KV of the last delivered token, and KV beyond it
+    belongs to tokens that were never delivered.
+    """
     return head.prompt_tokens + head.output_tokens - 1

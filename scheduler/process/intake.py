@@ -1,4 +1,4 @@
-"""Tells gateways how many more requests would be accepted, so that they refuse the others before reading them."""
+"""Tells gateways how many more requests would be accepted, so that they refuse other requests before reading them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVERY_S = 0.01  # the shortest time between two messages
 
 
 class IntakeNews:
-    """`tell` all gateways; says nothing for as long as there is room for everybody."""
+    """Sends the core's room to all gateways with `tell`. Sends nothing while the room is unlimited."""
 
     def __init__(self, tell: Callable[[sc.Intake], None]) -> None:
         self._tell = tell
@@ -24,18 +24,18 @@ class IntakeNews:
         self._timer: asyncio.TimerHandle | None = None
 
     def submitted(self) -> None:
-        """A request came: its gateway counts it against what it was told last."""
+        """A request was submitted: its gateway has subtracted it from the room that it was told last."""
         self._submitted = True
 
     def look(self, core: SchedulerCore) -> None:
-        """The core has handled an event. Cheap: the core is asked a hundred times a second at most."""
+        """The core has handled an event. This is cheap: the core's room is read at most once every EVERY_S."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             wait_s = self._told_s + EVERY_S - loop.time()
             self._timer = loop.call_later(max(0.0, wait_s), self._look_now, core)
 
     def message(self) -> sc.Intake:
-        """What was told last, for a gateway that has just come."""
+        """The last message, for a gateway that has just connected."""
         room = self._told
         return sc.Intake(limited=room.limited, requests=room.requests, again_s=room.again_s)
 

@@ -1,4 +1,6 @@
-"""Messages of the scheduler's process: streams to workers and shards, actions as commands, reports as events."""
+"""Messages of the scheduler's process: streams to workers and shards, conversion of actions to commands and of reports
+to events.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from alignedserve.scheduler.process.pool_audit import LeftBehind
 
 
 def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
-    """A request that was submitted. Of the million that may be kept, each has no string of its own but its id."""
+    """The metadata of a submitted request. Up to a million may be kept, so they share all strings except their ids."""
     return RequestMeta(
         key=key,
         prefix_tokens=head.prompt_tokens + head.output_tokens,
@@ -55,7 +57,7 @@ def request_meta(key: RequestKey, head: pb.RequestHead) -> RequestMeta:
 
 
 def pairs_changed(view: sv.ClusterView) -> PairsChanged:
-    """Who prefetches for whom, and over which links."""
+    """The pairs of prefill and decode instances, and the ranks of their links."""
     pairs: dict[str, list[str]] = {}
     for pair in view.pairs:
         pairs.setdefault(pair.decode_id, []).append(pair.prefill_id)
@@ -64,7 +66,7 @@ def pairs_changed(view: sv.ClusterView) -> PairsChanged:
 
 
 def shards_changed(view: sv.ClusterView) -> ShardsChanged:
-    """Which shards of the pool there are, and which of them each instance writes to: its own node's."""
+    """The shards of the pool, and the shard that each instance writes to: the shard of its own node."""
     of_node = {shard.node_id: shard.pool_id for shard in view.pools}
     workers = (peer for peer in view.peers if peer.process.role in ("prefill", "decode"))
     homes = sorted((peer.process.id, of_node[peer.node_id]) for peer in workers if peer.node_id in of_node)
@@ -72,7 +74,7 @@ def shards_changed(view: sv.ClusterView) -> ShardsChanged:
 
 
 def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
-    """What a decode instance says that it decides about."""
+    """The requests in a decode instance's inventory."""
     for held in inventory.requests:
         meta = RequestMeta(
             key=key_from_proto(held.key),
@@ -88,9 +90,8 @@ def held_requests(inventory: dw.DecodeInventory) -> Iterator[HeldRequest]:
 
 
 def prefetch_command(action: Prefetch, pool_ids: Sequence[str]) -> pw.PrefillCommand | dw.DecodeCommand:
-    """To the prefill instance whose buffers they go through; to the decode instance where there are none.
-
-    `pool_ids`: the shard that has each.
+    """The command for the prefill instance whose candidate buffers the requests go through, or, without one, for the
+    decode instance. `pool_ids`: the shard that holds each request.
     """
     prefetch = pw.Prefetch(
         decode_id=action.decode_id,
@@ -173,9 +174,10 @@ class _Peer:
 
 
 class WorkerLinks:
-    """Follows the cluster's view. `on_report(role, id, report)` for each report; `on_lost(role, id)` when one is gone.
+    """The streams to workers and shards in the cluster's view.
 
-    A process is lost when its stream breaks, once: the view then drops it or names a successor.
+    `on_report(role, id, report)` is called for each report, and `on_lost(role, id)` once when a process's stream
+    breaks. The view then drops the process or names its successor.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class WorkerLinks:
     async def on_view(self, view: sv.ClusterView) -> None:
         shards = {shard.pool_id for shard in view.pools}
         peers = [
-            peer  # a shard that is not named has gone with its node: if its process lives, it is of no use
+            peer  # a shard that the view does not name is lost with its node: its process, if alive, is not used
             for peer in view.peers
             if not shards or peer.process.role != "kv_pool" or peer.process.id in shards
         ]
@@ -202,7 +204,7 @@ class WorkerLinks:
         for name, known in list(self._peers.items()):
             gone = shards and name[0] == "kv_pool" and name[1] not in shards
             if name not in present and known.link.up and not gone:
-                continue  # a supervisor that has just started does not know everybody yet
+                continue  # a supervisor that has just started does not know all processes yet
             if name not in ready or ready[name].process != known.process:
                 await self._drop(name)
         for name, peer in ready.items():
@@ -210,23 +212,25 @@ class WorkerLinks:
                 self._open(name, peer)
 
     def send(self, role: str, instance_id: str, command: Any) -> bool:
-        """False where there is no open stream to it: whoever lost it is told by `on_lost`."""
+        """Queues a command. False if there is no open stream to the process: `on_lost` reports the loss."""
         peer = self._peers.get((role, instance_id))
         return peer is not None and peer.link.send(command)
 
     def send_all(self, role: str, command: Any) -> None:
-        """To every instance of the role."""
+        """Queues a command for every instance of the role."""
         for name, peer in self._peers.items():
             if name[0] == role:
                 peer.link.send(command)
 
     def send_pool(self, command: kp.PoolCommand, pool_id: str = "") -> None:
-        """To one shard of the pool, or to all. Where a process is away its successor is asked for all that matters."""
+        """Queues a command for one shard, or for all shards that are up. A command for a shard that is down is dropped:
+        the scheduler later asks its successor for what it holds.
+        """
         for name in [pool_id] if pool_id else self.up("kv_pool"):
             self.send("kv_pool", name, command)
 
     def up(self, role: str) -> list[str]:
-        """The ids of the role's instances that have reported, and whose streams are open."""
+        """The ids of the role's processes whose streams are open, and that have reported."""
         return [name[1] for name, peer in self._peers.items() if name[0] == role and peer.heard]
 
     def _open(self, name: tuple[str, str], peer: sv.Peer) -> None:
@@ -253,7 +257,7 @@ class WorkerLinks:
         peer = self._peers.get(name)
         if peer is None:
             return
-        await peer.link.close()  # tells of the loss while the peer is still known
+        await peer.link.close()  # reports the loss while the peer is still known
         await peer.channel.close()
         self._peers.pop(name, None)
 
@@ -263,7 +267,7 @@ class WorkerLinks:
 
 
 def release_command(action: ReleasePool) -> kp.PoolCommand:
-    """To the pool: free these requests' copies."""
+    """The command that makes shards free these requests' copies."""
     if not action.dropped:
         return kp.PoolCommand(release=keys_to_proto(action.keys))
     copies = zip(action.keys, action.kv_tokens, strict=True)
@@ -272,7 +276,9 @@ def release_command(action: ReleasePool) -> kp.PoolCommand:
 
 
 class Outgoing:
-    """`gateways`: the open streams to them, by id. `addresses`: where workers find them, by id."""
+    """Carries out the core's actions. `gateways`: the open streams to gateways, by id. `addresses`: their addresses for
+    workers, by id.
+    """
 
     def __init__(
         self,
@@ -282,7 +288,7 @@ class Outgoing:
         left_behind: LeftBehind,
         pool_of: Callable[[RequestKey], str],
     ) -> None:
-        """`pool_of`: the shard that a request's KV lies in."""
+        """`pool_of` returns the id of the shard that holds a request's KV."""
         self.gateways: dict[str, Outbox[sc.SchedulerMessage]] = {}
         self.addresses: dict[str, str] = {}
         self._pool_of = pool_of
@@ -292,15 +298,18 @@ class Outgoing:
         self._left_behind = left_behind
 
     def tell(self, gateway_id: str, **body: Any) -> None:
+        """Queues a message for a gateway, if it is connected."""
         outbox = self.gateways.get(gateway_id)
         if outbox is not None:
             outbox.put(sc.SchedulerMessage(**body))
 
     def tell_all(self, **body: Any) -> None:
+        """Queues a message for all connected gateways."""
         for outbox in self.gateways.values():
             outbox.put(sc.SchedulerMessage(**body))
 
     def carry_out(self, action: act.Action) -> None:
+        """Sends the messages of an action of the core."""
         match action:
             case act.StartPrefill():
                 self._links.send("prefill", action.prefill_id, pw.PrefillCommand(prefill=self._group(action)))
@@ -333,6 +342,6 @@ class Outgoing:
         group = pw.PrefillGroup(keys=map(key_to_proto, action.keys), gateway_address=address)
         if action.base_tokens:
             group.base.CopyFrom(self._adoption.bases[action.keys[0]])
-        else:  # what it had adopted was dropped
+        else:  # its adopted KV was dropped
             self._adoption.bases.pop(action.keys[0], None)
         return group

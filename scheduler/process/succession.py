@@ -1,7 +1,8 @@
-"""What a scheduler that has just started waits for: its predecessor's requests are still out there.
+"""The start of a scheduler, while it learns about its predecessor's requests.
 
-Decode instances say what they decide about, the pool what it holds. Until all that are up have said so (or PATIENCE_S
-have passed), nothing of the gateways is acted upon: a request may be running on, and must not be started twice.
+Decode instances report the requests that they have, and shards the KV that they hold. Messages from gateways are kept
+until all of these processes that are up have reported, or PATIENCE_S have passed. Otherwise, a request that is still
+running could be started twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WITH_INVENTORY = ("decode", "kv_pool")
 
 
 class Succession(Generic[Message]):
-    """Keeps the gateways' messages, in order, until it is `over`; `scheduler/process/actor.py` sends and receives."""
+    """Keeps the gateways' messages, in order, until it is `over`. `scheduler/process/actor.py` does the messaging."""
 
     def __init__(self) -> None:
         self.over = False
@@ -26,20 +27,21 @@ class Succession(Generic[Message]):
         self._since_s: float | None = None
 
     def expect(self, ready: Iterable[tuple[str, str]], now_s: float) -> None:
-        """(role, id) of everyone who is up, as the supervisor knows them now."""
+        """Notes the (role, id) of all processes that are up now, according to the supervisor."""
         if self._since_s is None:
             self._since_s = now_s
         self._expected = {name for name in ready if name[0] in WITH_INVENTORY}
 
     def heard(self, role: str, instance_id: str) -> None:
-        """It has said what it holds."""
+        """This process has reported its inventory."""
         self._heard.add((role, instance_id))
 
     def keep(self, gateway_id: str, message: Message) -> None:
+        """Keeps a gateway's message until `end`."""
         self._kept.append((gateway_id, message))
 
     def end(self, now_s: float) -> list[tuple[str, Message]] | None:
-        """The messages that were kept, once, when everyone has been heard or time is up; None before and after."""
+        """The kept messages, once, when all processes have reported or the time is up; None before and afterwards."""
         if self.over or self._since_s is None:
             return None
         if self._expected - self._heard and now_s - self._since_s < PATIENCE_S:

@@ -439,7 +439,7 @@ def assert_strangers_are_refused(server: ServeProcess) -> None:
     (gateway,) = [psutil.Process(role["pid"]) for role in status(server)["roles"] if role["role"] == "gateway"]
     ports = [c.laddr.port for c in gateway.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     told = [asyncio.run(told_before_its_message(port)) for port in ports]
-    assert any("an API key is needed" in words for words in told), told
+    assert any("an API key is required" in words for words in told), told
 
 
 async def told_before_its_message(port: int) -> str:

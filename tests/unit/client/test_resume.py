@@ -346,5 +346,5 @@ async def test_only_what_has_tokens_goes_on_in_a_full_cluster(
     assert list((await stub.Generate(request)).choices[0].token_ids) == TOKENS[2:]
     assert cluster.submitted[0].key.epoch == 1
     gateway.server.intake._max_calls = 0
-    with pytest.raises(grpc.aio.AioRpcError, match="as many as it may"):
+    with pytest.raises(grpc.aio.AioRpcError, match="which is its limit"):
         await stub.Generate(request)

@@ -298,7 +298,7 @@ async def test_a_role_whose_supervisors_port_is_somebody_elses_by_now_ends_itsel
             key, "", address, "x", sv.Heartbeat, lambda view: None, ended.put, heartbeat_s=0.02, orphan_after_s=0.3
         )
         host.start()
-        assert "no supervisor was heard of" in await asyncio.wait_for(ended.get(), 3)
+        assert "there was no supervisor" in await asyncio.wait_for(ended.get(), 3)
         await host.close()
 
 

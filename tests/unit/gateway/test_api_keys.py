@@ -136,9 +136,9 @@ async def test_grpc_answers_before_a_message_came(gateway: RunningGateway) -> No
     [
         (KEY, 0o644, "chmod 600"),
         (KEY, 0o602, "chmod 600"),
-        ("# nothing\n\n", 0o600, "holds no key"),
-        (f"{KEY}\ntwo words\n", 0o600, "line 2 .* is no key"),
-        ("schlüssel", 0o600, "line 1 .* is no key"),
+        ("# nothing\n\n", 0o600, "has no keys"),
+        (f"{KEY}\ntwo words\n", 0o600, "line 2 .* is not a key"),
+        ("schlüssel", 0o600, "line 1 .* is not a key"),
         ("k" * (2 << 20), 0o600, "over .* bytes"),
     ],
 )

@@ -102,7 +102,7 @@ async def test_closing_a_gateway_ends_its_requests(cluster: FakeCluster) -> None
         gateway.server.ledger.close_all()
         answer = await waiting
     assert refused.status_code == answer.status_code == 503
-    assert "not done in time" in answer.json()["error"]["message"]
+    assert "did not finish in time" in answer.json()["error"]["message"]
     await cluster.wait_for(lambda: cluster.cancelled)
 
 

@@ -155,7 +155,7 @@ async def test_the_time_limit_covers_tokenising(ask: Callable[..., Any], monkeyp
     monkeypatch.setattr(dividing, "PIECE", 1000)
     model = served(positions=1 << 20)
     counted = Counted(monkeypatch, model, pause_s=0.02)
-    with pytest.raises(DeadlineError, match=r"did not end within its 0\.1 s"):
+    with pytest.raises(DeadlineError, match=r"did not end within its timeout of 0\.1 s"):
         await ask(model, WORDS, timeout_s=0.1)
     assert 1 <= len(counted.sizes) < 15
     counted.pause_s = 0.001
@@ -263,7 +263,7 @@ async def test_what_cannot_be_divided_is_refused_by_its_characters(monkeypatch: 
     monkeypatch.setattr(type(model.encoder), "divisible", property(lambda self: False))
     monkeypatch.setattr(dividing, "MOST_UNBROKEN", 40_000)
     counted = Counted(monkeypatch, model)
-    with pytest.raises(ContextLengthError, match="has 44000 characters, more than are tokenised"):
+    with pytest.raises(ContextLengthError, match="has 44000 characters, too many to tokenise"):
         await complete(model, WORDS)
     assert not counted.sizes
 

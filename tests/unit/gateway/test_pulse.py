@@ -50,7 +50,7 @@ async def test_health_is_not_ok_while_no_token_is_decoded(
     await asyncio.sleep(pulse.FRESH_S)
     answer = await http.get("/health")
     assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
-    assert answer.json()["missing"][0].startswith("tokens (none was made for ")
+    assert answer.json()["missing"][0].startswith("tokens (none was generated for ")
     assert (await http.get("/live")).status_code == 200
     cluster.script = counting_script
     await asyncio.sleep(pulse.ANSWER_S)

@@ -343,7 +343,9 @@ async def test_without_a_scheduler_a_request_ends_in_time(
         await gateway.server.wait_model(5.0)
         answer = await ask(gateway)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert answer.json()["error"]["message"] == "there was no scheduler for 0.2 s (the supervisor has named none)"
+    assert answer.json()["error"]["message"] == (
+        "there was no scheduler for 0.2 s (the supervisor has not named a scheduler)"
+    )
 
 
 async def test_one_that_is_being_replaced_on_purpose_is_waited_for_as_long_as_it_may_take(
@@ -376,9 +378,9 @@ async def test_without_a_scheduler_the_error_says_where_it_was_and_why_it_is_not
     monkeypatch.setattr(server.host, "_heard_at", time.monotonic() - 60.0)
     message: str = (await ask(gateway)).json()["error"]["message"]
     assert message.startswith(
-        f"there was no scheduler for 0.2 s (the last one, at {nobody}, is not reached: UNAVAILABLE"
+        f"there was no scheduler for 0.2 s (the last scheduler, at {nobody}, is unreachable: UNAVAILABLE"
     )
-    assert f"the supervisor at {server.supervisor_address} has not been heard of for 6" in message
+    assert f"the supervisor at {server.supervisor_address} has been silent for 6" in message
 
 
 async def test_a_cancel_waits_for_the_scheduler(cluster: FakeCluster, gateway: RunningGateway) -> None:

@@ -192,7 +192,7 @@ async def test_the_description_names_every_field_that_is_read(front: Front) -> N
         "minimum": 1,
         "maximum": 16,
         "default": 1,
-        "description": "Answers to each prompt.",
+        "description": "Number of answers to each prompt.",
     }
     assert (completion["required"], chat["required"]) == (["prompt"], ["messages"])
     references = {value for value in json.dumps(document).split('"') if value.startswith("#/")}
