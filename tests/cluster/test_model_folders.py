@@ -92,7 +92,7 @@ def test_code_that_is_not_trusted_is_not_run_and_the_start_says_so(hub: Mapping[
     assert server.process.wait(60.0) == 2
     (line,) = server.output.splitlines()
     assert line.startswith("alignedserve: error: ")
-    assert "does not know model_type 'own'; its own code runs only with --trust-remote-code" in line
+    assert "does not know model_type 'own'; the model's own code runs only with --trust-remote-code" in line
     assert not marker.exists()
 
 
