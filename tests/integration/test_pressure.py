@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ VOCAB_SIZE = 400
 BLOCK_SIZE = 4
 NEW_TOKENS = 40
 LONGEST = 160
+MOST_ROUNDS = 6
 
 
 def pool_gib(folder: Path, blocks: int) -> float:
@@ -69,17 +71,20 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
     async def run() -> tuple[list[list[Answer]], int, sv.ClusterStatus]:
-        draw = random.Random(33)
+        draw, kept = random.Random(33), list[list[Answer]]()
         async with LocalCluster(config, output_dir=tmp_path) as cluster:
             await cluster.wait_ready()
             async with Driver(cluster.address("scheduler-0"), cluster.token, resubmit=True) as driver:
-                kept = [driver.submit(prompt, sampling, 1 if i % 5 else 3) for i, prompt in enumerate(prompts)]
-                for prompt in prompts:
-                    gone = driver.submit(prompt, sampling)
-                    await asyncio.sleep(draw.random() * 0.05)
-                    driver.cancel(gone)
-                await driver.wait([answer for group in kept for answer in group], timeout_s=150)
-                status = await cluster.status()
+                for _ in range(MOST_ROUNDS):  # whether room runs out depends on what meets, so on the machine
+                    kept += [driver.submit(prompt, sampling, 1 if i % 5 else 3) for i, prompt in enumerate(prompts)]
+                    for prompt in prompts:
+                        gone = driver.submit(prompt, sampling)
+                        await asyncio.sleep(draw.random() * 0.05)
+                        driver.cancel(gone)
+                    await driver.wait([answer for group in kept for answer in group], timeout_s=150)
+                    status = await cluster.status()
+                    if not drops or value(status.metrics, "alignedserve_requests_dropped_for_room_total"):
+                        break
                 deadline = time.monotonic() + 5.0
                 while value(status.metrics, "alignedserve_kv_blocks", state="owned") and time.monotonic() < deadline:
                     await asyncio.sleep(0.1)
@@ -89,7 +94,7 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(
     kept, resubmitted, status = asyncio.run(run())
 
     reference = load_reference(folder)
-    for prompt, group in zip(prompts, kept, strict=True):
+    for prompt, group in zip(itertools.cycle(prompts), kept, strict=False):
         expected = greedy(reference, prompt, NEW_TOKENS, group[0].tokens)
         for answer in group:
             assert (answer.error, answer.finish_reason, answer.tokens) == (None, "length", expected)
@@ -97,7 +102,7 @@ def test_a_pool_and_a_cache_that_are_nearly_too_small(
     assert value(status.metrics, "alignedserve_decode_evictions_total") > 0
     dropped = value(status.metrics, "alignedserve_requests_dropped_for_room_total")
     assert dropped or not drops
-    assert resubmitted >= dropped - len(prompts)  # a few were cancelled meanwhile
+    assert resubmitted >= dropped - len(kept)  # a few were cancelled meanwhile
     assert (status.state, len(status.degraded)) == (("degraded", 1) if dropped else ("ready", 0))
     told = "KV was dropped" in (tmp_path / "scheduler-0.out").read_text()
     assert told == bool(dropped)
