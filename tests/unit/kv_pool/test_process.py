@@ -255,6 +255,6 @@ async def test_a_pool_in_other_memory_than_is_mapped_is_not_used(pool: Pool) -> 
     await attachment.on_view(successor)
     stranger.peers[0].process.incarnation = 3
     stranger.peers[0].stores[0].memory = "0:0"
-    with pytest.raises(TransferError, match="made anew"):
+    with pytest.raises(TransferError, match="created anew"):
         await attachment.on_view(stranger)
     await attachment.close()
