@@ -59,7 +59,7 @@ def test_what_was_changed_where_it_lay_is_not_read() -> None:
     payload = memory.write(b"a" * 100)
     assert payload is not None
     area[payload.page_ids[0] * PAGE_BYTES + 50] = 0
-    with pytest.raises(TransferError, match="was changed"):
+    with pytest.raises(TransferError, match="has changed"):
         memory.read(payload)
 
 
