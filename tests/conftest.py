@@ -1,4 +1,4 @@
-"""What holds for all tests. Triton reads when it is imported whether its kernels run in its interpreter."""
+"""Settings for all tests. Triton decides at its import whether kernels run in its interpreter."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Hypothesis gives each example 200 ms: on a machine that other tests share, one that is slow is no failure.
+# Hypothesis allows 200 ms for each example. On a shared machine a slow example is not a failure.
 settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
 settings.load_profile("unhurried")
 
@@ -22,7 +22,7 @@ ENDED_WITHIN_S = 10.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests share a process, and so do all that start Ray: one Ray cluster at a time."""
+    """With `-n`, the tests of a file share a process, and so do all tests that start Ray: one Ray cluster at a time."""
     for item in items:
         group = "ray" if item.get_closest_marker("cluster") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
