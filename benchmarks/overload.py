@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = asyncio.run(benchmark(options))
-    print(f"objectives {result['objectives_ms']} ms; died: {result['died'] or 'nobody'}")
+    print(f"objectives {result['objectives_ms']} ms; died: {result['died'] or 'none'}")
     for entry in result["memory"]:
         name, *mib = entry.values()
         print(f"  {name:40.40} MiB before, after a quarter, at the end: {mib}")

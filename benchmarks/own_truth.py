@@ -1,6 +1,6 @@
 """Compares this machine with its simulation: it profiles the machine, loads a cluster, and replays the request log.
 
-`alignedserve profile` measures the machine: passes alone, and passes in a small cluster under load. Then a prefill and a
+`alignedserve profile` measures the machine: passes alone, and passes in a loaded small cluster. Then a prefill and a
 decode instance serve mixed lengths, with Poisson arrivals at a share of the capacity, which the same requests, all
 at once, measure first. `alignedserve simulate` replays the requests of `--request-log`, with the profile and with the
 store sizes that the cluster reports. Nothing is fitted to that run. On a quiet machine:
@@ -8,7 +8,7 @@ store sizes that the cluster reports. Nothing is fitted to that run. On a quiet 
     python benchmarks/own_truth.py --requests 300 --json own_truth.json
 
 Each worker computes with `--threads` of the cores (half of them by default). Gateway, proxy, scheduler and this load
-share them, which the profile's slowdowns account for. A client that uses more or less CPU than this load slows passes by
+share them, as the profile's slowdowns account for. A client that uses more or less CPU than this load slows passes by
 more or less. Time to first token is measured from the submission to the scheduler to the token's arrival at
 the gateway. So the profile's time of two messages is added to the simulated one.
 """

@@ -289,7 +289,7 @@ def table(rounds: Sequence[Round]) -> list[list[str]]:
     """One row for each role and kind of strike, with worst cases and sums of tokens."""
     groups: dict[tuple[str, str], list[Round]] = {}
     for one in rounds:
-        name = ("nobody", "") if one.strike is None else (one.strike.role, one.strike.how)
+        name = ("none", "") if one.strike is None else (one.strike.role, one.strike.how)
         groups.setdefault(name, []).append(one)
     rows = []
     for (role, how), found in groups.items():

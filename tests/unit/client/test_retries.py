@@ -138,7 +138,7 @@ def test_a_refusal_is_tried_again_after_what_the_server_asked_for(ask: Callable[
     text = answer.text if method == "generate" else joined(answer, 0)[0]
     assert text == service.answer(0)[0]
     assert len(service.requests) == 3
-    assert not any(request.resume for request in service.requests), "nobody has begun it"
+    assert not any(request.resume for request in service.requests), "no gateway has begun it"
     if method == "generate":
         assert answer.client_timings.attempts == 3
         assert answer.client_timings.total_s >= 0.4
@@ -260,9 +260,9 @@ def test_a_gateway_that_ends_hands_over_without_a_wait(ask: Callable[..., Any]) 
 @BOTH
 def test_an_address_where_nobody_answers_is_left_out(ask: Callable[..., Any]) -> None:
     service = BreakingInference(SIZES)
-    with serving(service) as address, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with serving(service) as address, socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{unserved.getsockname()[1]}"
         began_s = time.monotonic()
         answer = ask([dead, address], {"max_retries": 0}, "generate", "go")
         assert answer.text == service.answer(0)[0]

@@ -63,7 +63,7 @@ async def lead(cluster: LocalCluster, inheritance: Inheritance, config: Config) 
 
 
 async def settled(cluster: LocalCluster) -> None:
-    """Every role is ready, and knows who leads."""
+    """Every role is ready, and knows the leading supervisor."""
     await cluster.wait_ready(30)
     async with asyncio.timeout(10.0):
         while not all(  # noqa: ASYNC110

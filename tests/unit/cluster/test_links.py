@@ -1,4 +1,4 @@
-"""What the supervisor makes of where instances are: who is paired with whom, and what everyone is told of the links."""
+"""What the supervisor derives from the places of instances: the pairs, and the links that each role learns of."""
 
 from __future__ import annotations
 

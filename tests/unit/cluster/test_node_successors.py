@@ -1,4 +1,4 @@
-"""What a supervisor's successor knows of nodes: who is there, who is silent, and who was given up."""
+"""What a supervisor's successor knows of nodes: which are there, which are unreachable, and which are lost."""
 
 from __future__ import annotations
 

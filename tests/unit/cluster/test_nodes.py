@@ -1,4 +1,4 @@
-"""The supervisor's decisions about nodes, as lists of events: who is where, who has gone, what is only cut off."""
+"""The supervisor's decisions about nodes, as lists of events: places of roles, lost nodes and unreachable nodes."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_numbers_count_nodes_in_the_order_of_their_first_use() -> None:
 
 
 def test_a_start_waits_for_a_node_that_comes_late() -> None:
-    """Memory is divided once all instances have a node: whoever waits for that is not late."""
+    """Memory is divided once all instances have a node. A waiting start does not time out before that."""
     cell = Cell(where={"prefill-0": "home"})
     cell.core.begin(cell.now)
     cell.locate()

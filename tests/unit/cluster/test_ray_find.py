@@ -20,7 +20,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 NAMESPACE = "cluster"
 HOME, OTHER = "aaaaaa00", "bbbbbb00"
 PATIENCE_S = 1.0
-FIRST_PID = 1 << 23  # nobody's: the kernel gives none so large
+FIRST_PID = 1 << 23  # no process has it: the kernel assigns no pid so large
 
 
 class FakeActor:
@@ -165,7 +165,7 @@ async def test_one_that_nobody_knows_is_asked_again_while_its_node_is_silent_and
     begun = asyncio.get_running_loop().time()
     assert "spare-0-12ab34cd" in await fake.find()
     assert fake.killed == ["spare-1-12ab34cd"]
-    assert asyncio.get_running_loop().time() - begun < PATIENCE_S  # by then somebody of its node has answered
+    assert asyncio.get_running_loop().time() - begun < PATIENCE_S  # by then a process of its node has answered
     fake.killed.clear()
     del fake.actors["spare-0-12ab34cd"]
     await fake.find()

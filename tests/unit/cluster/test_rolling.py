@@ -27,8 +27,8 @@ STEP_S = 0.5
 
 
 class World:
-    """`broken` processes never come up again. `log` has who ended and who came, in order. The first processes started
-    at `first_ns`, by the clocks of their nodes."""
+    """`broken` processes never become ready again. `log` has the processes that ended and started, in order. The first
+    processes started at `first_ns`, by the clocks of their nodes."""
 
     def __init__(
         self,

@@ -64,12 +64,12 @@ async def test_its_room_is_given_back_while_agents_live_whatever_fails_before(mo
             agent_at_release.append(agent.ready)
 
         async def fail(*_: object) -> None:
-            raise RuntimeError("nobody can be ended")
+            raise RuntimeError("no process can be ended")
 
         monkeypatch.setattr(cluster.launcher, "release", release)
         with monkeypatch.context() as patch:
             patch.setattr(cluster.supervisor, "_end_slots", fail)
-            with pytest.raises(RuntimeError, match="nobody can be ended"):
+            with pytest.raises(RuntimeError, match="no process can be ended"):
                 await cluster.supervisor.end_all()
         assert agent_at_release == [True]
     assert agent_at_release == [True, True]

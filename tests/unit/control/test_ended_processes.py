@@ -1,4 +1,4 @@
-"""Who has ended, as supervisors say it; one that has only just started knows nobody."""
+"""Which processes have ended, as supervisors report it. A supervisor that has just started knows no process."""
 
 from __future__ import annotations
 

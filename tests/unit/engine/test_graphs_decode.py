@@ -78,7 +78,7 @@ def runner_of(loaded: LoadedModel, backend: str = "torch") -> ModelRunner:
     cache = allocate_cache(loaded.info.geometry(block_size), BLOCKS, loaded.device)
     interpreted = backend == "triton" and loaded.device.type == "cpu"
     runner = ModelRunner(loaded, cache, "torch" if interpreted else backend)
-    if interpreted:  # which nobody can ask for
+    if interpreted:  # no configuration selects this
         runner._backend = TritonBackend(cache)
     cache.fill_(float("nan"))  # what was never written must never be read into a result
     return runner

@@ -1,4 +1,4 @@
-"""Who gets in: API keys over HTTP and gRPC, their file, and that nobody reads a key where it does not belong."""
+"""API keys over HTTP and gRPC: which requests are accepted, the file of keys, and that no output contains a key."""
 
 from __future__ import annotations
 

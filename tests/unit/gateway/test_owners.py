@@ -1,4 +1,4 @@
-"""Whose a request is: with API keys nobody cancels, takes over or sees what came with another key."""
+"""Owners of requests: a caller cannot cancel, take over or see requests that came with another API key."""
 
 from __future__ import annotations
 

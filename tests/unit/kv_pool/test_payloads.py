@@ -100,7 +100,7 @@ def test_a_commit_that_finds_no_room_for_its_payload_changes_nothing() -> None:
 
 def test_pages_of_no_request_are_found_by_a_recount() -> None:
     pool = open_pool(table_memory())
-    pool._table.payloads.write(b"nobody's")
+    pool._table.payloads.write(b"unowned")
     with pytest.raises(AccountingError, match="payloads"):
         pool.check_integrity()
 

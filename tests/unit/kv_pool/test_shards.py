@@ -224,7 +224,7 @@ async def test_a_shard_that_was_made_anew_fails_what_was_asked_of_the_one_before
         await asyncio.wait_for(cell.reader.channel("kv_pool-1").copy([1], [1]), 20.0)
     await cell.shards["kv_pool-1"].end()
     copy = cell.reader.channel("kv_pool-1").copy([2], [2])
-    cell.agents["node-b"].close()  # nobody holds the memory any more
+    cell.agents["node-b"].close()  # no process holds the memory any more
     cell.agents["node-b"] = SegmentServer(str(cell.folder / "node-b" / "agent.sock"), TOKEN)
     cell.agents["node-b"].start()
     await cell.start_shard(1)

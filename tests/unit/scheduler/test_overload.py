@@ -1,4 +1,4 @@
-"""Admission by prediction, in virtual time: who is refused, what the accepted get, and that the rate stays steady."""
+"""Admission by prediction, in virtual time: refusals, latencies of accepted requests, and a steady rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool holds for nobody is found: never what a gateway or the scheduler itself still needs."""
+"""The audit finds KV in the pool that no process needs, and never KV that a gateway or the scheduler needs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def watched_run(seed: int, look: Callable[[Watch, IterationPlan], None], *, afte
 @pytest.mark.parametrize("after_s", [0.2, 1e6])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_iteration_never_waits_for_room(seed: int, after_s: float) -> None:
-    """As long as copies take no more iterations than a join looks ahead: who is being copied in cannot be evicted."""
+    """A request that is being copied in cannot be evicted if its copy ends within the look-ahead of joins."""
     sat_out: list[int] = []
     plans = 0
 

@@ -36,7 +36,7 @@ def test_a_new_scheduler_is_told_of_the_objective_that_a_request_has_for_its_wai
 def test_messages_are_kept_until_everyone_who_is_up_has_said_what_it_holds() -> None:
     succession: Succession[str] = Succession()
     succession.keep("gw", "first")
-    assert succession.end(0.0) is None  # nobody knows yet who is up
+    assert succession.end(0.0) is None  # the running processes are not known yet
     succession.expect([("decode", "d0"), ("decode", "d1"), ("kv_pool", "pool"), ("prefill", "p0")], 1.0)
     succession.heard("decode", "d0")
     succession.heard("kv_pool", "pool")

@@ -147,7 +147,7 @@ def test_routing_spreads_requests():
     workload = workload_of(*[(0.0, 100, 20)] * 6)
     for routing in ("least-loaded", "round-robin"):
         result = simulate(workload, "vllm", instances=3, routing=routing)
-        assert len({one.token_s.tobytes() for one in result.requests}) == 1  # two at each: nobody waits longer
+        assert len({one.token_s.tobytes() for one in result.requests}) == 1  # two on each: no request waits longer
         assert result.instances == ("colocated-0", "colocated-1", "colocated-2")
     random = [simulate(workload, "vllm", instances=3, routing="random", seed=seed) for seed in (1, 1, 2, 3)]
     assert frozen(random[0]) == frozen(random[1])

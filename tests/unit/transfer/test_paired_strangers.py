@@ -1,4 +1,4 @@
-"""Gloo's ports and somebody who reaches them: he takes nobody's place, and disturbs no pair that has met."""
+"""A stranger that reaches Gloo's ports cannot take the place of a peer, and disturbs no connected pair."""
 
 from __future__ import annotations
 

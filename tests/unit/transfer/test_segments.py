@@ -319,7 +319,7 @@ def ask_as_another_user(path: str, pipe: Connection) -> None:
 
 @needs("" if os.geteuid() == 0 else "only root can become another user")
 def test_another_user_does_not_get_in_even_with_the_token() -> None:
-    """The folder's and the socket's modes keep others out; were they open, the kernel still says who it is."""
+    """The modes of folder and socket keep other users out. Even without them the kernel reports the user."""
     with tempfile.TemporaryDirectory(prefix="as-test-") as folder:
         Path(folder).chmod(0o755)
         private = Path(folder) / "run"

@@ -24,7 +24,7 @@ def wrong() -> None:
 
 
 def broken() -> None:
-    raise KeyError("nobody")
+    raise KeyError("unknown")
 
 
 def test_what_a_check_finds_is_reported_and_never_raised() -> None:

@@ -85,9 +85,9 @@ class Clock:
 
 
 class Gateway:
-    """Answers with one count of open requests after another, the last for ever; None: nobody answers.
+    """Answers with one count of open requests after another, and repeats the last. None: there is no answer.
 
-    `alone`: in how many of the first answers the supervisor, who has the other gateways' counts, is missing.
+    `alone`: the number of first answers without the supervisor, which has the other gateways' counts.
     """
 
     def __init__(self, *counts: int | None, alone: int = 0) -> None:

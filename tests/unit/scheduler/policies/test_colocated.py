@@ -255,7 +255,7 @@ class World:
             self.finish(self.planned.popleft())
 
     def check(self, plan):
-        assert plan or self.planned or not self.left  # with nothing in flight somebody moves on
+        assert plan or self.planned or not self.left  # with nothing in flight, some request moves on
         keys = [one.key for one in (*plan.chunks, *plan.decodes)]
         assert len(set(keys)) == len(keys)
         for key in plan.preempted:

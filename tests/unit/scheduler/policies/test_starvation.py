@@ -64,7 +64,7 @@ def one_in_a_subtree_that_yields_batches(load: Load) -> None:
 
 
 def long_answers_that_hold_the_room(load: Load) -> None:
-    """Nobody ends for a second: only an eviction makes room."""
+    """No request ends for a second, so only an eviction makes room."""
     shape = load.cell.shape
     load.stream("running", shape.decodes * shape.max_running, 0.001, (10, 14), (350, 400))
     load.one("first", 0.2, 60, 10)

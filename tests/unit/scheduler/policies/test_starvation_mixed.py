@@ -49,7 +49,7 @@ class World:
             late_share=self.late_share,
             policy=self.policy,
             tpot_objective_s=self.tpot_objective_s,
-            refuse_for_load=not self.tpot_objective_s,  # who was refused would not wait
+            refuse_for_load=not self.tpot_objective_s,  # a refused request would not wait
         )
         shape = Shape(
             seed=self.seed,
