@@ -150,7 +150,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         logging.getLogger(name).removeHandler(handler)
 
 
-async def test_every_role_refuses_who_does_not_know_the_token(served: Served) -> None:
+async def test_every_role_refuses_a_caller_without_the_token(served: Served) -> None:
     addresses = served.addresses()
     assert addresses.keys() == OFFERED.keys()
     del addresses["public"]

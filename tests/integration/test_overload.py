@@ -76,7 +76,7 @@ async def test_far_beyond_its_capacity_a_cluster_refuses_with_retry_after_and_en
     assert await served.metric("alignedserve_requests_queued") == 0
 
 
-async def test_the_kv_of_an_answer_that_nobody_reads_is_free_once_it_is_generated(served: Served) -> None:
+async def test_the_kv_of_an_answer_that_no_client_reads_is_free_once_it_is_generated(served: Served) -> None:
     body = {"prompt": [[10, 11, 12]] * 2, "n": 16, "max_tokens": 192, "ignore_eos": True, "stream": True, "logprobs": 5}
     text = json.dumps(body)
     plain = socket.socket()

@@ -258,7 +258,7 @@ def test_a_gateway_that_ends_hands_over_without_a_wait(ask: Callable[..., Any]) 
 
 
 @BOTH
-def test_an_address_where_nobody_answers_is_left_out(ask: Callable[..., Any]) -> None:
+def test_an_address_without_an_answer_is_left_out(ask: Callable[..., Any]) -> None:
     service = BreakingInference(SIZES)
     with serving(service) as address, socket.socket() as unserved:
         unserved.bind(("127.0.0.1", 0))
@@ -299,7 +299,7 @@ def count_sent() -> Iterator[Counter[str]]:
         yield sent
 
 
-def test_calls_that_follow_do_not_go_where_nobody_answered() -> None:
+def test_later_calls_avoid_an_address_without_an_answer() -> None:
     with serving(BreakingInference(SIZES)) as address, Client(["127.0.0.1:1", address]) as client:
         attempts = [client.generate("go").client_timings.attempts for _ in range(6)]
     assert sorted(attempts) == [1, 1, 1, 1, 1, 2]

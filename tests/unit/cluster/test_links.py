@@ -114,7 +114,7 @@ def test_another_node_is_the_worst_link():
     assert alone.pairs() == {(decode_id, prefill_id, 3) for decode_id, prefill_id, _ in BY_INDEX}
 
 
-def test_a_supervisor_s_successor_parts_nobody_who_runs():
+def test_a_supervisor_s_successor_parts_no_running_pair():
     first = Cell()
     for role_id in INSTANCES:
         first.join(role_id)

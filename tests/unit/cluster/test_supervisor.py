@@ -289,7 +289,7 @@ async def test_a_supervisor_that_is_closed_starts_nothing_when_a_process_ends() 
         assert launches == []
 
 
-async def test_a_role_whose_supervisors_port_is_somebody_elses_by_now_ends_itself() -> None:
+async def test_a_role_whose_supervisors_port_belongs_to_another_process_by_now_ends_itself() -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
         key = pb.ProcessKey(role="decode", id="decode-0", incarnation=1)

@@ -257,7 +257,7 @@ def test_larger_batches_than_were_captured_are_computed_eagerly_between_graphs(
     assert engine.counts.replays > 2
 
 
-def test_a_larger_batch_may_follow_one_whose_tokens_nobody_asked_for_yet(
+def test_a_larger_batch_may_follow_one_whose_tokens_were_not_read_yet(
     llama: LoadedModel, greedy: list[list[SampledToken]]
 ) -> None:
     runner = runner_of(llama)

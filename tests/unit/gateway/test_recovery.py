@@ -251,7 +251,7 @@ async def test_a_broken_link_leaves_running_requests_alone(cluster: FakeCluster,
 
 @pytest.mark.parametrize("delivered", [0, 3])
 @pytest.mark.parametrize("noticed", ["tick", "link", "prefill", "decode"])
-async def test_what_nobody_has_is_submitted_again(
+async def test_a_request_that_no_process_has_is_submitted_again(
     cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, delivered: int, noticed: str
 ) -> None:
     """The scheduler has heard of its end, and the worker died before it could tell the gateway."""

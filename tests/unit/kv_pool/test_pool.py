@@ -149,7 +149,7 @@ def test_the_reserve_is_for_decode_workers(memory: memoryview) -> None:
     pool.check_integrity()
 
 
-def test_the_leases_of_a_lost_writer_are_nobodys_until_it_is_dead(pool: KvPool) -> None:
+def test_the_leases_of_a_lost_writer_are_quarantined_until_it_is_dead(pool: KvPool) -> None:
     blocks = leased(pool, PREFILL, 18)
     pool.commit(PREFILL, A, 8, blocks[:2])
     pool.want(PREFILL, 10)
@@ -414,7 +414,7 @@ def test_a_killed_pool_process_leaves_exactly_what_it_had_answered(tmp_path: Pat
     server.close()
 
 
-def test_a_writer_that_nobody_can_be_changes_nothing(pool: KvPool) -> None:
+def test_an_invalid_writer_changes_nothing(pool: KvPool) -> None:
     for invalid in (WriterKey("decode", "a" * 70_000, 1), WriterKey("", "x", 1)):
         for declare in (pool.writer_lost, pool.writer_dead):
             with pytest.raises(TransferError):

@@ -422,7 +422,7 @@ async def store(cell: Cell, request_id: str = "r") -> pb.StoredRequest:
     return pb.StoredRequest(spec=spec, prefill_id="prefill-0", kv_tokens=20, block_ids=blocks, pool_id="kv_pool-0")
 
 
-async def test_what_is_stored_with_kv_is_read_by_whoever_goes_on_with_it(cell: Cell) -> None:
+async def test_what_is_stored_with_kv_is_read_by_the_worker_that_goes_on_with_it(cell: Cell) -> None:
     stored = await store(cell)
     key, ended = RequestKey("r"), RequestKey("ended")
     found = await cell.attachment.read("kv_pool-0", [key, ended, RequestKey("r", 1)], 64)

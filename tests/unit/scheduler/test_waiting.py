@@ -59,7 +59,7 @@ def test_a_request_that_was_given_back_has_waited_all_the_while():
     clock.check_integrity()
 
 
-def test_nobody_waits_twice():
+def test_no_request_waits_twice():
     clock = WaitingClock(1.0)
     clock.start(A, 0.0)
     with pytest.raises(AccountingError):
@@ -118,7 +118,7 @@ def test_the_threshold_is_shortened_by_no_more_than_what_late_requests_still_wai
     assert 0.97 * 0.8 <= clock.threshold_share <= 0.81
 
 
-def test_the_threshold_is_not_shortened_where_going_first_would_save_nobody():
+def test_the_threshold_is_not_shortened_where_priority_would_save_no_request():
     """They wait for four seconds more after they were found overdue: even a quarter of the objective were too long."""
     share, clock = serve_when_overdue(late_share=0.05, service_s=4.0)
     assert share == 0.5

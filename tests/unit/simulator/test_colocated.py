@@ -126,7 +126,7 @@ def test_a_machine_of_slow_passes():
     assert list(shared) == pytest.approx([9.0 * time_s for time_s in usual])
 
 
-def test_planning_ahead_makes_who_comes_in_between_wait_for_a_pass_more():
+def test_planning_ahead_makes_a_request_that_comes_in_between_wait_for_a_pass_more():
     workload = workload_of((0.0, 100, 50), (0.115, 10, 1))
     first = {
         ahead: simulate(workload, "vllm", {"async_scheduling": ahead}).requests[1].token_s[0] for ahead in (False, True)
@@ -168,7 +168,7 @@ def test_what_cannot_be_simulated_is_refused(name, arguments, message):
         simulate(workload_of((0.0, 1, 1)), name, **arguments)
 
 
-def test_nobody_comes():
+def test_no_request_comes():
     assert simulate(Workload(()), "vllm").requests == []
 
 

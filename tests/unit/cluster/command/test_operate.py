@@ -39,7 +39,7 @@ def restart(monkeypatch: pytest.MonkeyPatch, said: list[dict[str, Any] | None], 
     return cluster
 
 
-def test_each_step_is_shown_once_while_nobody_answers_too(
+def test_each_step_is_shown_once_also_without_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier: dict[str, Any] = {"since_unix_s": 1.0, "done": True}

@@ -96,7 +96,7 @@ LOADS = [
     requests_buffer=st.sampled_from((0, 12, 40)),
     max_running=st.sampled_from((4, 6, 16)),
 )
-def test_nobody_waits_past_the_bound(
+def test_no_request_waits_past_the_bound(
     load: Callable[[Load], None], seed: int, decodes: int, prefetch: bool, **sizes: int
 ) -> None:
     if load is long_answers_that_hold_the_room:
