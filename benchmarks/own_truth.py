@@ -1,7 +1,7 @@
 """Compares this machine with its simulation: it profiles the machine, loads a cluster, and replays the request log.
 
 `alignedserve profile` measures the machine: passes alone, and passes in a loaded small cluster. Then a prefill and a
-decode instance serve mixed lengths, with Poisson arrivals at a share of the capacity, which the same requests, all
+decode instance serve mixed lengths, with Poisson arrivals at a share of the capacity, which similar requests, sent all
 at once, measure first. `alignedserve simulate` replays the requests of `--request-log`, with the profile and with the
 store sizes that the cluster reports. Nothing is fitted to that run. On a quiet machine:
 

@@ -111,7 +111,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self._scheduler.close()
         outbox: Outbox[dw.DecodeReport] = Outbox()
         self._scheduler = outbox
-        assert self._instance.compute is not None  # peers hear of this role's address once it is ready
+        assert self._instance.compute is not None  # peers learn this role's address once it is ready
         self._instance.compute.take_inventory()
         try:
             async for report in serve_stream(request_iterator, outbox, self._on_command):
@@ -238,7 +238,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self._scheduler.put(report)
 
     def _report_returned(self, requests: Iterable[pb.StoredRequest]) -> None:
-        """Report requests whose KV is in the pool only again."""
+        """Report requests whose KV is again only in the pool."""
         self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=map(pooled, requests))))
 
     def _report_lost(self, keys: Iterable[RequestKey], reason: str, *, distrust: bool = False) -> None:

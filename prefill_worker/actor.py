@@ -246,7 +246,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._report_description()
 
     def _report_returned(self, requests: Iterable[pb.StoredRequest]) -> None:
-        """Report requests whose KV is in the pool only again."""
+        """Report requests whose KV is again only in the pool."""
         if returned := [pooled(stored) for stored in requests]:
             self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
 
@@ -301,7 +301,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def _drop_orphan(self, owner: str, *, known_dead: bool = False) -> None:
         """Free what an ended stream's owner had here.
 
-        Candidates whose KV is also in the pool go back to the quad-tree. Evicted requests without a copy are lost.
+        Candidates whose KV is also in the pool go back to the quad-tree. Evicted requests without a full copy are lost.
         """
         process = self._orphans.get(owner)
         if process is None or not (known_dead or process[0] in self._decoders):

@@ -41,7 +41,7 @@ class Stream:
 
     @property
     def longest_gap_s(self) -> float:
-        """The pause between two pieces of the answer."""
+        """The longest pause between two pieces of the answer, in seconds."""
         return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
 
     def first_token_after_s(self, moment_s: float) -> float:

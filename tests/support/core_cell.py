@@ -44,7 +44,7 @@ def only(actions: Iterable[Action], kind: type[Kind]) -> list[Kind]:
 
 
 def marked(actions: Iterable[Action]) -> tuple[RequestKey, ...]:
-    """The requests that one decode instance is told are overdue."""
+    """The requests that a decode instance learns are overdue."""
     (mark,) = only(actions, MarkUrgent)
     return mark.keys
 
