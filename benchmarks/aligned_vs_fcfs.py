@@ -1,7 +1,7 @@
 """`aligned` against `fcfs` on the real cluster, on a mixed-length load: tokens a second and P99 TPOT.
 
-One prefill and one decode instance; each policy in a cluster of its own, in turn, and in the next round the other way
-round, so that what the machine does meanwhile hits both.
+One prefill and one decode instance. Each policy has its own cluster. They take turns, in reverse order in every other
+round, so that other load on the machine affects both.
 
     python benchmarks/aligned_vs_fcfs.py --rounds 4 --json aligned_vs_fcfs.json
 """

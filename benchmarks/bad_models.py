@@ -1,7 +1,7 @@
-"""Seconds until `alignedserve serve --model FOLDER` has refused a folder that cannot work, the median of a few runs.
+"""The time in seconds until `alignedserve serve --model FOLDER` refuses a broken folder: the median of a few runs.
 
-The folders are those of `support.broken_models`; `good` is one that is not broken: seconds until its
-cluster is ready.
+The folders come from `support.broken_models`. `good` is a folder that is not broken: the time until its cluster is
+ready.
 
     python benchmarks/bad_models.py --runs 5 --json bad_models.json
     python benchmarks/bad_models.py --kinds good "truncated shard"
@@ -40,7 +40,7 @@ def make_folder(kind: str, parent: Path) -> Path:
 
 
 def serve_once(folder: Path) -> tuple[float, float, int, str]:
-    """Seconds until the command has ended, or its cluster is ready; its processor time, exit status and last words."""
+    """Seconds until the command has ended or its cluster is ready; its CPU time, exit status and last output."""
     used_s = children_s()
     command = [
         sys.executable,
@@ -69,16 +69,16 @@ def serve_once(folder: Path) -> tuple[float, float, int, str]:
                     words = line.strip()
                 elif line.startswith("serving "):
                     words, seconds = line.strip(), time.monotonic() - begun
-                    time.sleep(1.0)  # it has more to say
+                    time.sleep(1.0)  # for the rest of its output
                     process.send_signal(signal.SIGINT)
             status = process.wait(LIMIT_S)
         finally:
-            process.send_signal(signal.SIGINT)  # nothing of it is left, whatever ended this
+            process.send_signal(signal.SIGINT)  # nothing is left running, however the run ended
     return seconds or time.monotonic() - begun, children_s() - used_s, status, words
 
 
 def children_s() -> float:
-    """Processor time of the processes that have ended."""
+    """The CPU time of the child processes that have ended, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,7 +1,7 @@
-"""(a) Output tokens per second of the whole cluster, against transformers' own batching in one process.
+"""(a) Output tokens per second of the whole cluster, compared with transformers' batching in one process.
 
-One prefill and one decode instance behind HTTP, on the same cores as the others, in turn within one run. Model, prompts
-and the other systems are those of `engine_cpu.py`.
+One prefill and one decode instance behind HTTP, on the same cores as the other systems. They take turns in one run.
+Model, prompts and the other systems are those of `engine_cpu.py`.
 
     python benchmarks/cluster_throughput.py --dtype float32 bfloat16 --rounds 3 --json cluster_throughput.json
 """
@@ -62,7 +62,7 @@ class Cluster:
         return answer
 
     def mean_timings(self) -> dict[str, float]:
-        """Where the time of the last round's requests went, in seconds."""
+        """The mean time of the last round's requests in each stage, in seconds."""
         stages = [name for name in self._timings[0] if name.endswith("_s")]
         return {name: round(statistics.mean(t[name] for t in self._timings), 3) for name in stages}
 

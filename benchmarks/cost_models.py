@@ -1,7 +1,7 @@
-"""How far off the cost model from measured tables is, and how quick: python benchmarks/cost_models.py DIR
+"""The error and the speed of the cost model from measured tables: python benchmarks/cost_models.py DIR
 
-DIR: measured tables, `costmodel/rtxpro6000-llama-3.1-8b`. Rows of attention.csv whose numbers are powers of two predict
-the others.
+DIR: measured tables, `costmodel/rtxpro6000-llama-3.1-8b`. The rows of attention.csv whose numbers are powers of two
+predict the other rows.
 """
 
 from __future__ import annotations

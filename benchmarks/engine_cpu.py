@@ -1,4 +1,4 @@
-"""How fast is the engine on a CPU, against transformers' own batching? One process, no cluster.
+"""The speed of the engine on a CPU, compared with transformers' batching. One process, no cluster.
 
 Output tokens per second, as ratios within one run: our engine (prefill in chunks, then batched decode) over the
 better of `generate_batch` (continuous batching) and padded `generate`. The model is a random Llama (hidden 768,
@@ -66,7 +66,7 @@ def draw_prompts(count: int, seed: int) -> Tokens:
 
 
 class Engine:
-    """Our engine, driven by the simplest loop that serves all prompts at once."""
+    """Our engine, in the simplest loop that serves all prompts at once."""
 
     def __init__(self, folder: Path, dtype: str, prompts: Tokens, new_tokens: int, budget: int) -> None:
         info = inspect_model("bench", folder, dtype, "cpu")
@@ -145,9 +145,9 @@ def padded(model: PreTrainedModel, prompts: Tokens, new_tokens: int) -> Callable
 
 
 def measure(systems: dict[str, Callable[[], Tokens]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Run the systems in turn, `rounds` times, so that what disturbs one disturbs all.
+    """Run the systems in turn, `rounds` times, so that other load on the machine affects all of them.
 
-    Seconds of each round, and of processor time: on a busy machine the latter says more.
+    Returns the seconds of each round, and its CPU time, which is more reliable on a busy machine.
     """
     results: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": []} for name in systems}
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""(d) Seconds from `alignedserve serve` to healthy; what each process costs at rest: memory, and CPU while it waits.
+"""(d) Seconds from `alignedserve serve` to healthy, and the memory and CPU time of each idle process.
 
 python benchmarks/footprint.py --starts 3 --rest-s 10 --json footprint.json
 """
@@ -20,7 +20,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def children(root: int) -> dict[int, int]:
-    """Every live process below `root` (itself included): pid to parent pid."""
+    """All live descendants of `root` and itself: pid to parent pid."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -44,7 +44,7 @@ def name_of(pid: int) -> str:
 
 
 def memory_mib(pid: int) -> tuple[float, float]:
-    """RSS and PSS in MiB."""
+    """RSS and PSS of a process in MiB."""
     rss = pss = 0
     for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text().splitlines():
         key, _, rest = line.partition(":")

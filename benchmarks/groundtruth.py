@@ -2,11 +2,11 @@
 
     python benchmarks/groundtruth.py --data ../shared/data
 
-`--data` holds `groundtruth/RUN` (workload.csv, requests.jsonl) and `costmodel/RUN`. Nothing is fitted on the run: the
-tables are kernel times, and an overhead of the host's is charged only with `--calibrated-host-overhead-s`. The KV
-capacity of the run was not recorded; nobody waited for blocks in it, and nobody does here, with what 90 % of the
-device's memory holds beside the model.
-Time to first token is from arrival at the scheduler: `queued_ts` in the real run.
+`--data` holds `groundtruth/RUN` (workload.csv, requests.jsonl) and `costmodel/RUN`. Nothing is fitted to the run: the
+tables are kernel times, and the host's overhead is added only with `--calibrated-host-overhead-s`. The KV capacity of
+the run was not recorded. No request waited for blocks in it, and none does here, with the blocks that fit in 90 % of
+the device's memory beside the model. Time to first token is measured from the arrival at the scheduler (`queued_ts` in
+the real run).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUPS = ((0, 60), (60, 120), (120, 200), (200, 300))  # requests by arrival
 
 @dataclass(frozen=True)
 class Times:
-    """Of one request: seconds of one clock."""
+    """The times of one request, in seconds of one clock."""
 
     arrival_s: float
     first_s: float
@@ -76,7 +76,7 @@ def metrics(times: list[Times]) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Linear between the two nearest."""
+    """A quantile, interpolated linearly between the two nearest values."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -87,7 +87,7 @@ def percentile(values: list[float], share: float) -> float:
 def compare(
     data: Path, cost_source: str = "", options: dict[str, Option] | None = None, host_overhead_s: float = 0.0
 ) -> tuple[list[Times], list[Times]]:
-    """The real run's requests, and ours."""
+    """The requests of the real run and of the simulation."""
     folder = data / "groundtruth" / RUN
     workload = read_trace(str(folder / "workload.csv")).workload(Load(), seed=0)
     source = cost_source or str(data / "costmodel" / RUN)
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=data_folder(), help="folder of the data files")
     parser.add_argument("--cost-model", default="", help="another cost model than the measured tables")
-    parser.add_argument("--no-async-scheduling", action="store_true", help="plan each pass when the last has ended")
+    parser.add_argument("--no-async-scheduling", action="store_true", help="plan each pass after the last has ended")
     parser.add_argument("--calibrated-host-overhead-s", type=float, default=0.0, help="added to every pass")
     arguments = parser.parse_args()
     options: dict[str, Option] = {"async_scheduling": not arguments.no_async_scheduling}

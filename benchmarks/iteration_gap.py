@@ -1,11 +1,11 @@
-"""The whole gap between two decode iterations on the real engine, joins and evictions included (the paper's figure 11).
+"""The whole gap between two decode iterations on the real engine, including joins and evictions (paper, figure 11).
 
-A cluster under a mixed-length load, with a decode cache so small that requests are evicted and batches switched all the
-time. The decode worker measures each gap itself, from the last token of one iteration to the forward pass of the next.
+A cluster under a mixed-length load. Its decode cache is so small that requests are evicted and batches switched all the
+time. The decode worker measures each gap, from the last token of one iteration to the forward pass of the next.
 
     python benchmarks/iteration_gap.py --requests 96 --json iteration_gap.json
 
-Aim: at most 5 ms for 95 %.
+Target: at most 5 ms for 95 % of the gaps.
 """
 
 from __future__ import annotations

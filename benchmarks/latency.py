@@ -1,6 +1,7 @@
-"""(b) TTFT through HTTP beyond the bare prefill; (c) last prefill chunk to first decode iteration, beyond copies.
+"""(b) TTFT over HTTP less the time of the prefill; (c) last prefill chunk to first decode iteration, less copies.
 
-One request in flight. The engine's prefill of the same prompts is timed in this process, in turn with the cluster.
+One request is in flight at a time. This process times the engine's prefill of the same prompts, in turn with the
+cluster.
 
     python benchmarks/latency.py --requests 60 --prompt-tokens 128 --json latency.json
 """
@@ -31,7 +32,7 @@ BLOCK_SIZE = 16
 
 
 class BareEngine:
-    """Prefill and first token, in this process, and nothing else."""
+    """Only the prefill and the first token, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
         info = inspect_model("bench", resolve_model(model), "auto", "cpu")

@@ -1,9 +1,9 @@
-"""Short requests beside clients that post prompts of 4 MiB in a loop: their 99th percentile with and without, in a run.
+"""The 99th percentile of short requests with and without clients that post prompts of 4 MiB in a loop, in one run.
 
-Phases alternate, without first: short requests (Poisson arrivals at `--rate`, streamed, from a process of their own)
-alone, then the same beside `--clients` others, in another process, that post an oversized prompt, wait for its refusal
-and post the next. They do so as completions, chats and arrays of prompts, in words and as one word that never ends. The
-ratio of the two percentiles, and how fast and with what the oversized ones were answered.
+Phases alternate. The first has only short requests (Poisson arrivals at `--rate`, streamed, from a separate process).
+The second adds `--clients` clients in another process that post an oversized prompt, wait for its refusal and post the
+next one: as completions, chats and arrays of prompts, in words and as one endless word. The result is the ratio of the
+two percentiles, and the times and codes of the refusals.
 
     python benchmarks/long_prompts.py --seconds 20 --phases 4 --json long_prompts.json
 """
@@ -29,7 +29,7 @@ from typing import Any
 from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
 from alignedserve.cluster.cli.serve_process import ServeProcess
 
-BODY = (4 << 20) - 4096  # bytes of a prompt: the body is just under the limit
+BODY = (4 << 20) - 4096  # bytes of a prompt; the body is just under the limit
 WARM_UP_S = 5.0
 
 
@@ -49,7 +49,7 @@ def bodies() -> list[tuple[str, bytes]]:
 
 @dataclass
 class Refusals:
-    """What the oversized prompts were answered with, and after how long."""
+    """The codes with which oversized prompts were refused, and the times."""
 
     codes: collections.Counter[str] = field(default_factory=collections.Counter)
     seconds: list[float] = field(default_factory=list)
@@ -73,7 +73,7 @@ def post_in_a_loop(port: int, number: int, until: threading.Event, refusals: Ref
 
 
 def attack(port: int, clients: int, orders: Connection) -> None:
-    """A process: posts until it is told to end, then says what came of it."""
+    """A process that posts until it is told to end, and then reports its refusals."""
     until, refusals = threading.Event(), Refusals()
     threads = [
         threading.Thread(target=post_in_a_loop, args=(port, number, until, refusals)) for number in range(clients)
@@ -105,7 +105,7 @@ def attackers(port: int, clients: int, found: Refusals) -> Any:
 
 
 def percentiles_ms(outcomes: list[Outcome], new_tokens: int) -> dict[str, float]:
-    """Of whole answers, from when they were due to their last token."""
+    """The percentile of the times from a request's planned start to its last token."""
     seconds = [one.ttft_s + one.tpot_s * (new_tokens - 1) for outcome in outcomes for one in outcome.served]
     parts = statistics.quantiles(seconds, n=100)
     return {f"p{number}": round(parts[number - 1] * 1e3, 1) for number in (50, 90, 99)}
@@ -168,7 +168,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(result) + "\n")
     if result["oversized"].keys() - {"context_length_exceeded"}:
-        sys.exit("oversized prompts were answered with something else than context_length_exceeded")
+        sys.exit("oversized prompts were answered with codes other than context_length_exceeded")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A mixed-length load over HTTP, for benchmarks that compare clusters: all requests at once, each answer streamed."""
+"""A mixed-length load over HTTP, to compare clusters. All requests start at once, and answers are streamed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import httpx
 
-VOCABULARY = (10, 2000)  # ids that every model of ours has
+VOCABULARY = (10, 2000)  # token ids that all our models have
 
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """`short_share` of the prompts are short, the others long; lengths in tokens, uniform between two ends."""
+    """`short_share` of the prompts are short, the others long. Lengths are in tokens, uniform in a range."""
 
     requests: int
     short_share: float
@@ -25,7 +25,7 @@ class MixedLoad:
     seed: int
 
     def draw(self) -> list[tuple[list[int], int]]:
-        """(prompt, tokens of the answer) of each request."""
+        """(prompt, number of tokens of the answer) of each request."""
         rng = random.Random(self.seed)
         drawn = []
         for _ in range(self.requests):
@@ -36,7 +36,7 @@ class MixedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """One answer: seconds from the start of the load to its first and its last token."""
+    """One answer: seconds from the start of the load to its first and last token."""
 
     tokens: int
     first_s: float
@@ -48,7 +48,7 @@ class Streamed:
 
 
 def run(url: str, load: MixedLoad) -> list[Streamed]:
-    """Send everything at once; returns when the last answer has ended. Raises HTTPStatusError for a refusal."""
+    """Send all requests at once, and wait for all answers. Raises HTTPStatusError for a refusal."""
     return asyncio.run(_run(url, load))
 
 

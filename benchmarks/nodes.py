@@ -1,7 +1,7 @@
-"""Several nodes: who is where, what crosses between them, exact tokens, recovery, and throughput beside one node.
+"""Several nodes: placement, traffic between nodes, exact tokens, recovery, and throughput compared with one node.
 
-The nodes are network namespaces of this benchmark's own on one machine, joined by veth pairs (needs root): a copy
-between them costs what TCP costs here, and both have the same cores. With GPUs and a real network figures are others.
+The nodes are network namespaces on one machine, connected by veth pairs (needs root). Copies between them use the
+machine's TCP, and all nodes share its cores. With GPUs and a real network the figures differ.
 
     python benchmarks/nodes.py --rounds 3 --json nodes.json
 """
@@ -65,14 +65,14 @@ def channels(served: ServedNodes) -> list[list[str]]:
 
 
 class Trouble:
-    """One event after the other, each in the middle of streams whose tokens are known."""
+    """Cause one event after another, each in the middle of streams whose tokens are known."""
 
     def __init__(self, nodes: RayNodes, served: ServedNodes, expected: Expected) -> None:
         self._nodes, self._served, self._expected = nodes, served, expected
         self.rows: list[dict[str, Any]] = []
 
     def run(self, what: str, blow: Callable[[], object], until: str) -> None:
-        """The longest pause of a stream, and the seconds from the blow until the cluster had all of its roles again."""
+        """The longest pause of a stream, and the time from the blow until all roles were ready, both in seconds."""
         print(f"  {what} ...", flush=True)
         streamed = asyncio.run(stream(self._served.grpc_address, self._expected, blow, timeout_s=BACK_S))
         self._served.wait_ready(BACK_S)
@@ -103,7 +103,7 @@ class Trouble:
             self._nodes.switch.cut(machine)
             self._nodes.wait(lambda: machine.name not in self._nodes.alive(), "Ray still counts the machine")
             self._nodes.switch.heal(machine)
-            self._nodes.wait(lambda: not machine.pids("raylet"), "a raylet that was given up goes on")
+            self._nodes.wait(lambda: not machine.pids("raylet"), "a raylet that Ray declared dead still runs")
             self._nodes.start_ray(DECODE_NODE)
 
         self.run("decode node cut off until Ray gave it up, healed, `ray start` again", blow, "new processes there")
@@ -114,7 +114,7 @@ class Trouble:
 
 
 async def _throughput(address: str) -> float:
-    """Answer tokens a second of the mixed load, all requests at once."""
+    """Output tokens per second of the mixed load, with all requests at once."""
     drawn = LOAD.draw()
     async with AsyncClient(address, timeout_s=600.0) as client:
 
@@ -136,7 +136,7 @@ def recovery(report: dict[str, Any]) -> None:
             RayNodes([{"prefill_node": 1}, {"decode_node": 1}]) as nodes,
             ServedNodes(nodes, tree(str(model))) as served,
         ):
-            stored = sum(nodes.object_store_bytes().values())  # Serve's own, from the deployment
+            stored = sum(nodes.object_store_bytes().values())  # stored by Serve for the deployment
             streamed = asyncio.run(stream(served.grpc_address, expected))
             report["placement"] = placement(served)
             report["channels"] = channels(served)
@@ -150,7 +150,7 @@ def recovery(report: dict[str, Any]) -> None:
 
 
 def side_by_side(report: dict[str, Any], rounds: int) -> None:
-    """Both clusters are up, and take turns: the one that waits costs the other a little, the same both ways."""
+    """Both clusters are up and take turns. The idle one slows the other a little, equally in both cases."""
     model = str(resolve_model("tiny"))
     with (
         RayNodes([{"prefill_node": 1, "decode_node": 1}]) as one,
@@ -159,7 +159,7 @@ def side_by_side(report: dict[str, Any], rounds: int) -> None:
         ServedNodes(two, tree(model)) as on_two,
     ):
         rates: dict[str, list[float]] = {"one node": [], "two nodes": []}
-        for number in range(rounds + 1):  # the first warms both up
+        for number in range(rounds + 1):  # the first round warms both up
             for name, served in (("one node", on_one), ("two nodes", on_two)):
                 rate = asyncio.run(_throughput(served.grpc_address))
                 if number:

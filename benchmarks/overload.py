@@ -1,9 +1,9 @@
-"""Open loop at ten times the measured capacity: who is refused, what the accepted get, and what grows or dies.
+"""An open loop at ten times the measured capacity: refusals, latencies of accepted requests, and growth of processes.
 
-One run. The medians of an unloaded cluster give the objectives (five times each). With them configured, the capacity is
-the highest rate of a growing series at which at least 90 % of all requests that are offered meet both; its goodput is
-measured again for a quarter of `--seconds`. Then ten times that rate for `--seconds`. Requests are streamed, each
-answer has the same length, arrivals are Poisson. The load comes from a process of its own; its CPU time is shown.
+In one run, the objectives are five times the medians of an unloaded cluster. With them configured, the capacity is the
+highest rate of a growing series at which at least 90 % of all offered requests meet both objectives. Its goodput is
+measured again for a quarter of `--seconds`. Then ten times that rate is offered for `--seconds`. Requests are streamed,
+all answers have the same length, and arrivals are Poisson. A separate process makes the load; its CPU time is shown.
 
     python benchmarks/overload.py --seconds 120 --json overload.json
 """
@@ -39,7 +39,7 @@ class Objectives:
 
 
 class Bench:
-    """Offers loads to one server and keeps account of its processes."""
+    """Offers loads to one server, and measures its processes."""
 
     def __init__(self, server: ServeProcess, options: argparse.Namespace) -> None:
         self._server = server
@@ -53,13 +53,13 @@ class Bench:
         return await drive_apart(load)
 
     def processes(self) -> dict[int, str]:
-        """Every process of the cluster, Ray's among them: pid to name."""
+        """All processes of the cluster, including Ray's: pid to name."""
         roles = {role["pid"]: role["id"] for role in self._server.roles()}
         return {pid: roles.get(pid) or name_of(pid) for pid in {*children(self._server.process.pid), *roles}}
 
 
 def row(name: str, rate: float, outcome: Outcome, objectives: Objectives, cpu: float) -> dict[str, Any]:
-    """One line of the table. `goodput`: requests a second that met both objectives."""
+    """One line of the table. `goodput`: requests per second that met both objectives."""
     answered = [served for served in outcome.served if objectives.met(served)]
     seconds = outcome.wall_s if not rate else outcome.offered / rate
     served = outcome.served
@@ -110,7 +110,7 @@ async def measured(bench: Bench, name: str, rate: float, seconds: float, objecti
 
 
 async def find_capacity(bench: Bench, objectives: Objectives, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rates that grow by a quarter until two in a row are too much; the last line is the capacity's, measured again."""
+    """Measure rates that grow by a quarter until two in a row are too high. The last line repeats the capacity."""
     lines, best, failed = [], options.first_rate, 0
     rate = options.first_rate
     while failed < 2:
@@ -146,7 +146,7 @@ async def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         names = bench.processes()
         before = resident_mib(names)
         overload = asyncio.create_task(measured(bench, "overload", 10 * capacity["rate"], options.seconds, objectives))
-        await asyncio.sleep(options.seconds / 4)  # by then each cache block has been touched once
+        await asyncio.sleep(options.seconds / 4)  # by then each cache block has been used once
         early = resident_mib(names)
         over = await overload
         late = resident_mib(bench.processes())
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = asyncio.run(benchmark(options))
-    print(f"objectives {result['objectives_ms']} ms; died: {result['died'] or 'nobody'}")
+    print(f"objectives {result['objectives_ms']} ms; died: {result['died'] or 'none'}")
     for entry in result["memory"]:
         name, *mib = entry.values()
         print(f"  {name:40.40} MiB before, after a quarter, at the end: {mib}")

@@ -1,16 +1,16 @@
-"""This machine against its simulation: profiled, put under load in the cluster, and its request log replayed.
+"""Compares this machine with its simulation: it profiles the machine, loads a cluster, and replays the request log.
 
-`alignedserve profile` measures the machine: passes alone, and in a small cluster under a load of its own. Then one
-prefill and one decode instance serve mixed lengths with Poisson arrivals at a share of the capacity, which a crowd of
-the same kind measures first, and `alignedserve simulate` replays the requests that `--request-log` noted, with the
-profile and with the stores that the cluster said it has. Nothing is fitted on that run. On a quiet machine:
+`alignedserve profile` measures the machine: passes alone, and passes in a loaded small cluster. Then a prefill and a
+decode instance serve mixed lengths, with Poisson arrivals at a share of the capacity, which similar requests, sent all
+at once, measure first. `alignedserve simulate` replays the requests of `--request-log`, with the profile and with the
+store sizes that the cluster reports. Nothing is fitted to that run. On a quiet machine:
 
     python benchmarks/own_truth.py --requests 300 --json own_truth.json
 
 Each worker computes with `--threads` of the cores (half of them by default). Gateway, proxy, scheduler and this load
-share them, which the profile's slowdowns stand for: a client that takes more of the machine than this one, or less,
-slows passes by more, or less. Time to first token is from the submission to the scheduler to the token's arrival at
-the gateway: to the simulated one two messages are added, as long as the profile says.
+share them, as the profile's slowdowns account for. A client that uses more or less CPU than this load slows passes by
+more or less. Time to first token is measured from the submission to the scheduler to the token's arrival at
+the gateway. So the profile's time of two messages is added to the simulated one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from alignedserve.simulator.replay import has_effect
 AIM = 0.1
 LISTEN_S = 3.0
 STAGES = ("queue", "prefill", "pool", "prefetch", "handover", "decode")
-STORES = {  # configuration key -> how the store's name in the metrics begins
+STORES = {  # configuration key -> first part of the store's name in the metrics
     "decode.cache_blocks": "decode-0/cache",
     "prefill.cache_blocks": "prefill-0/cache",
     "prefill.batch_buffer_blocks": "prefill-0/batch",
@@ -54,7 +54,7 @@ STORES = {  # configuration key -> how the store's name in the metrics begins
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's times in seconds; `tpot_s` None where it has one token. `stages_s` by name."""
+    """One request's times in seconds. `tpot_s` is None if it has one token. `stages_s` is by stage name."""
 
     ttft_s: float
     tpot_s: float | None
@@ -62,7 +62,7 @@ class Answer:
 
 
 def command(*words: str) -> None:
-    """An `alignedserve` command, its output on stderr. Raises CalledProcessError."""
+    """Run an `alignedserve` command, with its output on stderr. Raises CalledProcessError."""
     subprocess.run([sys.executable, "-m", "alignedserve.cluster.cli.main", *words], check=True, stdout=sys.stderr)
 
 
@@ -73,7 +73,7 @@ def lengths(options: argparse.Namespace, requests: int, seed: int) -> list[tuple
 
 
 def offer(server: ServeProcess, drawn: list[tuple[int, int]], rate: float, seed: int) -> Outcome:
-    """All at once with `rate` 0. Raises RuntimeError where one is not answered."""
+    """Send the requests, all at once with `rate` 0. Raises RuntimeError if a request is not answered."""
     load = Load(server.port, rate, 0.0, seed=seed, model="bench", lengths=drawn, at_once=not rate, drain_s=900.0)
     outcome = asyncio.run(drive_apart(load))
     if len(outcome.served) != len(drawn):
@@ -82,7 +82,7 @@ def offer(server: ServeProcess, drawn: list[tuple[int, int]], rate: float, seed:
 
 
 def measure(log: Path, trace: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the cluster; the log's lines of the measured load go to `trace`. What was offered, and the stores' blocks."""
+    """Run the cluster. Log lines of the measured load go to `trace`. Returns the load and the stores' blocks."""
     serve = ("--model", options.model, "--served-model-name", "bench", "--request-log", str(log))
     patient = ("--set", "scheduler.refuse_for_load=false", "--set", "kv_pool.size_gib=1")
     with ServeProcess(*serve, *patient, "--policy", options.policy, *each("--set", options.set)) as server:
@@ -107,7 +107,7 @@ def measure(log: Path, trace: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def capacity_blocks(metrics: str, store: str) -> int:
-    """Of the one store whose name begins so. Raises RuntimeError where there is none."""
+    """The blocks of the one store whose name begins with the prefix. Raises RuntimeError if there is none."""
     for sample in samples(metrics, "alignedserve_kv_capacity_blocks"):
         if sample.labels["store"].startswith(store):
             return int(sample.value)
@@ -133,7 +133,7 @@ def simulate(trace: Path, profile: Path, blocks: Mapping[str, int], options: arg
 
 
 def other_work_share() -> float:
-    """What others use of the processors now; above a tenth the run says little, and that is said on stderr."""
+    """The share of the CPUs that other processes use. Above a tenth, a warning goes to stderr."""
     others = OtherWork()
     time.sleep(LISTEN_S)
     share = others.share()
@@ -158,7 +158,7 @@ def real_answers(trace: Path) -> list[Answer]:
 
 
 def simulated_answers(folder: Path, messages_s: float) -> list[Answer]:
-    """`messages_s`: the way of a request to the scheduler, and of its first token to the gateway."""
+    """`messages_s`: the time of a request's message to the scheduler and of its first token to the gateway."""
     with (folder / "requests.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     if refused := sum(bool(row["refused"]) for row in rows):
@@ -174,7 +174,7 @@ def simulated_answers(folder: Path, messages_s: float) -> list[Answer]:
 
 
 def figures(answers: Iterable[Answer]) -> dict[str, float]:
-    """Means in milliseconds: of TTFT, of TPOT, and of the time that a request spends in each stage."""
+    """The means of TTFT, TPOT and the time in each stage, in milliseconds."""
     answers = list(answers)
     means = {
         "ttft": statistics.mean(answer.ttft_s for answer in answers),

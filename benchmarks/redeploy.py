@@ -2,10 +2,10 @@
 
     python benchmarks/redeploy.py [--streams 16] [--tokens 200] [--proxy haproxy] [--only gateway,restart]
 
-Half of the streams are our client's, over gRPC, the others the `openai` package's over HTTP, all with default settings;
-each asks again when it has its answer. Every answer is compared with one that was given while nothing happened. A pause
-is the longest time that any stream waited for its next token, from its request on. Exit status 1 where a request failed
-or a token differs.
+Half of the streams use our client over gRPC, the others the `openai` package over HTTP, all with default settings. Each
+sends its next request after its answer. Every answer is compared with one from an undisturbed run. A pause is the
+longest time that any stream waited for its next token, from its request on. Exit status 1 if a request failed or a
+token differs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from support.ray_head import RayHead
 
 SERVE_YAML = Path(__file__).parents[1] / "deploy" / "serve.yaml"
 SETTLED_WITHIN_S = 300.0
-AFTER_S = 3.0  # streams go on for so long after everything is as it is to be
+AFTER_S = 3.0  # streams go on for this time after the cluster has settled
 HEADER = ("what", "answers", "failed", "other tokens", "seconds", "longest pause", "new processes")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`change` is merged into the arguments; None: `alignedserve restart` instead. `calm`: only to compare with."""
+    """`change` is merged into the arguments; None: run `alignedserve restart` instead. `calm`: the undisturbed run."""
 
     name: str
     change: dict[str, dict[str, Any]] | None = field(default_factory=dict)
@@ -52,7 +52,7 @@ STEPS = (
 
 
 class Bench:
-    """One application on a Ray cluster of its own."""
+    """One application on its own Ray cluster."""
 
     def __init__(self, head: RayHead, config: dict[str, Any], streams: int, tokens: int) -> None:
         self._head = head
@@ -66,7 +66,7 @@ class Bench:
         return arguments
 
     async def run(self, step: Step) -> tuple[list[str], bool]:
-        """A row of the table, and whether every answer was right."""
+        """A row of the table, and whether all answers were correct."""
         before = await self._pids()
         load = EndlessStreams(self._head.url, self._head.grpc_address, count=self._streams, tokens=self._tokens)
         async with load:
@@ -103,11 +103,11 @@ class Bench:
     async def _pids(self) -> dict[str, int]:
         status = await self._status()
         if status is None:
-            raise RuntimeError("nobody says which processes there are")
+            raise RuntimeError("the cluster does not report its processes")
         return {role["id"]: role["pid"] for role in status["roles"]}
 
     async def _settled(self) -> None:
-        """Returns when everything is as the configuration has it, and has been so for a moment."""
+        """Wait until the cluster matches its configuration, and stays so for a moment."""
         deadline = time.monotonic() + SETTLED_WITHIN_S
         calm = 0
         while calm < 3:

@@ -1,4 +1,4 @@
-"""How long the gateway takes to read and check a request body, in microseconds of CPU time: the least of many runs."""
+"""The CPU time in µs that the gateway takes to read and check a request body: the least of many runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Seconds until a role that was killed or stopped has a successor that is ready, with and without warm spares.
+"""Seconds until a killed or stopped role has a ready successor, with and without spares.
 
-Every role of a cluster without Ray (`LocalCluster`), one after the other; the median of a few rounds. Beside them the
-processor time that the successor used until then, which says what they would be on a machine that does nothing else.
+Each role of a cluster without Ray (`LocalCluster`), one after another; the median of a few rounds. Also reports the CPU
+time that the successor used until then, which approximates the seconds on an idle machine.
 
     python benchmarks/restart.py --rounds 3 --spares 0 1 --json restart.json
 """
@@ -47,10 +47,10 @@ async def measure(model: str, spares: int, rounds: int, output: Path) -> list[di
 
 
 async def one_loss(cluster: LocalCluster, role_id: str, number: int, spares: int) -> tuple[float, float]:
-    """Seconds from the signal until the cluster's view has the successor as ready, and its processor time in them."""
+    """Seconds from the signal until the view has the successor as ready, and the successor's CPU time until then."""
     await cluster.wait_ready()
     await cluster.wait_spares(spares)
-    await asyncio.sleep(STEADY_S)  # one that dies as soon as it is ready is started again more slowly each time
+    await asyncio.sleep(STEADY_S)  # a process that ends soon after it is ready restarts more slowly each time
     old = cluster.peer(role_id).process.incarnation
     used_s = {pid: cpu_s(pid) for pid in cluster.pids.values()}
     begun = time.monotonic()

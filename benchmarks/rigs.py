@@ -1,4 +1,4 @@
-"""Makes the rigs of `tests/support` importable, here and in child processes."""
+"""Makes `tests/support` importable, here and in child processes."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""What a waiting request costs the scheduler's process: bytes and processor time, at 100,000 requests of 1,000 tokens.
+"""The memory and CPU time of a waiting request in the scheduler's process, at 100,000 requests of 1,000 tokens.
 
-The process's own server is fed with messages as gateways, prefill instances and the pool send them, each parsed from
-its bytes; its links are left out. First all requests wait for their prefill, then all in the pool.
+The process's real server gets the messages of gateways, prefill instances and the pool, each parsed from its bytes,
+without links. First all requests wait for their prefill, then all in the pool.
 
     python benchmarks/scheduler_memory.py --requests 100000 --prompt-tokens 1000 --json scheduler_memory.json
 """
@@ -32,7 +32,7 @@ GATEWAY = "gateway-0"
 
 
 class NoLinks:
-    """Counts what the scheduler sends to workers, in bytes."""
+    """Counts the bytes that the scheduler sends to workers."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -52,7 +52,7 @@ class NoLinks:
 
 
 class Messages:
-    """As they come, with the package as it is: `thin` tells whether gateways send lengths or prompts."""
+    """The submissions in the format of the installed package. `thin`: gateways send lengths, not prompts."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self.tokens = prompt_tokens
@@ -100,7 +100,7 @@ def resident_bytes() -> int:
 
 
 def new_server() -> tuple[SchedulerServer, NoLinks]:
-    """Ready, with a prefill instance that takes everything and a pool with room for everything."""
+    """A ready server, with a prefill instance that takes all requests and a pool with room for them."""
     config = {"scheduler": {"refuse_for_load": False}, "prefill": {"queue_tokens": 1 << 30}}
     server = SchedulerServer(RoleSettings("scheduler", "scheduler-0", {**to_tree(Config()), **config}, "cell", "token"))
     links = NoLinks()
@@ -159,7 +159,7 @@ def measure(requests: int, prompt_tokens: int) -> list[dict[str, float | str]]:
 
 
 def open_cell(server: SchedulerServer, pool_blocks: int) -> None:
-    """A pool with room for all, a prefill instance that takes all, and no decode instance (any more)."""
+    """A pool with room for all requests, a prefill instance that takes all, and no decode instance."""
     server._feed(ev.InstanceJoined("kv_pool", "kv_pool-0"))
     server._feed(ev.PoolReported("kv_pool-0", pool_blocks, pool_blocks))
     server._feed(ev.InstanceJoined("decode", "decode-0"))

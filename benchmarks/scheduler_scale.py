@@ -1,7 +1,7 @@
-"""The scheduler at size: a million waiting requests in the tree, a full running batch, and the global core.
+"""The scheduler at scale: a million waiting requests in the quad-tree, a full running batch, and the core.
 
-Every figure is printed with its bound from issue 5. Times are processor time of the one thread (others may share the
-machine); `--wall` takes the wall clock. Nothing is random but by `--seed`.
+Every figure is printed with its bound from issue 5. Times are CPU times of the thread, because the machine may be
+shared; `--wall` measures the wall clock instead. All random values depend on `--seed`.
 
     python benchmarks/scheduler_scale.py --requests 1000000 --json scheduler_scale.json
 """
@@ -37,7 +37,7 @@ LIMITS = {"short": BatchLimits(60_000, BATCH, BATCH), "no range is enough": Batc
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`bound`: the most (or, with `least`, the least) that it may be; None: reported only."""
+    """`bound`: the largest allowed value (with `least`: the smallest); None: the value is only reported."""
 
     name: str
     value: float
@@ -58,7 +58,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def draw_length(rng: random.Random) -> int:
-    """Most short, a long tail over the whole range: every leaf of a million is taken."""
+    """Mostly short prefix lengths with a long tail: a million requests use every leaf."""
     return min(65536, int(rng.lognormvariate(6.5, 1.4)) + 1) if rng.random() < 0.7 else rng.randint(1, 65536)
 
 
@@ -111,12 +111,12 @@ def measure_tree(requests: int, seed: int, clock: Callable[[], int]) -> list[Fig
 def time_batches(
     tree: QuadTree, limits: BatchLimits, clock: Callable[[], int], rounds: int = 400
 ) -> tuple[list[float], int]:
-    """Nanoseconds of each of `rounds` generated batches; each is put back as if it had just come."""
+    """Nanoseconds to form each of `rounds` batches. Each batch is put back as if it had just arrived."""
     generator = BatchGenerator(tree, cut_sibling=True)
     seconds = []
     batch: list[Entry] = []
     for number in range(rounds):
-        batch = []  # the last one's entries, which have been replaced, are freed here and not while the next is formed
+        batch = []  # free the last batch's replaced entries here, not while the next is formed
         begun = clock()
         selection = generator.select(limits)
         tree.stamp(chain(selection.leaves, selection.cut), float(number))
@@ -130,7 +130,7 @@ def time_batches(
 
 
 def time_scan(entries: list[Entry], limits: BatchLimits, clock: Callable[[], int]) -> float:
-    """Nanoseconds to sort the pool by length and find the densest window that fits."""
+    """Nanoseconds to sort the requests by prefix length and find the densest window that fits."""
     begun = clock()
     entries.sort(key=lambda entry: entry.tokens)
     first = total = 0
@@ -150,7 +150,7 @@ def candidate(number: int, tokens: int, batch_id: int, kind: BufferKind = Buffer
 
 
 def measure_plan(cache_blocks: int, name: str, seed: int, clock: Callable[[], int], rounds: int = 3000) -> list[Figure]:
-    """A running batch of 256 whose requests end after 64 to 512 tokens, and always 512 candidates."""
+    """A running batch of 256 requests that end after 64 to 512 tokens, and always 512 candidates."""
     rng = random.Random(seed)
     scheduler = IterationScheduler(DecodeConfig(), BlockAllocator(cache_blocks, "cache"), BLOCK, join_window=0.25)
     left: dict[RequestKey, int] = {}
@@ -187,9 +187,9 @@ def measure_plan(cache_blocks: int, name: str, seed: int, clock: Callable[[], in
 
 
 class CoreLoad:
-    """Plays the workers at once: prefills, joins and finishes what the core hands out, `waiting` requests behind.
+    """Plays all workers without delay: prefills, joins and finishes the core's requests, with `waiting` others.
 
-    Only the time within the core is counted.
+    Only the time in the core is counted.
     """
 
     def __init__(
@@ -241,14 +241,14 @@ class CoreLoad:
                 case actions.Prefetch():
                     self.candidates[action.decode_id] += action.keys
                 case actions.Recall():
-                    raise RuntimeError(f"nothing waits for room elsewhere, and yet: {action}")
+                    raise RuntimeError(f"no request waits for room elsewhere, but got: {action}")
 
     def settle(self) -> None:
         while self.outbox:
             self.handle(self.outbox.pop())
 
     def iterate(self, decode_id: str) -> None:
-        """Some requests finish, candidates join in their place, and the instance reports."""
+        """Some requests finish, candidates join instead, and the instance reports."""
         running, candidates = self.running[decode_id], self.candidates[decode_id]
         done = tuple(running[:4]) if len(running) == BATCH else ()
         joining = tuple(candidates[: BATCH - len(running) + len(done)])
@@ -273,7 +273,7 @@ class CoreLoad:
         self.handle(report)
 
     def run(self) -> float:
-        """Requests a second, from submission to retirement, with about `waiting` others in the pool all the while."""
+        """Requests per second from submission to retirement, with about `waiting` others in the pool all the time."""
         for number in range(self.waiting):
             self.submit(number)
             self.settle()

@@ -1,8 +1,8 @@
-"""How many requests a second the simulator replays, on one core: 4 prefill and 4 decode instances.
+"""How many requests per second the simulator replays on one core, with 4 prefill and 4 decode instances.
 
-    python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv     (aim: 500 requests/s)
+    python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv     (target: 500 requests/s)
 
-Without a trace: as many requests a second as the trace has, Poisson, of similar lengths.
+Without a trace: Poisson arrivals at the rate of that trace, with similar lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from alignedserve.simulator.traces.load import Load
 from alignedserve.simulator.traces.read import read_trace
 from alignedserve.simulator.workload import Arrival, Workload
 
-REQUESTS_PER_S = 5.5  # of the Azure conversation trace
+REQUESTS_PER_S = 5.5  # rate of the Azure conversation trace
 AIM = 500.0
 
 
@@ -37,7 +37,7 @@ def make_up(requests: int) -> Workload:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="as for `alignedserve simulate`")
-    parser.add_argument("--limit", type=int, default=0, help="replay the first so many")
+    parser.add_argument("--limit", type=int, default=0, help="replay only this many requests")
     parser.add_argument("--policy", default="aligned,fcfs", help="one or more, separated by commas")
     parser.add_argument("--cost-model", default="rtxpro6000-llama-3.1-8b")
     parser.add_argument("--kernel-mode", default="split_kv", choices=("split_kv", "no_split"))

@@ -2,9 +2,9 @@
 
 python benchmarks/soak.py --minutes 20 --load 0.7 --json soak.json      (`make soak`)
 
-Beside the load, one client a second goes away in the middle of its answer, and one sends nonsense. With `--cycles`
-the load is so many crowds of `--streams` requests that all come at once, and the time is counted in cycles. Exit status
-1 where a process grew by more than 2 % or ended, or a request failed.
+Beside the load, one client each second disconnects in the middle of its answer, and one sends an invalid body. With
+`--cycles` the load is this many crowds of `--streams` requests that all come at once, and time is counted in cycles.
+Exit status 1 if a process grew by more than 2 % or ended, or a request failed.
 
     python benchmarks/soak.py --cycles 20 --streams 500
 """
@@ -27,20 +27,20 @@ from footprint import children, memory_mib, name_of
 from alignedserve.cluster.cli.open_loop import Load, Outcome, drive_apart
 from alignedserve.cluster.cli.serve_process import ServeProcess
 
-SETTLED_SHARE = 0.25  # of the time: minute 5 of 20
+SETTLED_SHARE = 0.25  # share of the time: minute 5 of 20
 SAMPLE_S = 5.0
 MOST_GROWTH = 0.02
 CAPACITY_RATE, CAPACITY_S = 400.0, 15.0  # more than two cores can serve, until the queue is full
 
 
 async def capacity(port: int) -> float:
-    """Requests a second that are served while more are offered than can be."""
+    """Requests per second that are served under a load above the capacity."""
     outcome = await drive_apart(Load(port, CAPACITY_RATE, CAPACITY_S))
     return len(outcome.served) / outcome.wall_s
 
 
 async def misbehave(url: str, until_s: float) -> int:
-    """Clients that go away, and bodies that are none. How many."""
+    """Send clients that disconnect, and invalid bodies. Returns how many."""
     count = 0
     async with httpx.AsyncClient(base_url=url, timeout=30.0) as http:
         while time.monotonic() < until_s:
@@ -55,7 +55,7 @@ async def misbehave(url: str, until_s: float) -> int:
 
 
 async def sample(root: int, until_s: float) -> dict[int, list[tuple[float, float]]]:
-    """(seconds, MiB) of each process, as long as it lives."""
+    """Sample (seconds, MiB) of each process while it lives."""
     begun_s = time.monotonic()
     samples: dict[int, list[tuple[float, float]]] = {}
     while time.monotonic() < until_s:
@@ -67,7 +67,7 @@ async def sample(root: int, until_s: float) -> dict[int, list[tuple[float, float
 
 
 def growth(samples: list[tuple[float, float]], seconds: float) -> dict[str, float]:
-    """Medians of a tenth of the time, after it has settled and at the end, in MiB, and the growth as a share."""
+    """Medians in MiB over a tenth of the time, after it has settled and at the end, and the growth as a share."""
     window = seconds * 0.1
     settled = seconds * SETTLED_SHARE
     early = [mib for at, mib in samples if settled - window / 2 <= at <= settled + window / 2]

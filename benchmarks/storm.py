@@ -1,10 +1,10 @@
-"""Waves of clients that give up after half a second: what they cost the clients that stay.
+"""Waves of clients that leave after half a second, and their cost for the clients that stay.
 
-One run, against `alignedserve serve` as it is by default. The capacity is what is answered of a load that is offered
-all at once. Then clients that stay offer `--share` of it, Poisson, without and with the storm by turns. The storm is
-waves of `--wave` clients, together `--times` the capacity, each of which sends headers and body in two pieces and
-leaves `--patience` seconds later. Goodput is the rate of answers whose TTFT and TPOT are at most five times those of an
-idle cluster. After each storm everything must be free within a second.
+One run against `alignedserve serve` with default settings. The capacity is the rate of answers to a load that comes
+all at once. Then clients that stay offer `--share` of it (Poisson), in turn without and with the storm. The storm is
+waves of `--wave` clients, together `--times` the capacity. Each client sends headers and body in two pieces and leaves
+after `--patience` seconds. Goodput is the rate of answers whose TTFT and TPOT are at most five times those of an idle
+cluster. After each storm all blocks must be free within a second.
 
     python benchmarks/storm.py --json storm.json
 """
@@ -32,7 +32,7 @@ RELEASED_WITHIN_S = 1.0
 
 
 async def leave_early(port: int, prompt_tokens: int, patience_s: float, seed: int) -> None:
-    """One client of a wave. What it is told before it leaves is not read."""
+    """One client of a wave. It reads nothing before it leaves."""
     draw = random.Random(seed)
     prompt = [draw.randrange(10, 2000) for _ in range(prompt_tokens)]
     body = json.dumps({"prompt": prompt, "max_tokens": 256, "ignore_eos": True, "stream": bool(seed % 2)}).encode()
@@ -41,7 +41,7 @@ async def leave_early(port: int, prompt_tokens: int, patience_s: float, seed: in
     try:
         writer.write(head.encode() + b"\r\n\r\n")
         await writer.drain()
-        await asyncio.sleep(0.005)  # else the kernel makes one piece of the two
+        await asyncio.sleep(0.005)  # else the kernel joins the two pieces
         writer.write(body)
         await asyncio.sleep(patience_s)
     finally:
@@ -49,7 +49,7 @@ async def leave_early(port: int, prompt_tokens: int, patience_s: float, seed: in
 
 
 async def storm(port: int, options: argparse.Namespace, period_s: float, seconds: float) -> int:
-    """Waves until `seconds` are over; the number of clients."""
+    """Send waves for `seconds` seconds. Returns the number of clients."""
     begun_s, waves = time.monotonic(), 0
     while waves * period_s < seconds:
         await asyncio.sleep(max(0.0, begun_s + waves * period_s - time.monotonic()))
@@ -57,13 +57,13 @@ async def storm(port: int, options: argparse.Namespace, period_s: float, seconds
         clients = (
             leave_early(port, options.prompt_tokens, options.patience, first + one) for one in range(options.wave)
         )
-        await asyncio.gather(*clients, return_exceptions=True)  # a refused connection is the storm's own trouble
+        await asyncio.gather(*clients, return_exceptions=True)  # a refused connection affects only the storm
         waves += 1
     return waves * options.wave
 
 
 async def storm_apart(port: int, options: argparse.Namespace, period_s: float) -> int:
-    """The storm from a process of its own."""
+    """Run the storm in a separate process."""
     orders = json.dumps({"port": port, "period_s": period_s})
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, *options.given, "--storm", orders, stdout=asyncio.subprocess.PIPE
@@ -73,7 +73,7 @@ async def storm_apart(port: int, options: argparse.Namespace, period_s: float) -
 
 
 async def held(server: ServeProcess) -> dict[str, float]:
-    """Blocks that are owned, and requests that are open."""
+    """The numbers of owned blocks and open requests."""
     metrics = await asyncio.to_thread(server.metrics)
     found = {
         "owned": value(metrics, "alignedserve_kv_blocks", state="owned"),
@@ -102,7 +102,7 @@ class Bench:
         return await drive_apart(load)
 
     async def capacity(self) -> float:
-        """Requests a second of a load that is there from its beginning."""
+        """Requests per second of a load that is offered all at once."""
         lengths = [(self._options.prompt_tokens, self._options.new_tokens)] * AT_ONCE
         outcome = await self.offer(0, 0, lengths=lengths, at_once=True)
         return len(outcome.served) / outcome.wall_s
@@ -159,8 +159,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--share", type=float, default=0.5, help="of the capacity, which clients that stay offer")
-    parser.add_argument("--times", type=float, default=3.0, help="the capacity, which the storm offers")
+    parser.add_argument("--share", type=float, default=0.5, help="share of the capacity that clients that stay offer")
+    parser.add_argument("--times", type=float, default=3.0, help="multiple of the capacity that the storm offers")
     parser.add_argument("--wave", type=int, default=200)
     parser.add_argument("--patience", type=float, default=0.5)
     parser.add_argument("--prompt-tokens", type=int, default=1000)

@@ -1,1 +1,1 @@
-"""A decode instance: the iteration loop around the iteration scheduler, hand-over, eviction."""
+"""A decode instance: the decode loop with its iteration scheduler, hand-over and eviction."""

@@ -1,4 +1,4 @@
-"""The decode instance's process: gRPC in, the decode thread behind, evictions beside it."""
+"""The process of a decode instance. It serves gRPC, and runs the decode thread and evictions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
-    """Role `decode`. Candidates come from paired buffers (or, without prefetch, on the scheduler's stream)."""
+    """Role `decode`. Paired prefill instances announce candidates (without prefetch, the scheduler does)."""
 
     role: ClassVar[str] = "decode"
 
@@ -111,14 +111,14 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self._scheduler.close()
         outbox: Outbox[dw.DecodeReport] = Outbox()
         self._scheduler = outbox
-        assert self._instance.compute is not None  # peers hear of this role's address once it is ready
+        assert self._instance.compute is not None  # peers learn this role's address once it is ready
         self._instance.compute.take_inventory()
         try:
             async for report in serve_stream(request_iterator, outbox, self._on_command):
                 yield report
         finally:
             if self._scheduler is outbox:
-                self._scheduler = None  # candidates and the running batch are this instance's: they go on
+                self._scheduler = None  # candidates and the running batch stay: this instance decides about them
 
     def _on_command(self, command: dw.DecodeCommand) -> None:
         compute = self._instance.compute
@@ -136,7 +136,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             compute.mark_urgent(dict(zip(keys, command.urgent.due_in_s, strict=True)))
 
     async def _offer(self, candidates: pw.Prefetch, compute: DecodeLoop) -> None:
-        """Read what the pool has stored of these, and have the loop decide about them from then on."""
+        """Read these requests from the pool, and offer them to the decode loop."""
         scheduler = self._scheduler
         shards: dict[str, list[RequestKey]] = defaultdict(list)
         for request in candidates.requests:
@@ -147,10 +147,10 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             for stored in found.values():
                 enter_stage(stored.spec.timings, Stage.PREFETCH, time.time_ns())
             if self._scheduler is not scheduler:
-                return  # its successor cannot know of these, and has them submitted again
+                return  # the scheduler's successor does not know these requests: their gateways submit them again
             compute.offer(BufferKind(candidates.buffer), candidates.batch_id, found.values())
             if missing := [key for key in keys if key not in found]:
-                self._report_lost(missing, "the pool does not have it any more")
+                self._report_lost(missing, "the pool no longer has the request's KV")
 
         await asyncio.gather(*(bring(*shard) for shard in shards.items()))
 
@@ -176,7 +176,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
                 link.give_back(_keys(requests))
             elif requests[0].store_id == requests[0].pool_id:
                 self._report_returned(requests)
-            else:  # in a buffer that has gone with its prefill instance
+            else:  # in a buffer that was lost with its prefill instance
                 self._report_lost(_keys(requests), "the prefill instance whose buffer held the KV was lost")
         for order in outcome.evictions:
             self.spawn(self._evict(order))
@@ -206,7 +206,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
     def _by_source(
         self, requests: Iterable[pb.StoredRequest]
     ) -> Iterable[tuple[BufferLink | None, list[pb.StoredRequest]]]:
-        """Grouped by the link to the buffers that hold them; None: the pool, or buffers that are gone."""
+        """Group requests by the link to the buffer with their KV. None: it is in the pool, or the buffer is lost."""
         handover = self._instance.handover
         assert handover is not None
         groups: dict[str, list[pb.StoredRequest]] = defaultdict(list)
@@ -238,7 +238,7 @@ class DecodeServer(WorkerServer, dw_grpc.DecodeWorkerServicer):
             self._scheduler.put(report)
 
     def _report_returned(self, requests: Iterable[pb.StoredRequest]) -> None:
-        """These lie in the pool again."""
+        """Report requests whose KV is again only in the pool."""
         self._report(dw.DecodeReport(returned=pw.ReturnedRequests(requests=map(pooled, requests))))
 
     def _report_lost(self, keys: Iterable[RequestKey], reason: str, *, distrust: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Ways to the buffers of a paired prefill instance: memory attached here, or copies that it takes part in."""
+"""Access to the candidate buffers of a paired prefill instance: attached memory, or copies that it takes part in."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class BufferAccess(ABC):
 
     @abstractmethod
     def open(self, handle: StoreHandle) -> BlockStore:
-        """Blocks. Raises GeometryMismatchError, naming both, and TransferError where it cannot be opened (yet)."""
+        """Open a store; this blocks.
+
+        Raises GeometryMismatchError, which names both geometries, and TransferError if it cannot be opened (yet).
+        """
 
     @abstractmethod
     def connect(self, source: BlockStore, destination: BlockStore) -> Channel: ...
@@ -41,15 +44,15 @@ class BufferAccess(ABC):
     @property
     @abstractmethod
     def settled(self) -> bool:
-        """Whether nothing writes to blocks of the buffers for copies from here that have ended."""
+        """Whether no ended copy of this process can still write to blocks of the buffers."""
 
     @abstractmethod
     async def close(self) -> None:
-        """What is under way ends; the channels and stores are closed by whoever has them. Idempotent."""
+        """End the copies under way. The caller closes its channels and stores itself. Idempotent."""
 
 
 class AttachedBuffers(BufferAccess):
-    """Shared memory, or device memory by CUDA IPC: this process copies alone."""
+    """Shared memory, or device memory by CUDA IPC. This process copies without the prefill instance."""
 
     def __init__(
         self, cache: BlockStore, segments: SegmentClient, connect: Callable[[BlockStore, BlockStore], Channel]
@@ -69,14 +72,14 @@ class AttachedBuffers(BufferAccess):
         return True
 
     async def close(self) -> None:
-        """Nothing is open but the stores."""
+        """Nothing to do: only the stores are open."""
 
 
 class PairedBuffers(BufferAccess):
-    """NCCL or Gloo: the prefill instance takes part in each copy, as it is asked over a stream of its own."""
+    """NCCL or Gloo. The prefill instance takes part in each copy, which is requested over a separate stream."""
 
     def __init__(self, client: PairClient, cache: BlockStore, channel: TokenChannel) -> None:
-        """Begins to connect; to be made in the event loop."""
+        """Begin to connect. Must be called in the event loop."""
         self._client, self._cache = client, cache
         self._link = PairedLink(client, channel)
 
@@ -97,7 +100,7 @@ class PairedBuffers(BufferAccess):
 
 
 class BufferReach:
-    """Which way leads to the buffers of each prefill instance: as `cluster.channel` says, or by where they are."""
+    """Chooses how to access the buffers of each prefill instance: by `cluster.channel`, or by their place."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class BufferReach:
         self._no_nccl = ""
 
     def check(self) -> None:
-        """Before anything is loaded. Raises ResourceError where the channel that is named needs what is not here."""
+        """Called before anything is loaded. Raises ResourceError if the configured channel lacks a requirement."""
         cluster = self._config.cluster
         self._no_nccl = no_nccl_here(cluster.channel, self._settings.device)
         require_packages(cluster.channel, self._no_nccl, allow_slow=cluster.allow_slow_channel)
@@ -120,7 +123,10 @@ class BufferReach:
     def access(
         self, prefill_id: str, cache: BlockStore, buffer: StoreHandle, no_nccl: str, channel: TokenChannel
     ) -> BufferAccess:
-        """`no_nccl`: why the prefill instance cannot use NCCL. Raises ResourceError where there is no such way."""
+        """The access to `buffer`. Raises ResourceError if no channel can be used.
+
+        `no_nccl`: why the prefill instance cannot use NCCL; empty if it can.
+        """
         settings, cluster, timeout_s = self._settings, self._config.cluster, self._config.kv_pool.copy_timeout_s
         choice = choose_pair_channel(
             cluster.channel,

@@ -27,10 +27,10 @@ ATTACH_RETRY_S = 0.5
 
 
 class BufferLink:
-    """Attaches both buffers, hears what they hold, and keeps a standing lease in the requests buffer for evictions.
+    """Attaches both buffers, receives announcements, and keeps a standing lease for evictions.
 
-    One link serves one incarnation of the prefill instance; it ends with it. Used from the event loop; `pulls` is read
-    by the decode thread.
+    The lease is in the candidate request buffer. A link serves one incarnation of the prefill instance, and ends with
+    it. Used from the event loop; the decode thread reads `pulls`.
     """
 
     def __init__(
@@ -43,7 +43,10 @@ class BufferLink:
         reach: Callable[[StoreHandle, str, TokenChannel], BufferAccess],
         on_lease: Callable[[], None],
     ) -> None:
-        """`reach` chooses the way to the buffers: by one's handle, and why NCCL is none. Raises ResourceError."""
+        """`reach` chooses the access to the buffers, from the handle of one and the reason not to use NCCL.
+
+        It raises ResourceError if there is no access.
+        """
         self.prefill_id = prefill_id
         self.trouble: ResourceError | None = None
         self.pulls: dict[str, Channel] = {}
@@ -57,7 +60,7 @@ class BufferLink:
         self._reach = reach
         self._access: BufferAccess | None = None
         self._on_lease = on_lease
-        self.generation = 0  # grows with each break of the stream: leases of an older one are void
+        self.generation = 0  # grows when the stream breaks: leases of older generations are void
         self._leased: list[int] = []
         self._taken = 0
         self._stores: list[BlockStore] = []
@@ -84,7 +87,7 @@ class BufferLink:
         return len(self._leased)
 
     def take_leased(self, count: int) -> list[int] | None:
-        """`count` blocks of the requests buffer for an eviction; None where the lease has fewer."""
+        """Take `count` blocks of the candidate request buffer for an eviction; None if the lease has fewer."""
         if len(self._leased) < count or self.evict_channel is None or not self._settled:
             return None
         taken, self._leased = self._leased[:count], self._leased[count:]
@@ -92,9 +95,9 @@ class BufferLink:
         return taken
 
     def put_back(self, block_ids: Iterable[int]) -> None:
-        """Taken blocks that were not needed, or that a copy to them has failed."""
+        """Put back taken blocks after their copy has failed."""
         if not self._settled:
-            # The prefill instance cannot be asked whether it still writes to them: their lease ends with the stream.
+            # The prefill instance may still write to them and cannot be asked: end the stream, and with it their lease.
             if self._link is not None:
                 self._link.break_off(f"{self.prefill_id} does not answer")
             return
@@ -108,7 +111,7 @@ class BufferLink:
         return self._access is None or self._access.settled
 
     def set_lease_blocks(self, count: int) -> None:
-        """How many blocks to keep leased; what is more goes back, what is missing is asked for."""
+        """Keep `count` blocks leased: return surplus blocks, and request missing ones."""
         if self._retired or count == self._lease_blocks:
             return
         self._lease_blocks = count
@@ -116,7 +119,7 @@ class BufferLink:
         self._want()
 
     def retire(self) -> None:
-        """The prefill instance is about to go: nothing more is to lie in its buffers for this instance."""
+        """The prefill instance drains: leave its buffers, and lease no more blocks there."""
         if self._retired:
             return
         self._retired = True
@@ -131,7 +134,7 @@ class BufferLink:
             self._on_lease()
 
     def evicted(self, stored: pb.StoredRequest) -> None:
-        """The taken blocks hold an evicted request now."""
+        """Report that an evicted request is in blocks that were taken."""
         self._taken -= len(stored.block_ids)
         self._send(pw.BufferCommand(evicted=pw.EvictedRequest(request=stored)))
         self._want()
@@ -155,7 +158,7 @@ class BufferLink:
     def _want(self) -> None:
         if self._retired:
             return
-        # Blocks taken for evictions under way are still leased in the other side's books.
+        # In the prefill instance's accounting, blocks taken for evictions under way are still leased.
         self._send(pw.BufferCommand(want_blocks=self._lease_blocks + self._taken))
 
     async def _on_event(self, event: pw.BufferEvent) -> None:
@@ -171,7 +174,10 @@ class BufferLink:
             self._on_lease()
 
     async def _attach_soon(self, stores: pw.BufferStores) -> None:
-        """Until it succeeds: the node agent may be away, or not have been handed its predecessor's memory yet."""
+        """Retry to attach until it succeeds.
+
+        The node agent may be restarting, or may not have its predecessor's descriptors yet.
+        """
         while True:
             try:
                 await self._attach(stores)
@@ -180,7 +186,7 @@ class BufferLink:
                 raise
             except (
                 ResourceError
-            ) as error:  # trying again does not help: the worker must be replaced, or the cluster end
+            ) as error:  # a retry does not help: the worker must be replaced, or the cluster must end
                 logger.error("the buffers of %s cannot be reached: %s", self.prefill_id, error)
                 self.trouble = error
                 return

@@ -1,4 +1,4 @@
-"""How far the capture of graphs has come, for people: in each heartbeat, and now and then in the log."""
+"""Reports the progress of CUDA graph capture to the operator: in each heartbeat, and at intervals in the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 24
 
 
 class CaptureProgress:
-    """`text` is the state by the last call; empty before the first and after the last."""
+    """`text` is the progress at the last call; empty before the first and after the last batch size."""
 
     def __init__(self, instance: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.text = ""

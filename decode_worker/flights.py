@@ -1,4 +1,4 @@
-"""Iterations under way: launched from a plan, their tokens taken later, maybe after the next has been launched."""
+"""Iterations under way. Their tokens are taken later, perhaps after the next iteration was launched."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Flight:
-    """An iteration that was launched, and whose its rows are."""
+    """An iteration that was launched, and the request of each of its rows."""
 
     step: DecodeStep
     keys: list[RequestKey]
     lives: list[LiveRequest]
-    lengths: list[int]  # tokens of KV before it
-    last: set[int]  # rows of requests that end with it, by their length
+    lengths: list[int]  # tokens of KV of each row before the iteration
+    last: set[int]  # rows of requests that reach `max_tokens` with it
     rows: dict[RequestKey, int]
-    block_lists: list[Sequence[int]]  # of each row; blocks that it was given since may be in there too
-    _blocks: set[int] | None = field(default=None, init=False)  # of all rows, once somebody has asked
+    block_lists: list[Sequence[int]]  # of each row; may include blocks that were added after the launch
+    _blocks: set[int] | None = field(default=None, init=False)  # blocks of all rows, computed on demand
 
     def touches(self, block_ids: Iterable[int]) -> bool:
-        """Whether the device may read or write one of these blocks for it."""
+        """Whether the device may read or write one of these blocks in this iteration."""
         if self._blocks is None:
             self._blocks = set(chain.from_iterable(self.block_lists))
         return not self._blocks.isdisjoint(block_ids)
 
     def row_of(self, live: LiveRequest | None) -> int | None:
-        """The request's row; None where it is not in this iteration."""
+        """The request's row; None if it is not in this iteration."""
         row = self.rows.get(live.key) if live is not None else None
         return row if row is not None and self.lives[row] is live else None
 
     def ends(self, live: LiveRequest) -> bool:
-        """Whether the request's length is reached with this iteration: the scheduler has it no more."""
+        """Whether the request reaches `max_tokens` in this iteration. The scheduler has then removed it already."""
         return self.row_of(live) in self.last
 
 
 class Flights:
-    """Launches iterations of what `held` holds, and takes their tokens. On the decode thread."""
+    """Launches iterations of the requests in `held`, and takes their tokens. Used by the decode thread."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class Flights:
         self._meter = meter
 
     def launch(self, run: Sequence[RunItem], under_way: Flight | None) -> Flight:
-        """Begin the iteration that was planned; `under_way`: the one before it, where its tokens are not known yet.
+        """Begin the planned iteration. `under_way`: the previous iteration, if its tokens are not known yet.
 
-        The scheduler takes every request to go on that does not reach its length with this iteration. What ends is
-        free at once, and may be written to by what is asked for from here on: that comes later on the device.
+        The scheduler assumes that each request goes on unless it reaches `max_tokens` in this iteration. The blocks of
+        a request that ends are free at once. Later copies may write to them, because the device runs those after this
+        iteration.
         """
         lives: list[LiveRequest] = []
         items: list[DecodeItem] = []
@@ -100,14 +101,14 @@ class Flights:
         return Flight(step, keys, lives, lengths, last, rows, [item.block_ids for item in run])
 
     def may_follow(self, flight: Flight) -> bool:
-        """Whether the next iteration can be launched before this one's tokens are taken."""
+        """Whether the next iteration can be launched before the tokens of `flight` are taken."""
         return self._engine.ahead([live.row for row, live in enumerate(flight.lives) if row not in flight.last])
 
     def take(self, flight: Flight, following: Flight | None, outcome: Outcome) -> None:
-        """Wait for its tokens, and give each request its own. What a row fails by ends that request alone.
+        """Wait for the tokens of `flight`, and give each request its token. If a row fails, only its request ends.
 
-        `following`: the iteration that was launched after it, if one was. Raises what makes the device of no more use.
-        A request that is held no more (cancelled, or ended with the iteration before) has run a row for nothing.
+        `following`: the iteration that was launched after it, if any. The token of a request that is no longer held
+        (cancelled, or ended in the previous iteration) is dropped. Raises a fault that makes the device unusable.
         """
         present = []
         for row, (key, live) in enumerate(zip(flight.keys, flight.lives, strict=True)):
@@ -116,9 +117,9 @@ class Flights:
                 present.append((row, live))
         try:
             tokens = flight.step.tokens()
-        except Exception as error:  # what failed is this iteration: its requests end, the instance goes on
+        except Exception as error:  # the iteration failed: its requests end, and the instance goes on
             logger.exception("an iteration of %d requests failed", len(flight.lives))
-            if (fault := self._engine.device_fault()) is not None:  # and every other: another process must take over
+            if (fault := self._engine.device_fault()) is not None:  # this process must be replaced
                 raise fault from error
             self._meter.end()
             self._meter.pause()
@@ -135,25 +136,25 @@ class Flights:
                 self._ended(live, flight, following)
 
     def _ended(self, live: LiveRequest, flight: Flight, following: Flight | None) -> None:
-        """Tell the scheduler of an end that it did not foresee."""
+        """Tell the scheduler that a request ended before `max_tokens`."""
         if not flight.ends(live) and (following is None or not following.ends(live)):
             self._scheduler.ended(live.key)
 
     def _give(self, live: LiveRequest, token: SampledToken | Exception, outcome: Outcome) -> bool:
-        """True where the request ended."""
+        """Give a request its token. Returns True if the request ended."""
         if isinstance(token, Exception):
-            logger.error("no token could be chosen: %r", token, extra={"request_id": live.key.request_id})
+            logger.error("no token could be sampled: %r", token, extra={"request_id": live.key.request_id})
             self._end(live, token, outcome)
             return True
         try:
             return self._push(live, token, outcome)
         except Exception as error:
-            logger.exception("a token could not be taken", extra={"request_id": live.key.request_id})
+            logger.exception("a token could not be added to its request", extra={"request_id": live.key.request_id})
             self._end(live, error, outcome)
             return True
 
     def _push(self, live: LiveRequest, sampled: SampledToken, outcome: Outcome) -> bool:
-        """Append a token; True where the request ended with it."""
+        """Append a token. Returns True if the request ended with it."""
         spec = live.spec
         position = len(spec.output_token_ids)
         finish = live.push(sampled)

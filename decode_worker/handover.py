@@ -1,4 +1,4 @@
-"""Steps 5 and 6 of the paper: hand-over into the decode cache, and eviction out of it. Copies run beside iterations."""
+"""Steps 5 and 6 of the paper: hand-over into the decode cache, and eviction from it. Copies run beside iterations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class Handover:
-    """The channels between this instance's cache and everywhere else.
+    """Copies KV between this instance's cache and the pool and buffers.
 
-    `pull` is called by the decode thread; the rest from the event loop.
+    The decode thread calls `pull`; the rest is used from the event loop.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class Handover:
     def pull(
         self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
     ) -> Completion:
-        """Start to copy what lies at `stored` into `block_ids` of the cache, but for the first `resident` blocks.
+        """Start to copy the KV of `stored` into `block_ids` of the cache, without the first `resident` blocks.
 
-        `settled`: no iteration under way has any of those that are written to: the copy need not wait for one.
+        `settled`: no iteration under way uses the blocks that are written to, so the copy need not wait for one.
 
-        Where that fails it is tried once more; from the pool, if that holds all of it and checksums say so. (Without
-        them nobody knows whether those blocks are still the request's: they are released when it is lost elsewhere.)
-        Raises TransferError where its store is not attached.
+        A failed copy is tried once more. The second attempt reads from the pool if checksums are on and the pool holds
+        all tokens. Without checksums it reads the same blocks again, because the pool's blocks may have been released
+        and belong to another request. Raises TransferError if the store of `stored` is not attached.
         """
         part = slice(resident, len(block_ids))
         first = again = Route(self._source(stored.store_id), stored.block_ids[part], stored.checksums[part], settled)
         if self._copier.verify and stored.pool_tokens == stored.kv_tokens:
-            with contextlib.suppress(TransferError):  # that shard is gone: it is the buffer's copy or none
+            with contextlib.suppress(TransferError):  # the shard is lost: only the buffer has the KV
                 pool = self._from_pool.channel(stored.pool_id)
                 again = Route(pool, stored.pool_block_ids[part], stored.pool_checksums[part], settled)
         return self._copier.copy([first, again], block_ids[resident:], stored.spec.key.request_id)
@@ -60,15 +60,18 @@ class Handover:
         return link.pulls[store_id] if link is not None else self._from_pool.channel(store_id)
 
     def link_of(self, store_id: str) -> BufferLink | None:
-        """The link to the prefill instance whose buffer this is; None for a shard of the pool."""
+        """The link to the prefill instance with this buffer; None if it is a shard, or is not linked."""
         return next((link for link in list(self.links.values()) if store_id in link.pulls), None)
 
     def leased_blocks(self) -> int:
-        """The largest room for one eviction."""
+        """The most blocks that one link has leased for an eviction."""
         return max((link.leased_blocks for link in self.links.values()), default=0)
 
     async def evict(self, order: EvictionOrder) -> pb.StoredRequest:
-        """Copy an evicted request out; where it lies afterwards. Raises TransferError where nothing could take it."""
+        """Copy an evicted request to a candidate request buffer or the pool. Returns it with its new place.
+
+        Raises TransferError if the copy or its commit fails, and StaleError if a newer epoch has replaced the request.
+        """
         if not order.to_pool:
             for link in sorted(self.links.values(), key=lambda link: -link.leased_blocks):
                 if (blocks := link.take_leased(len(order.block_ids))) is not None:

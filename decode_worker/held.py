@@ -1,4 +1,4 @@
-"""What a decode instance holds of a request, and what one turn of its loop led to."""
+"""The state of a request on a decode instance, and the outcome of one turn of the decode loop."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from alignedserve.request import RequestKey
 
 @dataclass(slots=True)
 class Held:
-    """A candidate or a running request. `stored` is where its KV lay last; `resident`: it is in the cache now."""
+    """A candidate or a running request. `stored` names the last place of its KV; `resident`: it is in the cache now."""
 
     stored: pb.StoredRequest
     live: LiveRequest | None = None
     resident: bool = False
-    cancelled: bool = False  # while a copy is in flight: what ends with it
-    evictions_fail_since_s: float | None = None  # the first and the last eviction in a row that failed
+    cancelled: bool = False  # cancelled during a copy: the request ends with the copy
+    evictions_fail_since_s: float | None = None  # start of a series of failed evictions; the next field is its end
     eviction_failed_s: float = 0.0
 
     def describe(self) -> dw.HeldRequest:
-        """As a scheduler that does not know it needs it."""
+        """The description of the request for a scheduler that does not know it."""
         spec = self.stored.spec
         answer = self.live.spec.output_token_ids if self.live is not None else spec.output_token_ids
         prompt = len(spec.prompt_token_ids)
@@ -42,7 +42,7 @@ class Held:
         )
 
     def current(self) -> pb.StoredRequest:
-        """`stored`, with the tokens and times of now."""
+        """`stored` with the current tokens and times."""
         stored = pb.StoredRequest()
         stored.CopyFrom(self.stored)
         if self.live is not None:
@@ -52,7 +52,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class EvictionOrder:
-    """Copy `block_ids` of the cache out; `stored` says what they hold, and what of it the pool has already."""
+    """Copy `block_ids` out of the cache. `stored` describes their KV, and the part that the pool already has."""
 
     key: RequestKey
     stored: pb.StoredRequest
@@ -62,12 +62,12 @@ class EvictionOrder:
 
 @dataclass(slots=True)
 class Outcome:
-    """Handled on the worker's event loop, in order.
+    """The results of one turn or message. The worker's event loop handles them in order.
 
-    `release`: pulled, their source may free them. `give_back`: candidates that return to the tree. `returned`: evicted
-    to the pool and committed there. `lost`: their KV is gone, the gateway is to submit them again.
-    `unreadable`: likewise, and what the pool holds of them could not be read.
-    `inventory`: asked for; what is reported after it has happened after it.
+    `release`: requests whose source may free its blocks. `give_back`: candidates that return to the quad-tree.
+    `returned`: requests that were evicted to the pool and committed there. `lost`: requests whose KV is lost; their
+    gateways submit them again. `unreadable`: the same, and the pool's KV of them could not be read. `inventory`: the
+    reply to a query; later reports describe later events.
     """
 
     events: list[tuple[str, gw.TokenEvent]] = field(default_factory=list)
@@ -81,11 +81,11 @@ class Outcome:
     unreadable: list[RequestKey] = field(default_factory=list)
     inventory: list[dw.HeldRequest] | None = None
     status_changed: bool = False
-    drained: bool = False  # told to drain, and nothing is left here
+    drained: bool = False  # the drain is complete: no request is left
     fatal: BaseException | None = None  # the loop has ended with this
 
     def drop(self, held: Held) -> None:
-        """A cancelled request holds nothing here any more; what it holds at its source is to be freed."""
+        """Finish a cancelled request that holds no cache blocks, and free its blocks at the source."""
         self.release.append(held.stored)
         self.finished.append(key_from_proto(held.stored.spec.key))
 

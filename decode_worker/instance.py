@@ -1,4 +1,4 @@
-"""What a decode instance owns: model, cache, the iteration loop, and its links to the pool and to paired buffers."""
+"""The parts of a decode instance: model, cache, decode loop, and links to the pool and to paired buffers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OVERLAP = {"auto": None, "on": True, "off": False}  # decode.overlap
 
 
 class DecodeInstance:
-    """Built up by `load`: everything but the buffer links, which follow the cluster's view."""
+    """The parts are created by `load`, except the buffer links, which follow the cluster's view."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class DecodeInstance:
             self.compute.drain()
 
     async def load(self, report: Callable[[], None]) -> None:
-        """`_load`; raises ResourceError, with what lies there, where the device runs out of memory."""
+        """Like `_load`. Raises ResourceError, which lists the use of memory, if the device runs out of it."""
         with self.memory.explained():
             await self._load(report)
 
     async def _load(self, report: Callable[[], None]) -> None:
-        """Load the model, make the cache, attach the pool. `report` is called when the model's shape is known."""
+        """Load the model, create the cache, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
         self.reaches = await asyncio.to_thread(reached_devices, settings.device)
@@ -105,7 +105,7 @@ class DecodeInstance:
         self._cache_store, tensor = host.cache_store(
             f"{settings.id}/cache", geometry, plan.decode_cache, settings.device, settings.node_id
         )
-        await asyncio.to_thread(compile_copies, self._cache_store)  # here, not when the first buffer is attached
+        await asyncio.to_thread(compile_copies, self._cache_store)  # now, not when the first buffer is attached
         self.cache = BlockAllocator(plan.decode_cache, self._cache_store.store_id)
         writer = PoolWriter(self._process, settings.token, self._largest_request_blocks(plan), self._on_pool_wait)
         self.writer = writer
@@ -126,20 +126,20 @@ class DecodeInstance:
         await self._follow_pairs()
 
     async def read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
-        """What the shard has stored of these, and can be decoded here."""
+        """The stored requests of these keys in the shard that can be decoded here."""
         return await self._pool.read(pool_id, keys, self.model.vocab_size if self.model is not None else 0)
 
     def _connect(self, source: BlockStore, destination: BlockStore) -> Channel:
         return connect(source, destination, allow_slow=self._config.cluster.allow_slow_channel)
 
     def _largest_request_blocks(self, plan: StorePlan) -> int:
-        """A standing lease has room for the eviction of the largest request, without emptying the store it is of."""
+        """The size of a standing lease: room to evict the largest request, but at most a share of the shard."""
         assert self.model is not None
         largest = -(-self.model.max_positions // plan.block_size)
         return max(1, min(largest, plan.decode_cache, plan.pool // 16))
 
     def _eviction_lease_blocks(self, prefill_id: str) -> int:
-        """Room for the largest request in the requests buffer, but never so much that no late candidate fits."""
+        """The lease for evictions: room for the largest request, but some is left for late candidates."""
         plan = self._pool.plan.result()
         served = sum(pair.prefill_id == prefill_id for pair in self._pool.view.pairs) or 1
         return max(1, min(self._largest_request_blocks(plan), plan.requests_buffer * 2 // (3 * served)))
@@ -149,7 +149,7 @@ class DecodeInstance:
             await self._link_pairs()
 
     async def _link_pairs(self) -> None:
-        """Link to the buffers of the prefill instances that this one is paired with; drop those that are gone."""
+        """Open links to the buffers of paired prefill instances, and close links to instances that have ended."""
         if self.handover is None or self.compute is None:
             return
         wanted = {pair.prefill_id for pair in self._pool.view.pairs if pair.decode_id == self._settings.id}
@@ -162,7 +162,7 @@ class DecodeInstance:
         for prefill_id in list(self._linked):
             peer = peers.get(prefill_id)
             if prefill_id not in present and self.handover.links[prefill_id].up:
-                continue  # a supervisor that has just started does not know everybody yet
+                continue  # a supervisor that has just started may not know all processes yet
             if peer is None or peer.process != self._linked[prefill_id]:
                 del self._linked[prefill_id]
                 await self.handover.links.pop(prefill_id).close()
@@ -192,7 +192,7 @@ class DecodeInstance:
 
     @property
     def channels(self) -> list[Channel]:
-        """Every channel that this instance copies over."""
+        """All channels that this instance copies over."""
         links = self.handover.links.values() if self.handover is not None else ()
         of_buffers = (channel for link in links for channel in link.channels)
         return [*self._pool_channels, *self._pool.others.channels, *of_buffers]
@@ -202,7 +202,7 @@ class DecodeInstance:
             self.compute.set_lease(self.handover.leased_blocks())
 
     def trouble(self) -> AlignedServeError | None:
-        """Why this process must be replaced."""
+        """The error for which this process must be replaced; None if there is none."""
         slow = next((trouble for channel in self.channels if (trouble := channel.trouble()) is not None), None)
         links = self.handover.links.values() if self.handover is not None else ()
         unreached = next((link.trouble for link in links if link.trouble is not None), None)

@@ -1,4 +1,4 @@
-"""What iterations cost beside computing: the gap between two of them, and the bubble of unequal lengths."""
+"""Measures what iterations cost beside computing: the gap between two iterations, and the bubble."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BUBBLE_BOUNDS_S = (0.0, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 
 
 class IterationMeter:
-    """Written by the decode thread, read by any.
+    """Written by the decode thread, read by any thread.
 
-    The gap, in which the device idles as far as the host can tell: from the last token chosen in one iteration to the
-    launch of the next, all that is decided, sent and begun at the boundary included; 0 where the next was launched
-    before the tokens were there; not where nothing ran in between. The bubble: what an iteration is predicted to
-    take, less what the same bytes at equal lengths are (`scheduler.cost_model`), as in the simulator: it may be below 0
-    (ADR 25). Without a cost model there is none.
+    The gap is the time from the last sampled token of an iteration to the launch of the next, in which the device idles
+    as far as the host can tell. It includes all work at the iteration boundary. It is 0 if the next iteration was
+    launched before the tokens were known, and is not measured after a pause. The bubble is the predicted time of an
+    iteration less that of the same bytes at equal prefix lengths (`scheduler.cost_model`), as in the simulator. It may
+    be negative (ADR 25). It is not measured without a cost model.
     """
 
     def __init__(self, cost: StepCost | None) -> None:
@@ -32,7 +32,7 @@ class IterationMeter:
         self.balanced_s = 0.0
 
     def begin(self) -> None:
-        """An iteration is launched."""
+        """Called when an iteration is launched."""
         if self._under_way:
             self.gaps.observe(0.0)
         elif self._ended_s is not None:
@@ -40,16 +40,16 @@ class IterationMeter:
         self._under_way += 1
 
     def end(self) -> None:
-        """The tokens of the first that is under way have been chosen."""
+        """Called when the tokens of the oldest iteration under way have been sampled."""
         self._under_way -= 1
         self._ended_s = time.perf_counter()
 
     def pause(self) -> None:
-        """Nothing runs: what follows is no gap."""
+        """Called when nothing runs: the time until the next launch is not a gap."""
         self._ended_s = None
 
     def bubble_s(self, lengths: Sequence[int]) -> float | None:
-        """Of the iteration that ran with so many tokens of KV each; None without a cost model."""
+        """The bubble in seconds of an iteration with these prefix lengths; None without a cost model."""
         if self._cost is None:
             return None
         predicted_s = self._cost.step_s((), lengths)

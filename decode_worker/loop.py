@@ -1,7 +1,7 @@
-"""The thread that decodes: plan, start copies, launch, take tokens; no call to another process between two iterations.
+"""The decode thread: it plans an iteration, starts copies, launches the iteration and takes its tokens.
 
-Where the engine computes while this thread goes on, the next iteration is planned and launched before the tokens of the
-last are known (ADR 33).
+It calls no other process between two iterations. If the engine computes while this thread goes on, the next iteration
+is planned and launched before the tokens of the last one are known (ADR 33).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 TOMBSTONES = 4096
 STARVATION_POLL_S = 0.25
-EVICTIONS_FAIL_S = 5.0  # what cannot be evicted for so long, tried again and again, is given up
+EVICTIONS_FAIL_S = 5.0  # a request whose evictions fail for this time is reported lost
 
 Result = TypeVar("Result")
 
 
 class Pull(Protocol):
-    """Starts a copy into the cache: see `Handover.pull`."""
+    """Starts a copy into the cache (`Handover.pull`)."""
 
     def __call__(
         self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False
@@ -51,7 +51,7 @@ class Pull(Protocol):
 class DecodeLoop(ComputeThread[[Outcome]]):
     """Runs one decode instance. `pull` starts a copy into the cache; `post` gets each outcome, on this thread.
 
-    `overlap`: whether the next iteration is launched before the tokens of the last are known; None: as the engine says.
+    `overlap`: whether the next iteration is launched before the tokens of the last are known; None: the engine decides.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self._post = post
         self._held: dict[RequestKey, Held] = {}
         self._draining = False
-        self._leaving: set[str] = set()  # stores from which candidates are given back
+        self._leaving: set[str] = set()  # stores whose candidates are given back
         self._cancelled: OrderedDict[RequestKey, None] = OrderedDict()  # cancelled before they were announced here
         self._status: IterationStatus = scheduler.status()
         self.pass_meter = PassMeter()
         self._passes_since_s: float | None = None  # None: nothing runs
         self.iterations = iterations if iterations is not None else IterationMeter(None)
         self._flights = Flights(decode_id, engine, scheduler, self._held, self.iterations)
-        self._under_way: Flight | None = None  # launched, and its tokens not known yet
+        self._under_way: Flight | None = None  # launched, its tokens not taken yet
 
     # ---- called from any thread
 
@@ -93,7 +93,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
 
     @property
     def status(self) -> IterationStatus:
-        """As of the last iteration boundary."""
+        """The status as of the last iteration boundary."""
         return self._status
 
     def show_metrics(self, page: Page) -> None:
@@ -110,7 +110,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self.iterations.show_metrics(page)
 
     def offer(self, buffer: BufferKind, batch_id: int, requests: Iterable[pb.StoredRequest]) -> None:
-        """Candidates that are complete at their source."""
+        """Offer candidates whose KV is complete at its source."""
         found = list(requests)
         self.tell(lambda outcome: self._offer(buffer, batch_id, found, outcome))
 
@@ -125,42 +125,42 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self.tell(lambda _: self._scheduler.recall(keys))
 
     def mark_urgent(self, due_in_s: Mapping[RequestKey, float]) -> None:
-        """These are overdue; each is due in so many seconds from now (negative: it was)."""
+        """Mark requests as overdue. `due_in_s`: seconds until their wait objectives end; may be negative."""
         now_s = time.monotonic()
         due_s = {key: now_s + in_s for key, in_s in due_in_s.items()}
         self.tell(lambda _: self._scheduler.mark_urgent(due_s))
 
     def take_inventory(self) -> None:
-        """An outcome with everything that this instance decides about will follow."""
+        """Post an outcome with the inventory of all requests that this instance holds."""
         self.tell(self._take_inventory)
 
     def drain(self) -> None:
-        """Send everything back to the pool, what runs too; take nothing new. `Outcome.drained` says when it is done."""
+        """Return all requests to the pool, running ones too, and take no new ones. Ends with `Outcome.drained`."""
         self.tell(lambda _: self._start_draining())
 
     def leave_source(self, store_ids: Sequence[str]) -> None:
-        """Give back what waits in these stores, now or later: they are about to go."""
+        """Give back candidates in these stores, now and later, because their prefill instance drains."""
         self.tell(lambda _: self._leave_source(store_ids))
 
     def set_lease(self, blocks: int) -> None:
         self.tell(lambda _: self._scheduler.set_requests_buffer_lease(blocks))
 
     def ask(self, question: Callable[[IterationScheduler], Result]) -> Future[Result]:
-        """What `question` finds in this thread's books, at the next iteration boundary."""
+        """Evaluate `question` on this thread's scheduler, at the next iteration boundary."""
         return self._ask(lambda: question(self._scheduler))
 
     def source_lost(self, store_ids: Sequence[str]) -> None:
-        """Candidates that lay in these stores are gone."""
+        """Report candidates in these stores lost."""
         self.tell(lambda outcome: self._drop_source(set(store_ids), outcome))
 
     def evicted(self, order: EvictionOrder, stored: pb.StoredRequest | None) -> None:
-        """An eviction's copy has ended: the request now lies where `stored` says; None: the copy failed."""
+        """The copy of an eviction has ended. `stored` names the new place of the KV; None: the copy failed."""
         self.tell(lambda outcome: self._on_evicted(order, stored, outcome))
 
     # ---- the thread
 
     def turn(self) -> bool:
-        """What has come in, one iteration boundary and its iteration; whether anything ran. On the loop's thread."""
+        """Handle messages, one iteration boundary and its iteration. Returns whether anything ran."""
         outcome = Outcome()
         if self._passes_since_s is None:
             self._passes_since_s = time.perf_counter()
@@ -183,16 +183,16 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         return runs
 
     def _iterate(self, plan: IterationPlan, outcome: Outcome) -> None:
-        """Launch what was planned, then take the tokens of the iteration before, where that is under way.
+        """Launch the planned iteration, then take the tokens of the previous one if it is under way.
 
-        What was launched is left under way itself if the next can be launched without its tokens.
+        The launched iteration stays under way if the next one can be launched without its tokens.
         """
         before, launched = self._under_way, None
         if plan.run:
             launched = self._flights.launch(plan.run, before)
         if before is not None:
             self._take(before, launched, outcome)
-            for evict in plan.evictions:  # those that ended with it are gone, and their evictions undone
+            for evict in plan.evictions:  # requests that ended with it need no eviction
                 held = self._held.get(evict.key)
                 if held is not None and before.row_of(held.live) is not None:
                     self._evict(evict, outcome)
@@ -210,7 +210,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         self._passes_since_s = now_s
 
     def _sleep_limit_s(self) -> float | None:
-        """A waiting candidate may become overdue meanwhile."""
+        """How long to sleep at most, because a waiting candidate may become overdue meanwhile."""
         waiting = self._status.batch_buffer_requests + self._status.requests_buffer_requests
         return STARVATION_POLL_S if waiting else None
 
@@ -234,7 +234,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         return [key for key, held in self._held.items() if held.stored.spec.gateway_address == address]
 
     def _take_inventory(self, outcome: Outcome) -> None:
-        # A cancelled one is as good as gone: only its copy is still in flight.
+        # Cancelled requests are left out: only their copies are still under way.
         outcome.inventory = [held.describe() for held in self._held.values() if not held.cancelled]
 
     # ---- candidates
@@ -308,7 +308,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             held = self._held.pop(key)
             outcome.give_back.append(held.current())
         for evict in plan.evictions:
-            if not self._awaits_token(evict.key):  # else once that is known: it travels with the request
+            if not self._awaits_token(evict.key):  # else after the token is known: it is stored with the request
                 self._evict(evict, outcome)
         now_ns = time.time_ns()
         for join in plan.joins:
@@ -336,7 +336,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             ended(failed)
 
     def _settled(self, join: Join) -> bool:
-        """Whether the device is through with the blocks that are written to: one iteration at most is under way."""
+        """Whether no iteration under way uses the blocks that are written to. At most one is under way."""
         return self._under_way is None or not self._under_way.touches(join.block_ids[join.resident_blocks :])
 
     def _on_copied_in(self, key: RequestKey, error: TransferError | None, outcome: Outcome) -> None:
@@ -375,7 +375,7 @@ class DecodeLoop(ComputeThread[[Outcome]]):
         if not self._scheduler.copied_out(key):
             outcome.drop(self._held.pop(key))
         elif stored.store_id == stored.pool_id:
-            if not order.to_pool:  # the requests buffer had no room after all: it is the scheduler's again
+            if not order.to_pool:  # no buffer had room for it: it returns to the scheduler
                 self._scheduler.withdraw(key)
             del self._held[key]
             outcome.returned.append(stored)
@@ -383,7 +383,10 @@ class DecodeLoop(ComputeThread[[Outcome]]):
             self._scheduler.recall([key])
 
     def _not_evicted(self, held: Held, key: RequestKey, outcome: Outcome) -> None:
-        """The copy out has failed: the request runs on, unless it fails for too long: others wait for its blocks."""
+        """An eviction failed. The request runs on.
+
+        After `EVICTIONS_FAIL_S` of failures it is reported lost, because other requests wait for its blocks.
+        """
         assert held.live is not None
         held.live.spec.stopwatch.enter(Stage.DECODE, time.time_ns())
         self._scheduler.copy_failed(key)

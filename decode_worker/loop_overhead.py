@@ -1,4 +1,4 @@
-"""What an iteration costs beside its forward pass and sampling: the decode loop itself, run without a cluster."""
+"""Measures the time of the decode loop itself, beside the forward pass and sampling, without a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST_S = 120.0
 
 
 class _GapRecorder(IterationMeter):
-    """The processor time of the decode thread in every gap. `begin` and `end` are called on that thread."""
+    """Records the CPU time of the decode thread in each gap. `begin` and `end` are called on that thread."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -49,7 +49,7 @@ class _GapRecorder(IterationMeter):
 
 
 class _Worker:
-    """What the loop hands its outcomes to: an event loop that packs them for a gateway, as the worker's does."""
+    """Receives the loop's outcomes in an event loop that packs them for a gateway, as the worker does."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -79,10 +79,11 @@ class _Worker:
 
 
 def loop_overhead_s(runner: ModelRunner, blocks: int, requests: int) -> float:
-    """Median seconds that the decode thread computes between two passes of so many requests, all of which run.
+    """The median CPU time in seconds of the decode thread between two passes with `requests` running requests.
 
-    From the last token chosen to the next forward pass: events, the scheduler's books and plan, the items of the pass.
-    The runner's store has `blocks` blocks, whose content is lost. Raises AlignedServeError where the loop fails.
+    It covers the time from the last sampled token to the next forward pass: events, the scheduler's accounting and
+    plan, and the items of the pass. The runner's store has `blocks` blocks, which are overwritten. Raises
+    AlignedServeError if the loop fails.
     """
     worker, recorder = _Worker(), _GapRecorder()
     allocator = BlockAllocator(blocks, "profile/cache")

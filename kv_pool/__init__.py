@@ -1,1 +1,1 @@
-"""The host-memory pool: leases, commits, and the allocation table in its segment."""
+"""The host-memory KV pool: leases, commits, and the allocation table in each shard's segment."""

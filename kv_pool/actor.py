@@ -1,4 +1,7 @@
-"""The process of a shard: owns the allocator over the segment, whose memory is the node agent's and outlives it."""
+"""The process of a shard. It owns the allocator of the shard's segment.
+
+The node agent owns the memory of the segment, so the memory outlives this process.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ from alignedserve.transfer.topology import GLOO
 
 logger = logging.getLogger(__name__)
 
-MOST_READ_BYTES = 4 << 20  # of a message that answers a read, but for the last request in it
+MOST_READ_BYTES = 4 << 20  # a reply message to `Read` is sent once it is larger than this
 
 Message = TypeVar("Message")
 
 
 class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
-    """Role `kv_pool`. Moves messages between streams and `KvPool`, which decides."""
+    """Role `kv_pool`. Moves messages between streams and `KvPool`, which makes the decisions."""
 
     role: ClassVar[str] = "kv_pool"
 
@@ -61,7 +64,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         timeout_s = self.config.kv_pool.copy_timeout_s
         self._copies = PairedCopiesService(settings, self.process, self._stores, (GLOO,), timeout_s, writable=False)
         self._announced_free = -1
-        self._recounting = asyncio.Lock()  # while it is held nothing in the pool may change
+        self._recounting = asyncio.Lock()  # while it is held, nothing in the pool may change
 
     # ---- the role's hooks
 
@@ -111,7 +114,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return {} if self._pool is None or self._store is None else {self._store.store_id: self._store}
 
     def _refuse_readers(self, fenced: set[tuple[str, int]]) -> None:
-        """Workers of other nodes that have ended, or are being ended, read nothing more here."""
+        """Refuse copies to workers of other nodes that have ended or are being fenced."""
 
         def over(process: pb.ProcessKey) -> bool:
             name = process.id, process.incarnation
@@ -120,20 +123,20 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._copies.refuse(over)
 
     def _bury(self) -> None:
-        """Free what writers leased that are known to have ended.
+        """Free the leases of writers that are known to have ended.
 
-        An open stream counts as a sign of life: one that is buried by mistake is of no use any more.
+        A writer with an open stream is treated as alive: after a mistake it would have to be replaced.
         """
         assert self._pool is not None
         if self._recounting.locked():
-            return  # `_recount` does it then
+            return  # `_recount` calls this method when it is done
         for writer in self._pool.writers():
             if writer not in self._writers and self._ended_processes.has_ended(writer.id, writer.incarnation):
                 self._deliver(self._pool.writer_dead(writer))
                 self._announce()
 
     def _quarantine(self, writer: WriterKey) -> None:
-        """It is being ended, and may write until it has: its leases are nobody's, and what it says is not heard."""
+        """`writer` is being fenced and may still write: quarantine its leases, and drop its messages."""
         assert self._pool is not None
         self._pool.writer_lost(writer)
         outbox = self._writers.pop(writer, None)
@@ -165,11 +168,14 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     async def check_integrity(self) -> list[sv.BookCheck]:
         if self._pool is None:
             return []
-        # Whoever asks may give up; the thread does not, and nothing may change under it.
+        # The caller may be cancelled. The thread goes on, and the pool must not change until the thread is done.
         return [await asyncio.shield(asyncio.ensure_future(self._recount(self._pool)))]
 
     async def _recount(self, pool: KvPool) -> sv.BookCheck:
-        """In a thread: a million blocks take seconds, in which heartbeats go on and what changes the pool waits."""
+        """Check the accounting in a thread, because a million blocks take seconds.
+
+        Heartbeats go on meanwhile; messages that change the pool wait.
+        """
         async with self._recounting:
             found = await asyncio.to_thread(
                 check_books, pool.store_id, self.settings.id, pool.check_integrity, self._count
@@ -178,7 +184,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return found
 
     async def _recounted(self) -> None:
-        """Returns when no recount is under way; none begins before the caller waits for something else."""
+        """Return when no recount is under way. None begins before the caller's next `await`."""
         async with self._recounting:
             pass
 
@@ -220,13 +226,13 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         finally:
             if self._writers.get(writer) is outbox:
                 del self._writers[writer]
-            self._bury()  # the view may have dropped it before its stream broke
+            self._bury()  # the writer may have left the view before its stream broke
 
     def _on_message(self, writer: WriterKey, message: kp.PoolWriterMessage, outbox: Outbox[kp.PoolWriterReply]) -> None:
         assert self._pool is not None
         self.progress += 1
         if self._writers.get(writer) is not outbox:
-            return  # of a stream that was replaced, or of a process that is being ended
+            return  # from a replaced stream, or from a process that is being fenced
         kind = message.WhichOneof("body")
         if kind == "commit":
             self._commit(writer, message, outbox)
@@ -261,7 +267,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._deliver(grants)
 
     def _recall(self) -> None:
-        """Somebody waits for blocks: the others give back what they have at hand. The first in line keeps its own."""
+        """If a writer waits for blocks, ask all the others to give back the free blocks of their leases."""
         assert self._pool is not None
         first = self._pool.waited_for()
         if first is None:
@@ -273,7 +279,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
     def _deliver(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
             outbox = self._writers.get(grant.writer)
-            if outbox is not None:  # else: granted again when the writer is back
+            if outbox is not None:  # else: granted again when the writer reconnects
                 outbox.put(kp.PoolWriterReply(granted=kp.BlockIds(ids=grant.block_ids)))
 
     # ---- the scheduler
@@ -309,17 +315,17 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         self._announce()
 
     def _adopt(self, head: pb.RequestHead) -> kp.Holding:
-        """One that cannot be made over is as good as none: it must not keep the others from their answers."""
+        """Adopt the KV of one request. A failure gives an empty holding, so that the others still get a reply."""
         assert self._pool is not None
         key, most_tokens = key_from_proto(head.key), head.prompt_tokens + head.output_tokens - 1
 
         def renew(payload: bytes) -> bytes:
             return renewed(payload, head, time.time_ns())
 
-        try:  # without a token it cannot decode
+        try:  # a request without an output token cannot be decoded from its KV, so it needs no payload
             (adopted,), grants = self._pool.adopt([(key, most_tokens)], renew if head.output_tokens else None)
         except AlignedServeError as error:
-            logger.warning("nothing is adopted: %s", error, extra={"request_id": key.request_id})
+            logger.warning("the KV of a request was not adopted: %s", error, extra={"request_id": key.request_id})
             return self._holding(Holding(key, 0, ()))
         self._deliver(grants)
         message = self._holding(adopted)
@@ -328,7 +334,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return message
 
     def _holding(self, held: Holding, *, ids: bool = True) -> kp.Holding:
-        """Without `ids` it says how many blocks there are, not which."""
+        """The message for `held`. Without `ids` it has the number of blocks, but not their ids and checksums."""
         message = kp.Holding(key=key_to_proto(held.key), kv_tokens=held.kv_tokens, blocks=len(held.block_ids))
         message.pool_id = self.settings.id
         if ids:
@@ -336,7 +342,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
             message.checksums.extend(held.checksums)
         return message
 
-    # ---- who goes on with a request
+    # ---- readers of stored requests
 
     async def Read(
         self, request: pb.RequestKeys, context: grpc.aio.ServicerContext[Any, Any]
@@ -364,7 +370,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         return unpacked(read[1], read[0], self.settings.id) if read is not None else None
 
     def _announce(self) -> None:
-        """Tell the scheduler how many blocks are free, where that has changed."""
+        """Tell the scheduler how many blocks are free, if the number has changed."""
         assert self._pool is not None
         free = self._pool.counts().free
         if free != self._announced_free:
@@ -389,7 +395,7 @@ class KvPoolServer(RoleServer, kp_grpc.KvPoolServicer):
         )
 
     async def _ready(self, context: grpc.aio.ServicerContext[Any, Any]) -> KvPool:
-        """The pool; a call that comes before there is one ends. (Peers hear of this role once it is ready.)"""
+        """The pool. Aborts the call with UNAVAILABLE until it exists. (Peers learn of this role once it is ready.)"""
         if self._pool is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.settings.id} is not ready")
         assert self._pool is not None

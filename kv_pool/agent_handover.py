@@ -1,4 +1,4 @@
-"""A process gives a restarted node agent the descriptors of the memory that its predecessor made."""
+"""Gives a restarted node agent the file descriptors of the memory that its predecessor created."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from alignedserve.transfer.segments import SegmentClient
 
 
 class AgentHandover:
-    """Follows the agent of `node_id` in the cluster's view.
+    """Follows the node agent of `node_id` in the cluster's view.
 
-    `segments` is the client that every mapping of this process was made with.
+    `segments` is the client with which this process made all its mappings.
     """
 
     def __init__(self, segments: SegmentClient, node_id: str) -> None:
@@ -20,7 +20,10 @@ class AgentHandover:
         self._agent = 0
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Raises TransferError where the new agent has other memory under the same names: this process is of no use."""
+        """Give a new node agent the descriptors of this process.
+
+        Raises TransferError if the node agent has other memory under the same names: this process must be replaced.
+        """
         agents = (peer for peer in view.peers if peer.process.role == "node_agent" and peer.node_id == self._node_id)
         agent = next((peer.process.incarnation for peer in agents if peer.state == "ready"), 0)
         if not agent or agent == self._agent:
@@ -29,7 +32,7 @@ class AgentHandover:
             try:
                 refused = await asyncio.to_thread(self._segments.adopt_all)
             except UnavailableError:
-                return  # it has gone again: its successor is in a later view
+                return  # the node agent has ended again; a later view names its successor
             if refused:
                 raise TransferError(f"the node agent has other memory under these names: {', '.join(refused)}")
         self._agent = agent

@@ -1,4 +1,4 @@
-"""A worker's hold on the pool: the shard of its node mapped here, and the links to whichever process serves it now."""
+"""A worker's attachment to the pool: the mapped shard of its node, and links to the shard's current process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class PoolAttachment:
-    """Follows the cluster's view. The memory outlives the pool's process, so a successor needs new links only.
+    """Follows the cluster's view. The memory outlives the shard's process, so a successor needs only new links.
 
-    `segments` must be the client that every mapping of this process is made with: a restarted node agent is handed
-    them back through it. `others`: the shards of other nodes, which are read only. `stored`: what any shard keeps
-    beside the KV.
+    `segments` must be the client with which this process makes all its mappings: through it a restarted node agent
+    gets their descriptors. `others` reads the shards of other nodes. `stored` reads stored requests of any shard.
     """
 
     def __init__(self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float) -> None:
@@ -41,7 +40,7 @@ class PoolAttachment:
         self.view = sv.ClusterView()
         self.plan: asyncio.Future[StorePlan] = asyncio.get_running_loop().create_future()
         self._node_id = settings.node_id
-        self._pool_id: str | None = ""  # of this node; "": the only one that there is, None: there is none (yet)
+        self._pool_id: str | None = ""  # this node's shard; "": the only shard, None: this node has no shard (yet)
         self._store: HostBlockStore | None = None
         self._geometry: KvGeometry | None = None
         self._writers: Sequence[PoolWriter] = ()
@@ -52,7 +51,8 @@ class PoolAttachment:
     async def on_view(self, view: sv.ClusterView) -> None:
         """Follow the shards of this view.
 
-        Raises GeometryMismatchError for another model's pool, TransferError for one in other memory than is mapped.
+        Raises GeometryMismatchError if the shard belongs to another model, and TransferError if it is in other memory
+        than the mapped memory.
         """
         self.view = view
         if view.pools:
@@ -65,7 +65,10 @@ class PoolAttachment:
         await self.stored.on_view(view)
 
     async def attach(self, geometry: KvGeometry, writers: Sequence[PoolWriter]) -> HostBlockStore:
-        """The shard of this node, mapped, and `writers` linked to its process, as soon as there is one."""
+        """Wait for the shard of this node, map it and link `writers` to its process. Returns the mapped store.
+
+        Raises like `on_view`.
+        """
         self._geometry, self._writers = geometry, writers
         self.others.set_shape(geometry, (await self.plan).pool)
         await self._follow_pool()
@@ -76,7 +79,7 @@ class PoolAttachment:
     async def read(
         self, pool_id: str, keys: Collection[RequestKey], vocab_size: int
     ) -> dict[RequestKey, pb.StoredRequest]:
-        """What a shard has stored of these and can be decoded; a shard that cannot be read has nothing."""
+        """The stored requests of `keys` that can be decoded. Empty if the shard cannot be read."""
         try:
             found = await self.stored.read(pool_id, keys)
         except TransferError as error:
@@ -86,7 +89,7 @@ class PoolAttachment:
         return {key: stored for key, stored in found.items() if decodable(stored, size, vocab_size)}
 
     def reader(self, own: Channel) -> PoolReader:
-        """From every shard to where `own` leads from this node's."""
+        """A reader from every shard to the destination of `own`, the channel from this node's shard."""
         return PoolReader(own, self.others)
 
     async def _follow_pool(self) -> None:
@@ -96,7 +99,7 @@ class PoolAttachment:
             return
         handle = StoreHandle.from_proto(peer.stores[0])
         if self._store is not None and self._store.handle().memory != handle.memory:
-            raise TransferError(f"{handle.store_id} lies in other memory than is mapped here: it was made anew")
+            raise TransferError(f"{handle.store_id} is in other memory than is mapped here: the shard was created anew")
         self._serving = peer.process
         if self._store is None:
             self._store = await asyncio.to_thread(attach_store, handle, self.segments, geometry=self._geometry)
@@ -106,7 +109,7 @@ class PoolAttachment:
         self._attached.set()
 
     def trouble(self) -> AlignedServeError | None:
-        """Why this process is of no use to the pool any more: it was declared dead, so its leases are void."""
+        """A StaleError if the shard refuses this process, which was declared dead and has no leases; else None."""
         refused = next((writer.refusal for writer in self._writers if writer.refusal), "")
         return StaleError(f"the KV pool refuses this process: {refused}") if refused else None
 

@@ -1,4 +1,4 @@
-"""The epochs of requests that are over, remembered for as long as anything late may still speak of them."""
+"""The epochs of requests that are over, remembered for as long as a late message may name them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-# Longer than any copy, retry or fence lasts. What comes later still is found by the scheduler's audit of the pool.
+# Longer than any copy, retry or fencing takes. The scheduler's audit of the pool finds what a later message leaves.
 REMEMBERED_S = 120.0
 MAX_REMEMBERED = 1 << 16
 
@@ -16,13 +16,13 @@ class OverEpochs:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._newest: OrderedDict[str, tuple[int, float]] = OrderedDict()  # oldest mention first
+        self._newest: OrderedDict[str, tuple[int, float]] = OrderedDict()  # least recently ended first
 
     def __len__(self) -> int:
         return len(self._newest)
 
     def end(self, request_id: str, epoch: int) -> None:
-        """This epoch and those before it are over."""
+        """Record that this epoch and all earlier ones are over."""
         now = self._clock()
         newest = max(self.newest(request_id), epoch)
         self._newest[request_id] = (newest, now)
@@ -31,5 +31,5 @@ class OverEpochs:
             self._newest.popitem(last=False)
 
     def newest(self, request_id: str) -> int:
-        """-1 where none is known to be over."""
+        """The newest epoch of the request that is over; -1 if none is known."""
         return self._newest.get(request_id, (-1, 0.0))[0]

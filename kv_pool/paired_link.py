@@ -1,4 +1,4 @@
-"""The asking end's stream of paired copies: opened again whenever it breaks, or the connections beside it do."""
+"""The client's stream for paired copies. It is opened again when it or a connection of its copies breaks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ RETRY_S = 0.1
 
 
 class PairedLink:
-    """One session of `client` after another with the process that `channel` leads to; copies wait for the next."""
+    """Runs sessions of `client` with the process behind `channel`, one by one. Copies wait for the next session."""
 
     def __init__(self, client: PairClient, channel: TokenChannel) -> None:
-        """Begins to connect; to be made in the event loop."""
+        """Begin to connect. Must be called in the event loop."""
         self._client = client
         self._stub = pc_grpc.PairedCopiesStub(channel)
         self._running = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """The session ends; another link may begin the client's next. Idempotent."""
+        """End the session. Another link may begin the client's next one. Idempotent."""
         await end_tasks([self._running])
 
     async def _run(self) -> None:
@@ -45,7 +45,7 @@ class PairedLink:
         try:
             await asyncio.wait([stream, waiting], return_when=asyncio.FIRST_COMPLETED)
             if link.refusal:
-                logger.error("%s takes no part in copies: %s", client.peer, link.refusal)
+                logger.error("%s refuses to take part in copies: %s", client.peer, link.refusal)
         finally:
             waiting.cancel()
             await link.close()

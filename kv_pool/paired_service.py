@@ -1,7 +1,7 @@
-"""Copies that this process is asked to take part in: a stream for each worker that asks, a session a stream.
+"""Serves paired copies, in which this process takes part: one stream, and one session, for each worker that asks.
 
-Offered by prefill instances for their buffers, and by the pool's process for reading its shard from other nodes. Torch
-is imported when the first stream is expected or opens: a pool that no other node reads does without.
+Prefill instances offer this service for their candidate buffers, and a shard's process for reads from other nodes.
+Torch is imported when the first stream is expected or opens, so a shard that no other node reads does not need it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Session:
 
 
 class PairedCopiesService(pc_grpc.PairedCopiesServicer):
-    """Before a session opens, what its worker asked for in an earlier one has ended. Used from one event loop."""
+    """Opens a session only after the copies of the worker's earlier session have ended. For one event loop."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class PairedCopiesService(pc_grpc.PairedCopiesServicer):
         *,
         writable: bool,
     ) -> None:
-        """`stores` are what may be copied from and, if `writable`, to; empty while the process starts.
+        """`stores` may be copied from and, if `writable`, to. The mapping is empty while the process starts.
 
-        `channels`: those that may be asked for.
+        `channels`: the channels that a worker may ask for; the first is the default.
         """
         self._settings, self._process, self._stores = settings, process, stores
         self._channels, self._timeout_s, self._writable = channels, copy_timeout_s, writable
@@ -60,12 +60,15 @@ class PairedCopiesService(pc_grpc.PairedCopiesServicer):
         self._importing: asyncio.Task[None] | None = None
 
     def expect(self) -> None:
-        """There are workers that may ask soon: import what serving them takes, in the background."""
+        """Workers may open sessions soon: import the server's modules in the background."""
         if self._importing is None:
             self._importing = asyncio.get_running_loop().create_task(asyncio.to_thread(_import_server))
 
     def refuse(self, over: Callable[[pb.ProcessKey], bool]) -> None:
-        """End the sessions of the workers that `over` says have ended or are being ended; open none for such."""
+        """End the sessions of workers for which `over` returns True, and refuse new ones.
+
+        `over` returns True for processes that have ended or are being fenced.
+        """
         self._over = over
         for session in self._sessions.values():
             if over(session.process):
@@ -97,7 +100,7 @@ class PairedCopiesService(pc_grpc.PairedCopiesServicer):
             self._close_soon(server)
 
     async def _end_earlier(self, process: pb.ProcessKey, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Ends the call where `process` cannot have a session (yet)."""
+        """End the earlier session of `process`. Aborts the call if `process` cannot have a session (yet)."""
         if not self._stores():
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._settings.id} has no stores yet")
         earlier = self._sessions.get(process.id)
@@ -118,13 +121,13 @@ class PairedCopiesService(pc_grpc.PairedCopiesServicer):
         return PairServer(hello, self._stores(), wiring, send, break_off, writable=self._writable)
 
     def _close_soon(self, server: PairServer) -> None:
-        """It stays known until another follows, which waits for its end."""
+        """Close `server` in the background. Its session stays listed: the worker's next one waits for its end."""
         closing = asyncio.get_running_loop().create_task(asyncio.to_thread(server.close))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Returns when no copy runs any more, or one hangs."""
+        """Return when no copy runs any more, or when waiting for a hanging copy has timed out."""
         if self._importing is not None:
             await asyncio.wait([self._importing])
         for session in self._sessions.values():
@@ -134,6 +137,6 @@ class PairedCopiesService(pc_grpc.PairedCopiesServicer):
 
 
 def _import_server() -> None:
-    """Takes seconds where torch is not imported yet; the event loop goes on meanwhile."""
+    """Runs in a thread, because importing torch takes seconds."""
     import alignedserve.transfer.paired.gloo
     import alignedserve.transfer.paired.server  # noqa: F401

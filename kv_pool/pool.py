@@ -1,12 +1,13 @@
-"""The KV pool's decisions: who holds which block of host memory. Messages in, replies out; the KV never passes here.
+"""The decisions of a shard: which request or writer has which block. It handles messages, never the KV itself.
 
     free ──want──► leased to a writer ──commit──► held by a request ──release──► free
                         │        ▲                     ▲     │
                         │        └── give back         └─────┘ a commit of the same request, a newer epoch's too
                         └─ writer lost ──► quarantined ──writer dead──► free
 
-Everything is in the allocation table before anybody hears of it, so the successor of a killed pool process goes on from
-the same state, leases among them: a writer may be filling its leased blocks while the pool is away.
+Every change is in the allocation table before another process learns of it. So the successor of a killed shard process
+continues from the same state. That includes leases, because a writer may fill leased blocks while no process serves
+the shard.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from alignedserve.kv_pool.table import AllocationTable
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.instance.block_allocator import BlockAllocator
 
-RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its buffers
+RESERVE_ROLES = frozenset({"decode", "write_back"})  # write_back: a prefill instance that empties its candidate buffers
 _SUCCESSION = WriterKey("kv_pool", "succession", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Reply to a writer: these blocks are leased to it."""
+    """A reply to a writer: these blocks are leased to it."""
 
     writer: WriterKey
     block_ids: tuple[int, ...]
@@ -48,7 +49,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """`capacity = free + owned + cached`; `leased` ones are free, quarantined ones owned. `wanted`: not granted yet."""
+    """Numbers of blocks: `capacity = free + owned + cached`. `requests` is the number of requests that hold blocks.
+
+    Leased blocks count as free, quarantined blocks as owned. `wanted` blocks were asked for and are not granted yet.
+    """
 
     capacity: int
     free: int
@@ -60,24 +64,24 @@ class PoolCounts:
 
 
 class KvPool:
-    """One pool of blocks. One thread; no method blocks.
+    """The blocks of one shard. For one thread; no method blocks.
 
-    Methods that may free blocks return the grants to writers that were waiting for some. `reserve_blocks` are granted
-    to decode workers only, for evictions: prefills may not fill the pool to the last block.
+    Methods that may free blocks return the grants to writers that were waiting for blocks. `reserve_blocks` are granted
+    only to the roles in `RESERVE_ROLES`, for evictions and write-backs: prefills may not fill the shard completely.
     """
 
     def __init__(self, store_id: str, table: AllocationTable, block_size: int, *, reserve_blocks: int = 0) -> None:
-        """Goes on from what `table` found. Raises TransferError where that contradicts itself."""
+        """Continue from the state that `table` found. Raises TransferError if that state contradicts itself."""
         self.store_id = store_id
-        self._table = table  # what a successor goes on from: written before a change is told
+        self._table = table  # a successor continues from it: written before a change is reported
         self._block_size = block_size
         self._reserve_blocks = reserve_blocks
-        self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # who owns which block, and leases
+        self._blocks = BlockAllocator(table.capacity_blocks, store_id)  # owners and leases of blocks
         self._holdings: dict[str, Holding] = {}  # committed KV by request id, until released
-        self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of silent writers, until those are known dead
-        self._writers: dict[WriterKey, None] = {}  # that may have a lease
-        self._wants: dict[WriterKey, int] = {}  # in the order in which they were served first
-        self._regranted: dict[WriterKey, int] = {}  # blocks granted again since `hello`, until its next want
+        self._lost: dict[WriterKey, tuple[int, ...]] = {}  # leases of lost writers, until they are known to be dead
+        self._writers: dict[WriterKey, None] = {}  # writers that may have a lease
+        self._wants: dict[WriterKey, int] = {}  # in the order of their first unserved want
+        self._regranted: dict[WriterKey, int] = {}  # blocks granted again at `hello`, until the writer's next want
         self._ended: dict[tuple[str, str], int] = {}  # newest incarnation that is known to be dead
         self._over = OverEpochs()  # the newest epoch that has ended, by request id
         self._succeed(table.found)
@@ -85,9 +89,9 @@ class KvPool:
     # ---- writers
 
     def hello(self, writer: WriterKey) -> list[Grant]:
-        """A writer has opened a stream. What it leased over an earlier one is granted again, against its next want.
+        """A writer has opened a stream. Blocks leased over an earlier stream are granted again.
 
-        Raises StaleError for a writer that was declared lost or dead.
+        They count towards its next `want`. Raises StaleError if the writer was declared lost or dead.
         """
         self._require_alive(writer)
         self._wants.pop(writer, None)
@@ -96,7 +100,7 @@ class KvPool:
         return [Grant(writer, block_ids)] if block_ids else []
 
     def want(self, writer: WriterKey, count: int) -> list[Grant]:
-        """Lease `count` more blocks to `writer`, as soon as they are free. Raises like `hello`."""
+        """Lease `count` more blocks to `writer` as soon as they are free. Raises like `hello`."""
         self._require_alive(writer)
         covered = min(count, self._regranted.pop(writer, 0))
         if count > covered:
@@ -104,7 +108,7 @@ class KvPool:
         return self._serve()
 
     def give_back(self, writer: WriterKey, block_ids: Sequence[int]) -> list[Grant]:
-        """`writer` does not need these. Raises like `hello`, and AccountingError where they are not leased to it."""
+        """`writer` returns these blocks. Raises like `hello`, and AccountingError if they are not leased to it."""
         self._require_alive(writer)
         self._blocks.return_lease(block_ids, writer)
         self._write_down(Returned(writer, tuple(block_ids)))
@@ -123,12 +127,14 @@ class KvPool:
     ) -> list[Grant]:
         """From now on the request holds exactly `block_ids`, in order, with the KV of its first `kv_tokens` tokens.
 
-        The first `kept_blocks` it must hold already (a lease of the same ids does not count: their KV is gone). Each
-        of the others is leased to `writer`, held by the request already (in this or an older epoch), or held by
-        `share_with`. What the request held and is not listed loses a holder. `checksums`: of each block, or none; only
-        readers compare them. `payload`: kept beside it, for `read`. Idempotent. Refused otherwise, and then nothing
-        changes: StaleError for an older epoch than was seen or a writer that is lost, TransferError where a block is
-        none of these (write the request in full), the numbers do not fit, or there is no room for the payload.
+        The request must hold the first `kept_blocks` of them already (a lease of the same ids does not count: their KV
+        is gone). Each other block must be leased to `writer`, held by the request (in this or an older epoch), or held
+        by `share_with`. Blocks that the request held and that are not listed lose a holder. `checksums`: one for each
+        block, or none; only readers compare them. `payload`: stored for `read`. Idempotent.
+
+        If it raises, nothing changes. Raises StaleError if the epoch is older than a known one or the writer is lost.
+        Raises TransferError if a block is none of the above (the request must be written in full), if the numbers do
+        not match, or if there is no room for the payload.
         """
         self._require_alive(writer)
         before = self._holdings.get(key.request_id)
@@ -150,7 +156,7 @@ class KvPool:
         return self._serve()
 
     def release(self, keys: Iterable[RequestKey]) -> list[Grant]:
-        """These requests hold nothing more here, nor do their older epochs. What a newer epoch holds stays."""
+        """Free what these requests and their older epochs hold here. The blocks of a newer epoch stay."""
         for key in keys:
             self._over.end(key.request_id, key.epoch)
             holding = self._holdings.get(key.request_id)
@@ -161,25 +167,26 @@ class KvPool:
     def adopt(
         self, wanted: Iterable[tuple[RequestKey, int]], renew: Callable[[bytes], bytes] | None = None
     ) -> tuple[list[Holding], list[Grant]]:
-        """What the epochs before these hold, up to so many tokens, is theirs from now on: no older one can change it.
+        """Each request in `wanted` adopts the KV of its previous epoch, up to the given number of tokens.
 
-        What each holds then; without blocks where there is nothing, or a newer epoch has it. What is left of an epoch
-        before the last is freed: this shard heard nothing of the one between, which may have drawn other tokens.
-        `renew`: what its payload is in the new epoch, for one of which nothing is missing; else it has none.
+        From then on no older epoch can change that KV. Returns the holding of each request, and grants. A holding has
+        no blocks if there was no KV, or if a newer epoch has it. KV of an epoch before the previous one is freed: this
+        shard knows nothing of the epoch between, which may have sampled other tokens. `renew` makes the payload for the
+        new epoch. It is used only if the KV of no token is missing; else the request has no payload.
         """
         found = []
         for key, most_tokens in wanted:
             holding = self._holdings.get(key.request_id)
             if holding and (holding.key.epoch > key.epoch or self._over.newest(key.request_id) >= key.epoch):
-                holding = None  # not of an older epoch, or of one that is over
+                holding = None  # a newer epoch holds it, or the wanted epoch is over
             if holding and holding.key != key and not (most_tokens and holding.key.epoch == key.epoch - 1):
                 self._free(key.request_id)
                 holding = None
             if holding is None:
-                # Older epochs are over: a late commit of theirs would not be of the tokens that were delivered.
+                # Older epochs are over: a late commit of an older epoch may not match the tokens that were delivered.
                 self._over.end(key.request_id, key.epoch - 1)
                 found.append(Holding(key, 0, ()))
-            elif holding.key == key:  # asked again; it may have gone on since
+            elif holding.key == key:  # adopted before; the request may have grown since
                 found.append(holding)
             else:
                 found.append(self._take_over(holding, key, most_tokens, renew))
@@ -196,7 +203,7 @@ class KvPool:
                 payload = self._keep(renew(self._table.payloads.read(holding.payload)))
             adopted = Holding(key, kv_tokens, kept, holding.checksums[: len(kept)], payload)
             self._write_holding(Held(adopted))
-        except TransferError:  # no room to write it down: it is prefilled anew, and then replaces this
+        except TransferError:  # no room for the record: prefilled again, and replaced then
             return Holding(key, 0, ())
         self._replace(holding, adopted)
         self._blocks.release(holding.block_ids[len(kept) :], key.request_id)
@@ -210,9 +217,9 @@ class KvPool:
             self._table.payloads.free(holding.payload)
 
     def read(self, key: RequestKey) -> tuple[Holding, bytes] | None:
-        """What the request holds, and the payload that came with it; None where it is not here, in just this epoch.
+        """The holding and the payload of a request; None if this shard does not have both in exactly this epoch.
 
-        Raises TransferError where the payload has been damaged.
+        Raises TransferError if the payload is damaged.
         """
         holding = self._holdings.get(key.request_id)
         if holding is None or holding.key != key or holding.payload is None:
@@ -220,12 +227,15 @@ class KvPool:
         return holding, self._table.payloads.read(holding.payload)
 
     def own_blocks(self, request_id: str) -> int:
-        """Blocks that nobody but this request holds."""
+        """The number of blocks that only this request holds."""
         holding = self._holdings.get(request_id)
         return sum(self._blocks.holder_count(block) == 1 for block in holding.block_ids) if holding else 0
 
     def drop(self, copies: Iterable[tuple[RequestKey, int]]) -> list[Grant]:
-        """Make room: free these requests' copies, where they still have as many tokens. A longer one came since."""
+        """Make room: free the copies of these requests that have exactly the given number of tokens.
+
+        A copy with more tokens was committed after the command was sent, and is kept.
+        """
         for key, kv_tokens in copies:
             holding = self._holdings.get(key.request_id)
             if holding is not None and holding.key == key and holding.kv_tokens == kv_tokens:
@@ -233,15 +243,15 @@ class KvPool:
         return self._serve()
 
     def waited_for(self) -> WriterKey | None:
-        """The writer that is next in line for blocks; None where nobody waits."""
+        """The writer that gets free blocks next; None if no writer waits."""
         return next(iter(self._wants), None)
 
     # ---- the fate of writers
 
     def writer_lost(self, writer: WriterKey) -> None:
-        """Nobody knows whether it still writes: its leased blocks count as owned, and are nobody's. Idempotent.
+        """It is unknown whether `writer` still writes: quarantine its leased blocks, which then count as owned.
 
-        Raises TransferError for a writer that nobody can be.
+        Idempotent. Raises TransferError if `writer` is not a valid key (`check_writer`).
         """
         check_writer(writer)
         self._wants.pop(writer, None)
@@ -253,7 +263,7 @@ class KvPool:
         self._write_down(Lost(writer))
 
     def writer_dead(self, writer: WriterKey) -> list[Grant]:
-        """It has ended for certain: what it leased is free. Idempotent."""
+        """`writer` is known to have ended: free its leased blocks. Idempotent. Raises like `writer_lost`."""
         self.writer_lost(writer)
         name = (writer.role, writer.id)
         self._ended[name] = max(writer.incarnation, self._ended.get(name, 0))
@@ -265,17 +275,20 @@ class KvPool:
         self._write_down(Dead(writer))
         return self._serve()
 
-    # ---- what there is
+    # ---- state
 
     def writers(self) -> list[WriterKey]:
-        """Writers with a lease here, in line for one, or lost: whoever knows that one of them has ended must say so."""
+        """Writers that have a lease, wait for blocks or are lost.
+
+        The caller must report each of them that has ended (`writer_dead`).
+        """
         return list({**self._writers, **self._wants, **dict.fromkeys(self._lost)})
 
     def holding(self, request_id: str) -> Holding | None:
         return self._holdings.get(request_id)
 
     def inventory(self) -> list[Holding]:
-        """Everything that is committed, oldest first."""
+        """All committed holdings, oldest first."""
         return list(self._holdings.values())
 
     def counts(self) -> PoolCounts:
@@ -290,7 +303,7 @@ class KvPool:
         )
 
     def check_integrity(self) -> None:
-        """Recount everything, and read the table again. Raises AccountingError where it does not add up."""
+        """Recount all blocks and read the table again. Raises AccountingError if they do not match."""
         self._blocks.check_integrity()
         for request_id, holding in self._holdings.items():
             if sorted(self._blocks.blocks_of(request_id)) != sorted(holding.block_ids):
@@ -301,9 +314,9 @@ class KvPool:
             raise AccountingError(f"{self.store_id}: blocks are held by requests that have committed nothing")
         payloads = (held.payload for held in self._holdings.values() if held.payload is not None)
         if sum(len(payload.page_ids) for payload in payloads) != self._table.payloads.used_pages:
-            raise AccountingError(f"{self.store_id}: pages are used for payloads that no request has")
+            raise AccountingError(f"{self.store_id}: pages are in use that belong to no request's payload")
         if self._table.state() != self._state():
-            raise AccountingError(f"{self.store_id}: the allocation table says something else than the pool")
+            raise AccountingError(f"{self.store_id}: the allocation table does not match the state of the pool")
 
     # ---- rules
 
@@ -337,7 +350,10 @@ class KvPool:
     def _sort_out(
         self, writer: WriterKey, key: RequestKey, block_ids: list[int], share_with: RequestKey | None
     ) -> tuple[list[int], list[int]]:
-        """Those that are leased to the writer, and those that `share_with` holds. Raises TransferError for others."""
+        """Split `block_ids` into those leased to the writer and those that `share_with` holds.
+
+        Raises TransferError if a block is neither.
+        """
         base = self._holdings.get(share_with.request_id) if share_with else None
         sharable = set(base.block_ids) if base is not None and base.key == share_with else set()
         leased = set(self._blocks.leased_to(writer))
@@ -351,7 +367,7 @@ class KvPool:
         return [b for b in block_ids if b in leased], [b for b in block_ids if b not in leased]
 
     def _serve(self) -> list[Grant]:
-        """Lease what is free to those that want it, first come first served."""
+        """Lease free blocks to waiting writers, first come first served."""
         grants = []
         for writer, count in list(self._wants.items()):
             kept_back = 0 if writer.role in RESERVE_ROLES else self._reserve_blocks
@@ -362,7 +378,7 @@ class KvPool:
             self._writers[writer] = None
             try:
                 self._write_ahead(Leased(writer, block_ids))
-            except TransferError:  # no room to write it down: as if there were no blocks
+            except TransferError:  # no room for the record: treated as if no block were free
                 self._blocks.return_lease(block_ids, writer)
                 break
             grants.append(Grant(writer, block_ids))
@@ -375,14 +391,14 @@ class KvPool:
     # ---- the table
 
     def _keep(self, data: bytes) -> Payload | None:
-        """Raises TransferError where there is no room."""
+        """Store a payload; None if `data` is empty. Raises TransferError if there is no room."""
         payload = self._table.payloads.write(data)
         if payload is None:
             raise TransferError(f"{self.store_id}: there is no room for {len(data)} bytes of a stored request")
         return payload if data else None
 
     def _write_holding(self, record: Held) -> None:
-        """`_write_ahead`; its payload is not kept where that raises."""
+        """Like `_write_ahead`, but frees the payload of the record if that raises."""
         try:
             self._write_ahead(record)
         except TransferError:
@@ -391,34 +407,37 @@ class KvPool:
             raise
 
     def _replace(self, before: Holding | None, holding: Holding) -> None:
-        """The new one is written down: what was stored with the old is not needed any more."""
+        """Replace the holding of a request after its record was written, and free the payload of the old holding."""
         self._holdings[holding.key.request_id] = holding
         if before is not None and before.payload is not None:
             self._table.payloads.free(before.payload)
 
     def _write_ahead(self, record: Record) -> None:
-        """Write down what is about to happen. Raises TransferError, and changes nothing, where the table is full."""
+        """Write the record of a change before it is made.
+
+        Raises TransferError, and changes nothing, if the table is full.
+        """
         if not self._table.append(record):
             self._table.rewrite(self._state(but=record).records())
             if not self._table.append(record):
                 raise TransferError(f"{self.store_id}: the allocation table is full")
 
     def _write_down(self, record: Record) -> None:
-        """Write down what has happened; it takes no more room than what was there before."""
+        """Write the record of a change that was made and does not enlarge the state."""
         if not self._table.append(record, shrinks=True):
             self._table.rewrite(self._state().records())
 
     def _state(self, but: Record | None = None) -> PoolState:
         leases = {writer: set(self._blocks.leased_to(writer)) for writer in self._writers if writer not in self._lost}
         leases |= {writer: set(block_ids) for writer, block_ids in self._lost.items()}
-        if isinstance(but, Leased):  # the allocator has it already, the table not yet
+        if isinstance(but, Leased):  # the allocator already has this lease, the table does not
             leases[but.writer].difference_update(but.block_ids)
         return PoolState(
             dict(self._holdings), {writer: leased for writer, leased in leases.items() if leased}, set(self._lost)
         )
 
     def _succeed(self, state: PoolState) -> None:
-        """Take over from a predecessor. Raises TransferError where its state is not one that a pool can be in."""
+        """Take over the state of a predecessor. Raises TransferError if the state contradicts itself."""
         blocks = self._blocks
         unclaimed = set(blocks.lease(blocks.capacity, _SUCCESSION))
         try:

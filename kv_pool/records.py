@@ -1,4 +1,4 @@
-"""What the pool writes down so that a successor knows who holds what, and the state that such records add up to.
+"""The records of the allocation table, from which a successor rebuilds the state of its shard, and that state.
 
 A record is a kind (one byte) and its fields: names as length and UTF-8, numbers and checksums in
 8 bytes, block ids in 4 bytes each.
@@ -22,7 +22,7 @@ _COUNT = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, order=True)
 class WriterKey:
-    """A process that writes to the pool, in one of its incarnations (`ProcessKey` on the wire)."""
+    """An incarnation of a process that writes to the pool (`ProcessKey` on the wire)."""
 
     role: str
     id: str
@@ -34,7 +34,7 @@ class WriterKey:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Bytes that lie in pages of the segment (`payloads.py`), and their CRC-32."""
+    """A payload in pages of the segment (`payloads.py`): its pages, its length in bytes and its CRC-32."""
 
     page_ids: tuple[int, ...]
     length: int
@@ -45,8 +45,8 @@ class Payload:
 class Holding:
     """The committed blocks of a request, in order; they hold the KV of its first `kv_tokens` tokens.
 
-    `checksums`: of each block, where its writer took them (kv_pool.verify), else empty. `payload`: its StoredRequest;
-    None of KV that it can only be prefilled from.
+    `checksums`: one for each block if its writer computed them (kv_pool.verify), else empty. `payload`: its
+    StoredRequest; None if the KV can only be used for a prefill.
     """
 
     key: RequestKey
@@ -58,7 +58,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """From now on the request holds exactly this; the blocks leave the lease of `writer`."""
+    """From now on the request holds exactly `holding`. Its blocks leave the lease of `writer`."""
 
     holding: Holding
     writer: WriterKey | None = None
@@ -66,14 +66,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The request holds nothing any more."""
+    """The request no longer holds any block."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """These are the writer's to fill."""
+    """These blocks are leased to the writer, which fills them."""
 
     writer: WriterKey
     block_ids: tuple[int, ...]
@@ -81,7 +81,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The writer does not need these."""
+    """The writer has returned these blocks of its lease."""
 
     writer: WriterKey
     block_ids: tuple[int, ...]
@@ -89,14 +89,14 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Nobody knows whether the writer still writes to what it leased."""
+    """It is unknown whether the writer still writes to its leased blocks."""
 
     writer: WriterKey
 
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The writer has ended: what it leased is free."""
+    """The writer has ended: its leased blocks are free."""
 
     writer: WriterKey
 
@@ -106,7 +106,7 @@ Record = Held | Released | Leased | Returned | Lost | Dead
 
 @dataclass(slots=True)
 class PoolState:
-    """Who holds what: the sum of a sequence of records."""
+    """Which request holds and which writer leases which blocks: the result of a sequence of records."""
 
     holdings: dict[str, Holding] = field(default_factory=dict)
     leases: dict[WriterKey, set[int]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class PoolState:
                 self.lost.discard(writer)
 
     def records(self) -> Iterator[Record]:
-        """The fewest records that add up to this state."""
+        """The fewest records that result in this state."""
         for holding in self.holdings.values():
             yield Held(holding)
         for writer, block_ids in self.leases.items():
@@ -149,14 +149,14 @@ class PoolState:
 
 
 def check_writer(writer: WriterKey) -> None:
-    """Raises TransferError for a writer that cannot be written down, or is nobody."""
+    """Raises TransferError if a name of `writer` is too long for a record, or if its role or id is empty."""
     _writer(writer)
     if not writer.role or not writer.id:
         raise TransferError(f"{writer} names no process")
 
 
 def encode(record: Record) -> bytes:
-    """Raises TransferError where a name is too long to be written down."""
+    """The bytes of `record`. Raises TransferError if a name is longer than `MAX_NAME_BYTES`."""
     match record:
         case Held(holding, writer):
             key = _name(holding.key.request_id) + _NUMBER.pack(holding.key.epoch)
@@ -197,7 +197,7 @@ def decode(data: bytes) -> Record:
             return Dead(reader.writer())
     except (struct.error, ValueError) as error:
         raise TransferError(f"a record of the allocation table is damaged: {error}") from error
-    raise TransferError(f"a record of the allocation table is of the unknown kind {kind!r}")
+    raise TransferError(f"a record of the allocation table has the unknown kind {kind!r}")
 
 
 class _Reader:
@@ -210,7 +210,7 @@ class _Reader:
     def take(self, count: int) -> bytes:
         taken = self._data[self._at : self._at + count]
         if len(taken) != count:
-            raise ValueError("it ends too early")
+            raise ValueError("it is truncated")
         self._at += count
         return taken
 

@@ -1,4 +1,4 @@
-"""Reading the pool's shards on other nodes: their processes take part in each copy, over Gloo (ADR 34, 39)."""
+"""Reads the pool's shards on other nodes. Their processes take part in each copy, over Gloo (ADR 34, 39)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Shard:
-    """One that was read, and the stream to the process that serves it now."""
+    """A shard that was read, and the stream to its current process."""
 
     store: RemoteBlockStore
     client: PairClient
@@ -42,13 +42,12 @@ class _Shard:
 
 
 class RemoteShards:
-    """One stream to each shard that a copy was asked for of, for as long as the cluster's view names it.
+    """Keeps one stream to each shard that was read, for as long as the cluster's view names the shard.
 
-    A shard's memory outlives its process: a stream to the successor takes over, and copies wait for it, but no longer
-    than `copy_timeout_s` from when the process was away. A successor with other memory holds nothing of what was asked
-    for before: that fails.
+    A shard's memory outlives its process. When the process ends, copies wait for a stream to the successor, but no
+    longer than `copy_timeout_s` seconds. If the successor has other memory, copies that were asked for before fail.
 
-    `channel` may be called by any thread; the rest is used from the event loop.
+    Any thread may call `channel`; the rest is used from the event loop.
     """
 
     def __init__(self, settings: RoleSettings, process: pb.ProcessKey, copy_timeout_s: float) -> None:
@@ -56,10 +55,10 @@ class RemoteShards:
         self._geometry: KvGeometry | None = None
         self._capacity_blocks = 0
         self._view = sv.ClusterView()
-        self._nodes: dict[str, str] = {}  # of the shards elsewhere
+        self._nodes: dict[str, str] = {}  # of the shards on other nodes
         self._memory: dict[str, str] = {}  # of each shard, as last seen
         self._shards: dict[str, _Shard] = {}
-        self._anew: list[_Shard] = []  # whose memory is gone: still to be ended
+        self._anew: list[_Shard] = []  # their memory was replaced; they are still to be closed
         self._lock = threading.Lock()
         self._following = asyncio.Lock()
         self._follow_soon = from_any_thread(lambda: self._spawn(self._follow()))
@@ -67,13 +66,13 @@ class RemoteShards:
         self._closed = False
 
     def set_shape(self, geometry: KvGeometry, capacity_blocks: int) -> None:
-        """Of every shard alike; before the first `channel`."""
+        """Set the geometry and capacity of every shard. Call it before the first `channel`."""
         self._geometry, self._capacity_blocks = geometry, capacity_blocks
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Follow the shards' processes; what is read of a shard that is named no more fails."""
+        """Follow the shards' processes. Reads of a shard that `view` no longer names fail."""
         self._view = view
-        if view.pools:  # else it says nothing of shards
+        if view.pools:  # else the view does not describe the shards
             elsewhere = [shard for shard in view.pools if shard.node_id != self._settings.node_id]
             with self._lock:
                 self._nodes = {shard.pool_id: shard.node_id for shard in elsewhere}
@@ -81,15 +80,15 @@ class RemoteShards:
         await self._follow()
 
     def channel(self, pool_id: str, destination: BlockStore) -> Channel:
-        """From that shard to a store of this process; the same each time. Never blocks.
+        """The channel from shard `pool_id` to a store of this process, the same in each call. Never blocks.
 
-        Raises TransferError where the cluster has no such shard on another node.
+        Raises TransferError if the cluster has no such shard on another node.
         """
         with self._lock:
             if pool_id not in self._nodes or self._geometry is None or self._closed:
                 raise TransferError(
-                    f"store {pool_id} cannot be reached: no shard of the KV pool is called so, and no buffer that is "
-                    "attached here (its node or its prefill instance may have gone)",
+                    f"store {pool_id} cannot be reached: it is neither a shard of the KV pool nor a buffer that is "
+                    "attached here (its node or its prefill instance may be lost)",
                     store_id=pool_id,
                 )
             shard = self._shards.get(pool_id)
@@ -104,12 +103,12 @@ class RemoteShards:
 
     @property
     def channels(self) -> list[Channel]:
-        """All that were asked for, of shards that there are."""
+        """All open channels, of shards that the view names."""
         with self._lock:
             return [channel for shard in self._shards.values() for channel in shard.channels.values()]
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close all streams and channels. Idempotent."""
         with self._lock:
             self._closed = True
             self._nodes = {}
@@ -117,7 +116,7 @@ class RemoteShards:
         await asyncio.gather(*self._tasks)
 
     def _compare_memory(self) -> None:
-        """What was opened to a shard that has been made anew is not to read its successor."""
+        """Detect shards with new memory. Their streams must not be used to read the new memory."""
         pools = [peer for peer in self._view.peers if peer.process.role == "kv_pool"]
         memory = {peer.process.id: peer.stores[0].memory for peer in pools if peer.state == "ready" and peer.stores}
         with self._lock:
@@ -125,12 +124,12 @@ class RemoteShards:
             self._anew += [self._shards.pop(pool_id) for pool_id in anew if pool_id in self._shards]
             self._memory |= memory
         if anew:
-            logger.warning("made anew: %s; copies that were asked of the old memory fail", ", ".join(anew))
+            logger.warning("shards with new memory: %s; copies from the old memory fail", ", ".join(anew))
 
     def _open(self, pool_id: str, geometry: KvGeometry) -> _Shard:
         settings, node_id = self._settings, self._nodes[pool_id]
         wiring = Wiring.between_workers(GLOO, ASKING_RANK, settings.host, settings.device, self._timeout_s)
-        # Longer than a pair's: a shard outlives its process, whose successor has the same, while a buffer does not.
+        # Longer than for a pair: a shard outlives its process, but a candidate buffer does not.
         client = PairClient(self._process, wiring, geometry, pool_id, away_s=self._timeout_s, read_only=True)
         whole = StoreSlice.whole(geometry)
         handle = StoreHandle(pool_id, HOST, geometry, whole, self._capacity_blocks, node_id)
@@ -150,7 +149,7 @@ class RemoteShards:
                 shards = dict(self._shards)
             for shard in gone:
                 shard.client.shut()
-                self._spawn(self._end(shard))  # a silent peer may hold its threads for a while: the view goes on
+                self._spawn(self._end(shard))  # not awaited: a silent peer may block the client's threads for a while
             serving = {peer.process.id: peer for peer in self._view.peers if peer.state == "ready"}
             for pool_id, shard in shards.items():
                 peer = serving.get(pool_id)
@@ -176,10 +175,10 @@ class RemoteShards:
 
 
 class PoolReader:
-    """Channels from the pool's shards to one store of this process. Any thread may use it."""
+    """Channels from the shards to one store of this process. Any thread may use it."""
 
     def __init__(self, own: Channel, others: RemoteShards) -> None:
-        """`own`: from the shard of this node."""
+        """`own`: the channel from the shard of this node."""
         self._own, self._others = own, others
 
     @property
@@ -187,5 +186,5 @@ class PoolReader:
         return self._own.source.store_id
 
     def channel(self, pool_id: str) -> Channel:
-        """Raises TransferError where there is no such shard (any more)."""
+        """The channel from shard `pool_id`. Raises TransferError if there is no such shard (any more)."""
         return self._own if pool_id == self.own_id else self._others.channel(pool_id, self._own.destination)

@@ -1,4 +1,4 @@
-"""The StoredRequest of a request that waits in the pool: as bytes in its shard, whole again when it is read."""
+"""Packs the StoredRequest of a request that waits in the pool into bytes, and completes it when it is read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from alignedserve.request import Stage
 
 
 def pack(spec: pb.RequestSpec, prefill_id: str, evicted_ns: int = 0) -> bytes:
-    """What goes with a commit: all but the blocks, which the pool knows."""
+    """The payload of a commit: the StoredRequest without its block ids, which the shard knows."""
     return pb.StoredRequest(spec=spec, prefill_id=prefill_id, evicted_ns=evicted_ns).SerializeToString()
 
 
 def unpacked(payload: bytes, holding: Holding, pool_id: str) -> bytes:
-    """The serialised StoredRequest. (Messages that are joined as bytes are merged.)"""
+    """The serialised StoredRequest with the blocks of `holding`. (Protobuf merges messages whose bytes are joined.)"""
     where = pb.StoredRequest(
         store_id=pool_id,
         kv_tokens=holding.kv_tokens,
@@ -30,9 +30,9 @@ def unpacked(payload: bytes, holding: Holding, pool_id: str) -> bytes:
 
 
 def renewed(payload: bytes, head: pb.RequestHead, now_ns: int) -> bytes:
-    """For the epoch of `head`, which goes on after the tokens that were delivered.
+    """The payload for the epoch of `head`, which goes on after the tokens that were delivered.
 
-    Raises TransferError where some of those are not here.
+    `now_ns`: Unix time in ns. Raises TransferError if some of the delivered tokens are not in `payload`.
     """
     stored = pb.StoredRequest.FromString(payload)
     spec = stored.spec
@@ -47,7 +47,7 @@ def renewed(payload: bytes, head: pb.RequestHead, now_ns: int) -> bytes:
 
 
 def pooled(stored: pb.StoredRequest) -> pb.PooledRequest:
-    """What the scheduler hears of a request that lies in the pool."""
+    """The message that tells the scheduler of a request whose KV is in the pool."""
     spec = stored.spec
     return pb.PooledRequest(
         key=spec.key,

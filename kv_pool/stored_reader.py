@@ -1,4 +1,4 @@
-"""Reads what the shards keep beside the KV of requests: the StoredRequests of those that somebody is to go on with."""
+"""Reads the StoredRequests that the shards keep beside the KV of requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from alignedserve.request import RequestKey
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
-ANSWER_S = 5.0  # a process that says nothing for so long is asked again, or its successor is
+ANSWER_S = 5.0  # then the call is retried, with the successor if there is one
 
 
 class StoredReader:
-    """One channel to the process of each shard that was read. Used from the event loop.
+    """Keeps one channel to the process of each shard that was read. Used from the event loop.
 
-    What is stored outlives the shard's process, so a read waits for its successor, but no longer than `patience_s`.
+    Stored requests outlive the shard's process, so a read waits for the successor, but no longer than `patience_s`.
     """
 
     def __init__(self, token: str, patience_s: float = PATIENCE_S) -> None:
         self._token, self._patience_s = token, patience_s
-        self._named: set[str] = set()  # none: the view says nothing of shards
+        self._named: set[str] = set()  # empty: the view names no shards
         self._serving: dict[str, str] = {}  # shard -> the address of its process
         self._channels: dict[str, TokenChannel] = {}  # by address
 
@@ -41,22 +41,22 @@ class StoredReader:
             await self._channels.pop(address).close()
 
     async def read(self, pool_id: str, keys: Iterable[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
-        """Those of `keys` that the shard has, as they lie there; `pool_id` "": the only shard that there is.
+        """The stored requests of those `keys` that the shard has. An empty `pool_id` means the only shard.
 
-        Raises TransferError where the shard has gone with its node, or its process stays away.
+        Raises TransferError if the shard was lost with its node, or if it cannot be read for `patience_s` seconds.
         """
         wanted = list(keys)
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + self._patience_s
         while True:
             if pool_id and self._named and pool_id not in self._named:
-                raise TransferError(f"{pool_id} has gone with its node", store_id=pool_id)
+                raise TransferError(f"{pool_id} was lost with its node", store_id=pool_id)
             address = self._serving.get(pool_id or next(iter(self._serving), ""))
             if address is not None:
                 try:
                     return await self._ask(address, wanted)
                 except UnavailableError as error:
-                    logger.debug("%s does not say what it has stored: %s", pool_id, error)
+                    logger.debug("the stored requests of %s could not be read: %s", pool_id, error)
             if loop.time() > give_up_s:
                 raise TransferError(f"{pool_id} could not be read for {self._patience_s:g} s", store_id=pool_id)
             await asyncio.sleep(RETRY_S)

@@ -1,16 +1,17 @@
 """The allocation table: a journal in the pool's segment, in front of the blocks.
 
-The memory outlives the process, so a successor reads here who holds what. A record is appended as bytes, and becomes
-visible by one aligned 8-byte write of its length and checksum in front of them: a process that is killed has either
-written a record or not. When the journal is twice what the live state takes (or its region is full), that state is
-written to the other region, and one 8-byte write makes that the active one: few pages are ever touched.
+The memory outlives the process, so a successor reads here which blocks are held and leased. A record is appended as
+bytes, and becomes visible by one aligned 8-byte write of its length and checksum in front of them. So a process that is
+killed has either written a record or not. When the journal is twice as large as the live state (or its region is full),
+that state is written to the other region, and one 8-byte write makes that region active. Few pages are ever touched.
 
     page 0    magic, capacity, block bytes, region bytes, geometry fingerprint; at byte 64 the active region's number
     region 1  [length and checksum | record, padded to 8 bytes] ... 0
     region 2  likewise
     pages     of payloads (`payloads.py`), which records of region 1 or 2 name
 
-One process writes, and nobody reads meanwhile: the agent ends a pool process before a successor starts.
+One process writes, and no other process reads meanwhile: the node agent fences a shard's process before a successor
+starts.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from alignedserve.kv_pool.records import PoolState, Record, decode, encode
 
 MAGIC = b"ASKVTAB3"
 HEADER_BYTES = 4096
-BYTES_PER_BLOCK = 256  # of a region: a block's id and checksum and its page in 16 holdings, or a holding of its own
-LEAST_SLACK_BYTES = 1 << 18  # a journal is rewritten when it has grown by so much, and by as much as it said at first
+BYTES_PER_BLOCK = 256  # of a region: enough for a block's id, checksum and page in 16 holdings, or for one holding
+LEAST_SLACK_BYTES = 1 << 18  # a journal is rewritten when it has grown by its first size, and by at least this
 SPARE_BYTES = 4096  # only records that shrink the state may use the end of a region
 _HEADER = struct.Struct("<8sQQQ32s")
 _ACTIVE_WORD = 64 // 8
@@ -44,15 +45,15 @@ def table_bytes(capacity_blocks: int) -> int:
 
 
 class AllocationTable:
-    """The journal. `found` is what a predecessor left; `append` and `rewrite` go on from there.
+    """The journal. `found` is the state that a predecessor left; `append` and `rewrite` continue from it.
 
-    `payloads`: the pages behind it.
+    `payloads`: the payload pages that follow it.
     """
 
     def __init__(self, memory: memoryview, geometry: KvGeometry, capacity_blocks: int, *, region: int = 0) -> None:
-        """Open the table in `memory`, or begin one where there is none. `region`: bytes of one, for tests.
+        """Open the table in `memory`, or create it if there is none. `region`: bytes of a region, for tests.
 
-        Raises GeometryMismatchError where it is another model's or of another size; TransferError where it is damaged
+        Raises GeometryMismatchError if the table has another geometry or capacity, and TransferError if it is damaged
         or `memory` is too small.
         """
         self._region_bytes = region or region_bytes(capacity_blocks)
@@ -83,13 +84,13 @@ class AllocationTable:
         self.payloads = PayloadPages(self._bytes[pages_at:], payloads)
 
     def state(self) -> PoolState:
-        """What the table says now, read anew. Raises TransferError where it is damaged."""
+        """The state in the table, read again from memory. Raises TransferError if the table is damaged."""
         return self._read()
 
     def append(self, record: Record, *, shrinks: bool = False) -> bool:
-        """Write down `record`; False where it is time for a `rewrite`, or the region has no room for it.
+        """Append `record`. Returns False if a `rewrite` is due, or if the region has no room.
 
-        `shrinks`: the state is no larger with it, so it may use the spare end of the region.
+        `shrinks`: the record does not enlarge the state, so it may use the spare end of the region.
         """
         data = encode(record)
         following = self._at + 8 + _padded(len(data))
@@ -99,7 +100,10 @@ class AllocationTable:
         return True
 
     def rewrite(self, records: Iterable[Record]) -> None:
-        """Say just `records`, in the other region. Raises TransferError, and changes nothing, where they do not fit."""
+        """Write exactly `records` to the other region, and make it active.
+
+        Raises TransferError, and changes nothing, if they do not fit.
+        """
         before = (self._begin, self._end, self._at)
         active = self._words[_ACTIVE_WORD]
         self._enter(3 - active)
@@ -109,7 +113,7 @@ class AllocationTable:
             data = encode(record)
             if not self._has_room(self._at + 8 + _padded(len(data)), shrinks=True):
                 self._begin, self._end, self._at = before
-                self._rewrite_at = self._end  # there is nothing to be gained: what is left is used up
+                self._rewrite_at = self._end  # a rewrite frees nothing: use the rest of the region first
                 raise TransferError("the allocation table of the KV pool is full")
             self._put(data)
         self._words[_ACTIVE_WORD] = 3 - active
@@ -127,7 +131,7 @@ class AllocationTable:
             self._words[self._begin // 8] = 0
         self._words[_ACTIVE_WORD] = 1
         self._bytes[8 : len(header)] = header[8:]
-        self._words[0] = int.from_bytes(header[:8], "little")  # the magic, last: now there is a table
+        self._words[0] = int.from_bytes(header[:8], "little")  # the magic comes last: it makes the table valid
 
     def _enter(self, region: int) -> None:
         if region not in (1, 2):
@@ -138,13 +142,13 @@ class AllocationTable:
     def _put(self, data: bytes) -> None:
         start = self._at + 8
         following = start + _padded(len(data))
-        self._words[following // 8] = 0  # the end, before there is something in front of it
+        self._words[following // 8] = 0  # mark the end before the record in front of it becomes visible
         self._bytes[start : start + len(data)] = data
         self._words[self._at // 8] = len(data) << 32 | zlib.crc32(data)
         self._at = following
 
     def _read(self) -> PoolState:
-        """Add the active region up, and find its end."""
+        """Apply the records of the active region, and find its end. Raises TransferError if it is damaged."""
         state, at = PoolState(), self._begin
         while word := self._words[at // 8]:
             length, checksum = word >> 32, word & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Bring a request's KV back to the pool: only what is new, where this node's shard still holds the rest."""
+"""Writes a request's KV back to the pool. If this node's shard still holds a part, only the rest is copied."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ async def write_back(
 ) -> pb.StoredRequest:
     """Copy the KV of `source`, whose channel leads to this node's shard, and commit it there.
 
-    `stored` says how many tokens there are, and what of them the pool holds already. Where it holds all, in whichever
-    shard, nothing is written. Else full blocks in this shard are kept, the last, partly filled one is written anew
-    beside the old, so that a reader of the old never sees it change. What lies in another shard, or was dropped here
-    meanwhile, is written in full. Returns `stored` as it now lies in the pool.
+    `stored` has the number of tokens, and the part of them that the pool already holds. If a shard holds all of them,
+    nothing is written. Else full blocks in this node's shard are kept. A last, partly filled block is written to a new
+    block, so that a reader of the old block never sees it change. KV that is in another shard, or was dropped from this
+    one meanwhile, is written in full. Returns `stored` with the KV's new place in the pool.
 
-    Raises TransferError where the copy fails or the pool refuses it, StaleError where a newer epoch has replaced the
-    request.
+    Raises TransferError if the copy fails or the shard refuses the commit, and StaleError if a newer epoch has replaced
+    the request.
     """
     if stored.pool_block_ids and stored.pool_tokens >= stored.kv_tokens:
         return _in_pool(stored, stored.pool_id, stored.pool_block_ids, stored.pool_checksums)
@@ -40,7 +40,7 @@ async def write_back(
 async def _write(
     pool: PoolWriter, copier: Copier, source: Route, stored: pb.StoredRequest, kept: int
 ) -> pb.StoredRequest:
-    """Write what follows the first `kept` blocks of the pool's copy, and commit both."""
+    """Write the blocks after the first `kept` blocks of the pool's copy, and commit both."""
     route = Route(source.channel, source.source_ids[kept:], source.checksums[kept:])
     fresh = await pool.take(len(route.source_ids))
     key = key_from_proto(stored.spec.key)

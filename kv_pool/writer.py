@@ -1,8 +1,8 @@
-"""A worker's side of the pool: a standing lease of free blocks, and commits that hand filled ones to a request.
+"""A worker's side of a shard: a standing lease of free blocks, and commits that give filled blocks to a request.
 
-Used from one event loop. The lease is refilled in the background, so that taking blocks needs no call. The pool's
-memory outlives its process: whoever waits for blocks or for the word that a commit was taken waits on for the
-successor, which is asked again (commits are idempotent, and leases are part of what it takes over).
+Used from one event loop. The lease is refilled in the background, so that taking blocks needs no remote call. The
+shard's memory outlives its process. A caller that waits for blocks or for the confirmation of a commit goes on waiting
+for the successor, which gets the message again: commits are idempotent, and the successor takes over leases.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from alignedserve.proto import kv_pool_pb2 as kp
 from alignedserve.proto import kv_pool_pb2_grpc as kp_grpc
 from alignedserve.request import RequestKey
 
-MODEST_S = 0.5  # after a recall, no standing lease for so long
-PATIENCE_S = 60.0  # without a pool process; then what waits for it fails
+MODEST_S = 0.5  # after a recall, no standing lease for this time
+PATIENCE_S = 60.0  # waits fail when there was no shard process for this time
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _PendingCommit:
 
 
 class PoolWriter:
-    """Leases blocks of one pool and commits them. `standing_blocks` is how many free ones it keeps at hand."""
+    """Leases blocks of one shard and commits them. `standing_blocks` is the number of free blocks it keeps at hand."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PoolWriter:
         self._on_waiting = on_waiting
         self._channel: TokenChannel | None = None
         self._link: DuplexLink[kp.PoolWriterMessage, kp.PoolWriterReply] | None = None
-        self._heard = False  # over the link that is open now
+        self._heard = False  # whether the shard has replied over the current link
         self._losing_patience: asyncio.TimerHandle | None = None
 
     @property
@@ -64,16 +64,16 @@ class PoolWriter:
 
     @property
     def waiting_blocks(self) -> int:
-        """Blocks that somebody here waits for, because the pool has none free."""
+        """The number of blocks that callers wait for because the shard has none free."""
         return sum(count for count, future in self._waiters if not future.done())
 
     @property
     def refusal(self) -> str:
-        """Why the pool's process serves this writer no more; empty while it does."""
+        """Why the shard's process no longer serves this writer; empty while it does."""
         return self._link.refusal if self._link is not None else ""
 
     async def connect(self, address: str) -> None:
-        """Attach to the pool process at `address`; leaves the one before it."""
+        """Connect to the shard's process at `address`, and disconnect from the previous one."""
         await self._disconnect()
         self._channel = open_channel(address, self._token)
         stub = kp_grpc.KvPoolStub(self._channel)
@@ -81,9 +81,9 @@ class PoolWriter:
         self._link.start()
 
     async def take(self, count: int) -> list[int]:
-        """`count` leased blocks, as soon as the pool has them; first come first served.
+        """Take `count` leased blocks, as soon as the shard has them, first come first served.
 
-        Raises TransferError where the pool goes away for long.
+        Raises TransferError if the shard is unreachable for `PATIENCE_S`.
         """
         if not self._waiters and (taken := self._lease.take(count)) is not None:
             self._ask()
@@ -95,14 +95,14 @@ class PoolWriter:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # served in the very moment in which it was given up
+            if future.done() and not future.cancelled():  # granted in the same moment in which the caller was cancelled
                 self.give(future.result())
             raise
         finally:
             self._on_waiting()
 
     def give(self, block_ids: Iterable[int]) -> None:
-        """Put taken blocks back at hand; those that were committed, or whose lease is void, are left alone."""
+        """Put taken blocks back at hand. Blocks that were committed, or whose lease is void, are ignored."""
         self._lease.give(block_ids)
         self._serve()
 
@@ -118,11 +118,12 @@ class PoolWriter:
     ) -> None:
         """From now on the request holds exactly `block_ids`, the first `kept_blocks` of which it holds already.
 
-        `checksums`: of each block, where blocks are verified. `payload`: kept with it (`stored.pack`).
-        Returns once the pool has said so.
+        `checksums`: one for each block, if blocks are verified. `payload`: stored with the KV (`stored.pack`).
+        Returns once the shard has confirmed the commit.
 
-        Raises TransferError where the pool refuses (a base block is no longer held) or goes away for long, StaleError
-        where another epoch has replaced this one: the taken ones among `block_ids` are then still this writer's.
+        Raises TransferError if the shard refuses (a shared block is no longer held) or is unreachable for `PATIENCE_S`,
+        and StaleError if another epoch has replaced this one. The taken blocks of `block_ids` then still belong to this
+        writer.
         """
         message_id = next(self._ids)
         commit = kp.Commit(
@@ -139,7 +140,7 @@ class PoolWriter:
         pending = _PendingCommit(message, asyncio.get_running_loop().create_future())
         self._commits[message_id] = pending
         if self._link is not None:
-            self._link.send(message)  # while the link is down it goes with the first messages of the next
+            self._link.send(message)  # else it is sent with the first messages of the next link
         self._stay_patient()
         try:
             await pending.answer
@@ -148,7 +149,7 @@ class PoolWriter:
         self._lease.committed(block_ids[kept_blocks:])
 
     def release(self, keys: Iterable[RequestKey]) -> None:
-        """These requests hold nothing more in the pool."""
+        """Free everything that these requests hold in the shard."""
         if self._link is not None:
             self._link.send(kp.PoolWriterMessage(release=keys_to_proto(keys)))
 
@@ -190,13 +191,13 @@ class PoolWriter:
             pending.answer.set_result(None)
 
     def _on_down(self) -> None:
-        """The stream broke: leases are void here until they are granted again, and commits under way are unknown."""
+        """The stream broke. Leases are void until they are granted again; the outcome of commits is unknown."""
         self._heard = False
         self._lease.broke()
         self._stay_patient()
 
     def _stay_patient(self) -> None:
-        """What waits goes on waiting for a pool process, but not for ever."""
+        """Let callers wait for a shard process, for at most `PATIENCE_S`."""
         if not self._heard and self._losing_patience is None:
             reason = f"the KV pool could not be reached for {PATIENCE_S:g} s"
             self._losing_patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, reason)
@@ -217,7 +218,7 @@ class PoolWriter:
                 future.set_exception(TransferError(reason))
 
     def _on_recall(self) -> None:
-        """Others wait for blocks: give back what is at hand, and for a while lease only what is needed at once."""
+        """Give back the blocks at hand to other writers, and for `MODEST_S` lease only what callers wait for."""
         self._modest_until = asyncio.get_running_loop().time() + MODEST_S
         freed = self._lease.give_up()
         if freed and self._link is not None:
@@ -236,7 +237,7 @@ class PoolWriter:
         self._ask()
 
     def _ask(self) -> None:
-        """Ask for what waiters and the standing lease lack."""
+        """Request the blocks that callers and the standing lease lack."""
         if self._link is None or not self._link.up:
             return
         demand = self.waiting_blocks

@@ -1,1 +1,1 @@
-"""A prefill instance: chunked prefill, offload to the pool, and the two candidate buffers of its decode instances."""
+"""A prefill instance: chunked prefill, offload to the pool, and the candidate buffers of its decode instances."""

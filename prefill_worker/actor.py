@@ -1,4 +1,4 @@
-"""The prefill instance's process: gRPC in, the compute thread behind, copies beside it."""
+"""The process of a prefill instance. It serves gRPC, and runs the compute thread and the copies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
-    """Role `prefill`. Commands come on the scheduler's stream; each paired decode instance has one of its own."""
+    """Role `prefill`. The scheduler and each paired decode instance have a stream of their own."""
 
     role: ClassVar[str] = "prefill"
 
@@ -62,17 +62,17 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         channels = (cluster.channel,) if named else PAIRED
         self._pairs = PairedCopiesService(settings, self.process, self._stores, channels, timeout_s, writable=True)
         self._scheduler: Outbox[pw.PrefillReport] | None = None
-        self._unreported: deque[pw.PrefillReport] = deque(maxlen=4096)  # while there was no scheduler
+        self._unreported: deque[pw.PrefillReport] = deque(maxlen=4096)  # reports while no scheduler is connected
         self._decoders: dict[str, tuple[Outbox[pw.BufferEvent], str]] = {}
         self._ended_processes = EndedProcesses()
-        self._orphans: dict[str, tuple[str, int]] = {}  # streams that ended, and whose they were
+        self._orphans: dict[str, tuple[str, int]] = {}  # owner of an ended stream -> decode process
         self._streams = itertools.count()
-        # A decode instance that is back by then has ended the copies of its earlier stream, or has been replaced.
+        # After this time a decode instance has ended the copies of its earlier stream, or has been replaced.
         self._copies_ended_s = self.config.kv_pool.copy_timeout_s + self.config.supervisor.fence_after_s
-        self._living: set[tuple[str, int]] = set()  # processes, by id and incarnation, as the supervisor knows them
+        self._living: set[tuple[str, int]] = set()  # (id, incarnation) of the processes that the supervisor knows
         self._draining = False
         self._specs = SpecReader(settings.token)
-        self._expected: dict[RequestKey, pw.PrefillGroup] = {}  # sent here by the scheduler, not yet by their gateways
+        self._expected: dict[RequestKey, pw.PrefillGroup] = {}  # commanded, their prompts not read yet
 
     # ---- the role's hooks
 
@@ -98,7 +98,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         self._follow_draining()
 
     def _follow_draining(self) -> None:
-        """An instance that is to go says when it holds nothing any more; the scheduler sends it nothing new."""
+        """Report `drained` once a draining instance holds nothing. The scheduler sends it no new work."""
         if self._draining and self.state in SERVING_STATES:
             holds_nothing = self._instance.holds_nothing() and not self._expected
             self.set_state("drained" if holds_nothing else "draining")
@@ -161,7 +161,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         outbox: Outbox[pw.PrefillReport] = Outbox()
         self._scheduler = outbox
         outbox.put(pw.PrefillReport(description=self._description()))
-        while self._unreported:  # a decode instance may have told the successor that it still decides about these
+        while self._unreported:  # a decode instance may have reported to the successor that it holds these
             outbox.put(self._unreported.popleft())
         try:
             async for report in serve_stream(request_iterator, outbox, self._on_command):
@@ -172,9 +172,9 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 self._reset()
 
     def _reset(self) -> None:
-        """The scheduler is gone, and with it who knew these prompts: their gateways submit them again.
+        """The scheduler has ended: cancel its prompts, which their gateways submit again.
 
-        What lies in the buffers stays: the decode instances decide about that.
+        Requests in the candidate buffers stay: the decode instances decide about them.
         """
         self._expected.clear()
         if self._instance.compute is not None:
@@ -202,7 +202,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         compute.cancel([key for key in keys if not offloader.cancel(key)])
 
     async def _begin(self, group: pw.PrefillGroup, keys: Sequence[RequestKey]) -> None:
-        """Ask the group's gateway for it, and compute what is still wanted of it then."""
+        """Read the group from its gateway, and compute those of its requests that are still wanted."""
         compute = self._instance.compute
         assert compute is not None
         specs: Specs = {}
@@ -213,16 +213,16 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 check_group(list(specs.values()), self._instance.vocab_size)
         except AlignedServeError as error:
             failure = error
-        expected = [key for key in keys if self._expected.get(key) is group]  # else cancelled, or nobody's any more
+        expected = [key for key in keys if self._expected.get(key) is group]  # others were cancelled
         for key in expected:
             del self._expected[key]
         if failure is not None and expected:
-            logger.warning("a prompt did not come: %s", failure, extra={"request_id": keys[0].request_id})
+            logger.warning("a prompt could not be read: %s", failure, extra={"request_id": keys[0].request_id})
             self._report_failure(expected, failure, retry=True)
-        elif gone := [key for key in expected if key not in specs]:  # their gateway has ended them, or begun anew
+        elif gone := [key for key in expected if key not in specs]:  # ended or submitted again
             self._report(pw.PrefillReport(finished=keys_to_proto(gone)))
         if coming := [specs[key] for key in expected if key in specs and failure is None]:
-            if not coming[0].prompt_token_ids:  # the one that has it was cancelled
+            if not coming[0].prompt_token_ids:  # the request that carries the prompt was cancelled
                 coming[0].prompt_token_ids.extend(next(iter(specs.values())).prompt_token_ids)
             base = self._instance.base_of(group.base) if group.HasField("base") else None
             compute.submit([spec_from_proto(spec) for spec in coming], base)
@@ -233,20 +233,20 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         assert prefetcher is not None
 
         def decoder() -> tuple[Outbox[pw.BufferEvent], str] | None:
-            """None where the scheduler has gone: its successor has these submitted again."""
+            """None if the scheduler has ended: its successor makes the gateways submit these requests again."""
             return self._decoders.get(command.decode_id) if self._scheduler is scheduler else None
 
         missed = await prefetcher.prefetch(command, decoder)
         self._report_returned(missed.returned)
         if missed.missing:
-            self._report_failure(missed.missing, TransferError("the pool does not have it any more"), retry=True)
+            self._report_failure(missed.missing, TransferError("the pool no longer has the request's KV"), retry=True)
         if missed.unreadable:
-            error = TransferError("the KV could not be brought from the pool")
+            error = TransferError("the KV could not be copied from the pool")
             self._report_failure(missed.unreadable, error, retry=True, distrust=True)
         self._report_description()
 
     def _report_returned(self, requests: Iterable[pb.StoredRequest]) -> None:
-        """These lie in the pool again."""
+        """Report requests whose KV is again only in the pool."""
         if returned := [pooled(stored) for stored in requests]:
             self._report(pw.PrefillReport(returned=pw.ReturnedRequests(requests=returned)))
 
@@ -282,12 +282,12 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         finally:
             if self._decoders.get(hello.id) == (outbox, owner):
                 del self._decoders[hello.id]
-            # It may be copying from and to these blocks still: they are kept until it is known to have stopped.
+            # The decode instance may still copy from and to these blocks: keep them until it is known to have stopped.
             self._orphans[owner] = (hello.id, hello.incarnation)
             self.loop.call_later(self._copies_ended_s, self._drop_late, owner)
 
     def _drop_dead(self, view: sv.ClusterView) -> None:
-        """Free what lay here for decode instances that the supervisor knows to have ended."""
+        """Free the buffer blocks of decode instances that are known to have ended."""
         self._ended_processes.on_view(view)
         self._living = {(peer.process.id, peer.process.incarnation) for peer in view.peers}
         for owner, process in list(self._orphans.items()):
@@ -295,11 +295,14 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
                 self._drop_orphan(owner, known_dead=True)
 
     def _drop_late(self, owner: str) -> None:
-        """Some time after its stream: one that the supervisor never knew is in no later view either."""
+        """Some time after the stream ended, treat an owner as dead if its process is not in the supervisor's view."""
         self._drop_orphan(owner, known_dead=self._orphans.get(owner) not in self._living)
 
     def _drop_orphan(self, owner: str, *, known_dead: bool = False) -> None:
-        """Its candidates lie in the pool as well and go back to the tree; what was evicted here is gone."""
+        """Free what an ended stream's owner had here.
+
+        Candidates whose KV is also in the pool go back to the quad-tree. Evicted requests without a full copy are lost.
+        """
         process = self._orphans.get(owner)
         if process is None or not (known_dead or process[0] in self._decoders):
             return
@@ -400,7 +403,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
     def _report_failure(
         self, keys: Iterable[RequestKey], error: AlignedServeError, *, retry: bool, distrust: bool = False
     ) -> None:
-        """`distrust`: what the pool holds of these is not to be used again."""
+        """`distrust`: the pool's KV of these requests must not be used again."""
         failure = failure_to_proto(error)
         failed = pw.RequestFailures(keys=keys_to_proto(keys).keys, failure=failure, retry=retry, distrust=distrust)
         self._report(pw.PrefillReport(failed=failed))
@@ -423,7 +426,7 @@ class PrefillServer(WorkerServer, pw_grpc.PrefillWorkerServicer):
         )
         if instance.returns is not None:
             description.pool_wait_blocks = instance.returns.waiting_blocks
-        if instance.buffers:  # without prefetch there are none
+        if instance.buffers:  # without prefetch there are no candidate buffers
             batch, requests = (instance.buffers[kind].allocator for kind in (BufferKind.BATCH, BufferKind.REQUESTS))
             description.batch_buffer_blocks = batch.capacity
             description.batch_buffer_free_blocks = batch.available_blocks

@@ -1,4 +1,4 @@
-"""The candidate batch buffer and the candidate requests buffer (paper, section 3.4): who lies where."""
+"""The candidate batch buffer and the candidate request buffer (paper, section 3.4), and the blocks of each request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from alignedserve.transfer.block_store import BlockStore
 
 @dataclass(slots=True)
 class Buffered:
-    """A request in a buffer. `ready`: its copy has completed, it may be pulled. `owner`: whose stream it is for.
+    """A request in a buffer. `ready`: its copy has completed, so it may be pulled. `owner`: the stream that it is for.
 
-    `orphaned`: that stream is gone, and the copy still under way; its blocks are freed when that has ended.
+    `orphaned`: the stream ended while the copy was under way. The blocks are freed when the copy has ended.
     """
 
     stored: pb.StoredRequest
@@ -29,14 +29,14 @@ class Buffered:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request is to lie: the first `resident` blocks hold its KV already, shared with one of its group."""
+    """The blocks for a request. The first `resident` of them already hold its KV, shared with its group."""
 
     block_ids: list[int]
     resident: int
 
 
 class CandidateBuffer:
-    """One buffer: a store that paired decode instances attach, and the count of its blocks."""
+    """One buffer: a store that paired decode instances attach, and the accounting of its blocks."""
 
     def __init__(self, kind: BufferKind, store: BlockStore) -> None:
         self.kind = kind
@@ -45,7 +45,7 @@ class CandidateBuffer:
         self.requests: dict[RequestKey, Buffered] = {}
 
     def place(self, stored: pb.StoredRequest, owner: str) -> Placement | None:
-        """Find room for a request that lies in the pool; None where there is none, or it is here already."""
+        """Allocate blocks for a request from the pool; None if there is no room, or if the request is here already."""
         key = key_from_proto(stored.spec.key)
         if key in self.requests:
             return None
@@ -63,7 +63,7 @@ class CandidateBuffer:
         return Placement(list(here.block_ids), len(shared))
 
     def _shared_with_group(self, stored: pb.StoredRequest) -> list[int]:
-        """Blocks of the group's prompt that another of its requests has here already."""
+        """The blocks of the group's prompt that another of its requests already has here."""
         if stored.spec.group_size < 2:
             return []
         full = len(stored.spec.prompt_token_ids) // self.store.geometry.block_size
@@ -71,7 +71,7 @@ class CandidateBuffer:
             if not other.ready or other.stored.spec.group_id != stored.spec.group_id:
                 continue
             if other.stored.pool_id != stored.pool_id:
-                continue  # block ids are of a shard
+                continue  # block ids of different shards cannot be compared
             theirs, ours = other.stored.pool_block_ids, stored.pool_block_ids
             same = 0
             while same < min(full, len(theirs), len(ours)) and theirs[same] == ours[same]:
@@ -80,20 +80,23 @@ class CandidateBuffer:
         return []
 
     def adopt(self, stored: pb.StoredRequest, owner: str) -> None:
-        """An evicted request's KV lies in blocks that were leased to `owner`."""
+        """Take in an evicted request, whose KV is in blocks leased to `owner`.
+
+        Raises AccountingError if the request is here already, or if a block is not leased to `owner`.
+        """
         key = key_from_proto(stored.spec.key)
         if key in self.requests:
-            raise AccountingError(f"{self.store.store_id}: {key} lies here already", request_id=key.request_id)
+            raise AccountingError(f"{self.store.store_id}: {key} is here already", request_id=key.request_id)
         self.allocator.assign_leased(list(stored.block_ids), owner, key)
         self.requests[key] = Buffered(stored, owner, ready=True)
 
     def top_up_lease(self, owner: str, wanted: int) -> list[int]:
-        """Blocks newly leased to `owner` so that it holds up to `wanted` free ones."""
+        """Lease more blocks to `owner` until it has `wanted`, as far as blocks are free. Returns the new ones."""
         missing = min(wanted - len(self.allocator.leased_to(owner)), self.allocator.available_blocks)
         return self.allocator.lease(missing, owner) if missing > 0 else []
 
     def return_lease(self, owner: str, block_ids: Sequence[int]) -> None:
-        """`owner` does not want these any more."""
+        """`owner` returns these blocks. Blocks that are not leased to it are ignored."""
         leased = set(self.allocator.leased_to(owner))
         self.allocator.return_lease([block for block in block_ids if block in leased], owner)
 
@@ -101,25 +104,25 @@ class CandidateBuffer:
         return not self.requests and not self.allocator.leased_blocks
 
     def remove(self, key: RequestKey) -> Buffered | None:
-        """The request holds nothing here any more; None where it did not."""
+        """Remove a request and free its blocks; None if it was not here."""
         buffered = self.requests.pop(key, None)
         if buffered is not None:
             self.allocator.release_all(key)
         return buffered
 
     def check_integrity(self) -> None:
-        """Raises AccountingError where requests and blocks do not match."""
+        """Raises AccountingError if requests and blocks do not match."""
         self.allocator.check_integrity()
         for key, buffered in self.requests.items():
             if sorted(self.allocator.blocks_of(key)) != sorted(buffered.stored.block_ids):
                 raise AccountingError(f"{self.store.store_id}: {key} holds other blocks than it should")
         if (strange := self.allocator.holders_but(self.requests)) is not None:
-            raise AccountingError(f"{self.store.store_id}: {strange} holds blocks and is not here")
+            raise AccountingError(f"{self.store.store_id}: {strange} holds blocks but is not in this buffer")
 
     def drop_owner(self, owner: str) -> list[Buffered]:
-        """A decode instance's stream is gone for certain: what lay here for it, and its lease, are free again.
+        """Free the requests and the lease of `owner`, whose decode instance no longer uses them. Returns the requests.
 
-        Not what is still being copied here: that is marked, and removed by whoever waits for the copy.
+        A request whose copy is still under way is marked `orphaned`, and removed when the copy has ended.
         """
         ours = {key: buffered for key, buffered in self.requests.items() if buffered.owner == owner}
         gone = []

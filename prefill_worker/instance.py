@@ -1,4 +1,4 @@
-"""What a prefill instance owns: model, cache, the two buffers, the channels between them and the pool."""
+"""The parts of a prefill instance: model, cache, the candidate buffers, and the channels between these and the pool."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BUFFER_NAMES = {BufferKind.BATCH: "batch", BufferKind.REQUESTS: "requests"}
 
 
 class PrefillInstance:
-    """Built up by `load`; everything is there once it returns."""
+    """The parts are created by `load`; they exist once it has returned."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class PrefillInstance:
         self.no_nccl = ""
         self.memory = InstanceMemory("prefill", settings.id, settings.device, config)
         self.cache = BlockAllocator(1, f"{settings.id}/cache")
-        self.pool_id = ""  # of this node's shard, once it is attached
+        self.pool_id = ""  # id of this node's shard, once it is attached
         self.buffers: dict[BufferKind, CandidateBuffer] = {}
         self.compute: PrefillLoop | None = None
         self.offloader: Offloader | None = None
@@ -81,12 +81,12 @@ class PrefillInstance:
         await self._pool.on_view(view)
 
     async def load(self, report: Callable[[], None]) -> None:
-        """`_load`; raises ResourceError, with what lies there, where the device runs out of memory."""
+        """Like `_load`. Raises ResourceError, which lists the use of memory, if the device runs out of it."""
         with self.memory.explained():
             await self._load(report)
 
     async def _load(self, report: Callable[[], None]) -> None:
-        """Load the model, make the stores, attach the pool. `report` is called when the model's shape is known."""
+        """Load the model, create the stores, attach the pool. `report` is called when the model's shape is known."""
         settings, config = self._settings, self._config
         host.prepare_process(config)
         self.reaches = await asyncio.to_thread(reached_devices, settings.device)
@@ -109,7 +109,7 @@ class PrefillInstance:
         writers = self._writers(plan)
         pool_store = await self._pool.attach(geometry, writers)
         stores = {kind: buffer.store for kind, buffer in self.buffers.items()}
-        # Passes touch no buffer: candidates are brought in beside a pass, not behind it.
+        # Passes do not use the candidate buffers, so candidates are copied beside a pass, not after it.
         from_pool = {kind: self._connect(pool_store, store, computed=False) for kind, store in stores.items()}
         to_pool = {kind: self._connect(store, pool_store, computed=False) for kind, store in stores.items()}
         offload = self._connect(cache_store, pool_store)
@@ -138,7 +138,7 @@ class PrefillInstance:
 
     @property
     def channels(self) -> list[Channel]:
-        """Every channel that this instance copies over."""
+        """All channels that this instance copies over."""
         return [*self._channels, *self._pool.others.channels]
 
     async def _read(self, pool_id: str, keys: Collection[RequestKey]) -> dict[RequestKey, pb.StoredRequest]:
@@ -151,11 +151,11 @@ class PrefillInstance:
 
     @property
     def vocab_size(self) -> int:
-        """0 while the model is not known."""
+        """The vocabulary size of the model; 0 until the model is known."""
         return self.model.vocab_size if self.model is not None else 0
 
     async def _layerwise(self, runner: ModelRunner, cache: BlockStore, offloader: Offloader) -> Layerwise | None:
-        """For prompts of `prefill.layerwise_tokens`, or of the length that measuring finds; None: for none."""
+        """Layer-wise offload from `prefill.layerwise_tokens` or a measured length on; None if it is off."""
         config, geometry = self._config.prefill, cache.geometry
         tokens = config.layerwise_tokens
         if tokens < 0:
@@ -175,12 +175,12 @@ class PrefillInstance:
         return Layerwise(tokens, geometry, prepare, offloader.begin_part, abandon)
 
     def _measured_length(self, runner: ModelRunner, cache: BlockStore) -> int:
-        """0: layer by layer is never faster."""
+        """The measured threshold in tokens; 0 if layer-wise offload is never faster or could not be measured."""
         geometry, budget = cache.geometry, self._config.prefill.pass_tokens
         try:
             costs = measure(runner, cache, self._connect, budget)
         except TransferError as error:
-            logger.warning("prompts go to the pool in whole blocks: what copies take could not be measured: %s", error)
+            logger.warning("layer-wise offload is off, because the time of copies could not be measured: %s", error)
             return 0
         token_bytes = geometry.block_bytes // geometry.block_size
         tokens = costs.threshold_tokens(token_bytes, geometry.layers, budget, geometry.block_size)
@@ -197,7 +197,7 @@ class PrefillInstance:
         if not self._config.cluster.prefetch:
             return buffers
         for kind, blocks in sizes.items():
-            # A successor takes new memory: a predecessor that was stopped may still write to the old.
+            # A successor takes new memory: a predecessor that was stopped may still write to the old memory.
             name = f"{self._settings.id}/{BUFFER_NAMES[kind]}-{self._process.incarnation}"
             store = host.buffer_store(
                 name, geometry, blocks, self._settings.device, self._settings.node_id, self._pool.segments
@@ -206,10 +206,10 @@ class PrefillInstance:
         return buffers
 
     def _writers(self, plan: StorePlan) -> list[PoolWriter]:
-        """One for prompts, one for what comes back from the buffers.
+        """One writer for prompts, and one for requests that return from the candidate buffers.
 
-        The second may use the pool's reserve, and the first may not: else a full pool and full buffers would wait for
-        each other.
+        Only the second may use the shard's growth reserve: else a full shard and full buffers would wait for each
+        other.
         """
         standing = min(self._config.prefill.queued_tokens // plan.block_size, max(1, plan.pool // 16))
         process = pb.ProcessKey(role="write_back", id=self._process.id, incarnation=self._process.incarnation)
@@ -218,13 +218,13 @@ class PrefillInstance:
         return [PoolWriter(self._process, token, standing), self.returns]
 
     def holds_nothing(self) -> bool:
-        """No prompt, no candidate, no copy under way, no block leased for an eviction."""
+        """Whether there is no prompt, no candidate, no copy under way and no block leased for an eviction."""
         if self.compute is None or self.offloader is None:
             return True
         return self.compute.idle and self.offloader.idle and all(b.holds_nothing() for b in self.buffers.values())
 
     def trouble(self) -> AlignedServeError | None:
-        """Why this process must be replaced."""
+        """The error for which this process must be replaced; None if there is none."""
         slow = next((trouble for channel in self.channels if (trouble := channel.trouble()) is not None), None)
         return self.copier.stuck() or self._pool.trouble() or slow
 

@@ -1,8 +1,8 @@
-"""Step 2 of the paper while step 1 goes on: each layer's KV goes to the pool while the next layers compute.
+"""Layer-wise offload: step 2 of the paper beside step 1. A layer's KV goes to the pool while later layers compute.
 
-The compute thread begins the copies, and waits for nothing: blocks of the pool are leased by the event loop, and as
-long as there are none nothing is copied ahead. When the prompt is computed the `Offloader` takes over with what has
-been begun, copies the rest as whole blocks, and commits. What was copied for a prompt that ends otherwise is dropped.
+The compute thread begins the copies and never waits. The event loop leases the blocks of the pool; until they are
+leased, nothing is copied ahead. When the prompt is computed, the `Offloader` takes over the copies that were begun,
+copies the rest as whole blocks, and commits. If a prompt ends without an offload, its copies are dropped.
 """
 
 from __future__ import annotations
@@ -17,52 +17,55 @@ from alignedserve.request import RequestKey
 from alignedserve.transfer.completion import Completion
 
 GROUP_BYTES = 16 << 20
-"""Of one copy, at least, where there are layers enough: less is not worth a call, of more the last is not hidden."""
+"""The size that a copy has at least, if there are enough layers.
+
+A smaller copy is not worth the call. Of a larger one, the last copy takes longer after the pass.
+"""
 
 MIN_COPIES = 4
-"""A pass's KV goes in at least so many copies, where there are layers enough: all but the last are hidden behind it."""
+"""The least number of copies of a pass, if there are enough layers. All but the last run while the pass computes."""
 
 BeginPart = Callable[[RequestKey, Sequence[int], Sequence[int], "tuple[int, int] | None"], Completion]
-"""Begin to copy blocks of the cache to blocks of the pool, some layers or all; never blocks and never raises."""
+"""Begin to copy some or all layers of cache blocks to blocks of the pool. Never blocks and never raises."""
 
 
 def layers_of_a_copy(layers: int, layer_bytes: int) -> int:
-    """How many of a pass's `layers` go in one copy, if it fills `layer_bytes` of KV in each."""
+    """How many of the model's `layers` go in one copy, if a pass fills `layer_bytes` bytes of KV in each."""
     return max(1, min(-(-GROUP_BYTES // max(1, layer_bytes)), -(-layers // MIN_COPIES)))
 
 
 @dataclass(slots=True, eq=False)
 class Ahead:
-    """What is copied of one job before it is computed.
+    """The copies of one job that begin before it is computed.
 
-    The compute thread alone has it until it hands it over; but `fresh` is assigned by the event loop.
+    Only the compute thread uses it until it hands it over, except that the event loop assigns `fresh`.
     """
 
     lead: RequestKey
-    kept: int  # blocks at the front that the pool holds already
-    count: int  # blocks that it lacks
-    fresh: list[int] | None = None  # blocks of the pool for those, once they are leased
-    copied: int = 0  # blocks at the front, the kept ones among them, whose copies have all been begun
+    kept: int  # leading blocks that the pool already holds
+    count: int  # blocks that the pool lacks
+    fresh: list[int] | None = None  # blocks of the pool for the lacking ones, once they are leased
+    copied: int = 0  # leading blocks, including kept ones, whose copies have all begun
     parts: list[Completion] = field(default_factory=list)
-    taking: asyncio.Task[list[int]] | None = None  # of the event loop
+    taking: asyncio.Task[list[int]] | None = None  # used by the event loop
 
 
 @dataclass(slots=True)
 class Filling:
-    """What a pass does to one job's blocks: those from `begin` up to `end` are full when it is over."""
+    """The blocks of one job that a pass fills: `begin` (inclusive) to `end` (exclusive)."""
 
     ahead: Ahead
     blocks: Sequence[int]
     begin: int
     end: int
-    layers: int = 0  # of them that are on their way
+    layers: int = 0  # layers whose copies have begun
 
     def copy(self, layers: int, begin: BeginPart) -> int:
-        """Have the layers before `layers` copied. Returns how many are on their way that were not."""
+        """Begin the copies of the first `layers` layers. Returns the number of layers whose copies were begun."""
         ahead = self.ahead
         if ahead.fresh is None:
             return 0
-        if ahead.copied < self.begin:  # filled by earlier passes, when there was no block of the pool for them
+        if ahead.copied < self.begin:  # filled by earlier passes, before blocks of the pool were leased
             self._begin(ahead.copied, self.begin, None, begin)
             ahead.copied = self.begin
         if self.end > self.begin:
@@ -78,7 +81,7 @@ class Filling:
 
 
 class PassCopies:
-    """The copies of one pass, as its layers are computed."""
+    """The copies of one pass, begun as its layers are computed."""
 
     def __init__(self, fillings: Sequence[Filling], begin: BeginPart, geometry: KvGeometry) -> None:
         self._fillings = fillings
@@ -87,26 +90,26 @@ class PassCopies:
         blocks = sum(filling.end - filling.begin for filling in fillings)
         self._group = layers_of_a_copy(geometry.layers, blocks * geometry.block_bytes // geometry.layers)
         self._next = 0
-        self.layers = 0  # copied ahead, over all jobs
+        self.layers = 0  # layers copied ahead, summed over all jobs
 
     def on_layer(self, layer: int) -> None:
-        """The pass has been given the work that writes this layer's KV."""
+        """Called when the work that writes this layer's KV has been submitted."""
         if layer != self._next:
-            self._next = -1  # a model that computes its layers in another order: nothing more is copied ahead
+            self._next = -1  # the model computes layers in another order: copy no more ahead
             return
         self._next += 1
         if self._next % self._group == 0 or self._next == self._layers:
             self.layers += sum(filling.copy(self._next, self._begin) for filling in self._fillings)
 
     def end(self) -> None:
-        """The pass went well."""
+        """Called when the pass has succeeded."""
         for filling in self._fillings:
             if filling.layers == self._layers:
                 filling.ahead.copied = filling.end
 
 
 class Layerwise:
-    """For the compute thread: which jobs are copied ahead, and how."""
+    """Decides for the compute thread which jobs are copied ahead, and how."""
 
     def __init__(
         self,
@@ -116,9 +119,9 @@ class Layerwise:
         begin: BeginPart,
         abandon: Callable[[Ahead], None],
     ) -> None:
-        """Jobs of at least `tokens` tokens to compute.
+        """Applies to jobs with at least `tokens` tokens to compute.
 
-        `prepare` and `abandon` tell the event loop: to lease blocks of the pool, and that the job has been given up.
+        `prepare` tells the event loop to lease blocks of the pool; `abandon` tells it that the job was given up.
         """
         self.tokens = tokens
         self.layers_ahead = 0
@@ -130,9 +133,9 @@ class Layerwise:
         page.counter("prefill_offload_ahead_layers_total", meaning, self.layers_ahead)
 
     def open(self, lead: RequestKey, tokens: int, computed: int, kept: int) -> Ahead | None:
-        """For a job of `tokens` tokens that starts now; None: not ahead.
+        """Begin for a job of `tokens` tokens that starts now; None if it is not copied ahead.
 
-        `computed` of its tokens it has from the pool, and `kept` blocks of those stay where they are.
+        `computed` of its tokens came from the pool, and `kept` of their blocks stay where they are.
         """
         if tokens - computed < self.tokens:
             return None
@@ -141,7 +144,7 @@ class Layerwise:
         return ahead
 
     def filling(self, ahead: Ahead, blocks: Sequence[int], start: int, end: int, *, last: bool) -> Filling:
-        """A chunk that computes tokens `start` to `end`; `last`: no other will write to the blocks."""
+        """The blocks that a chunk of tokens `start` to `end` fills. `last`: it is the last chunk of the job."""
         size = self._geometry.block_size
         return Filling(ahead, blocks, start // size, len(blocks) if last else end // size)
 

@@ -1,7 +1,7 @@
-"""From which length on layer-wise offload pays, by what passes and copies take here.
+"""Chooses the prompt length from which on layer-wise offload pays, from measured times of passes and copies.
 
-Without it, all of a prompt's KV is copied once its last pass is over. With it, only what its last pass left of it; but
-each copy that is begun costs the compute thread a moment, which short prompts do not win back.
+Without layer-wise offload, all of a prompt's KV is copied after its last pass. With it, only the rest is copied then.
+But the compute thread spends time on each copy that it begins, which is more than short prompts gain.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ logger = logging.getLogger(__name__)
 MIN_GAIN_S = 1e-3
 LONGEST_TOKENS = 1 << 20
 SCRATCH_BYTES = 256 << 20
-"""Host memory, page-locked on a GPU, that `measure` has for a moment."""
+"""Size of the host memory (page-locked with a GPU) that `measure` uses temporarily."""
 REPEATED = 5
 LOCK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadCosts:
-    """What was measured. Times in seconds."""
+    """The measured costs. Times are in seconds."""
 
-    token_s: float  # of a pass, for each of its tokens
-    bytes_per_s: float  # of large copies
-    copy_s: float  # of a copy beyond its bytes
-    call_s: float  # that asking for a copy keeps the compute thread
+    token_s: float  # time of a pass for each of its tokens
+    bytes_per_s: float  # rate of large copies
+    copy_s: float  # fixed time of a copy
+    call_s: float  # time of the compute thread to begin a copy
 
     def gain_s(self, tokens: int, token_bytes: int, layers: int, budget: int) -> float:
-        """How much earlier a prompt of `tokens` tokens lies in the pool, computed in passes of `budget` tokens."""
+        """How many seconds earlier the KV of a prompt is in the pool. `budget` is the number of tokens of a pass."""
         last = (tokens - 1) % budget + 1
         passes = -(-tokens // budget)
         copies = -(-layers // layers_of_a_copy(layers, last * token_bytes // layers))
         computing = last * self.token_s / copies
         copying = last * token_bytes / copies / self.bytes_per_s + self.copy_s
-        # The copies run one after the other behind the layers: the last alone is left, or all that they lag behind.
+        # Copies run one after another behind the layers. The last copy is left after the pass, and any lag.
         left = copying + (copies - 1) * max(0.0, copying - computing)
         whole = tokens * token_bytes / self.bytes_per_s + self.copy_s
         return whole - left - passes * copies * self.call_s
 
     def threshold_tokens(self, token_bytes: int, layers: int, budget: int, block_size: int) -> int:
-        """From how many tokens on at least `MIN_GAIN_S` are gained, in whole blocks; 0: never."""
+        """The least number of tokens, in whole blocks, that gains `MIN_GAIN_S` or more; 0 if none does."""
         tokens = block_size
         while tokens <= LONGEST_TOKENS:
             if all(self.gain_s(tokens * more, token_bytes, layers, budget) >= MIN_GAIN_S for more in (1, 2)):
@@ -62,10 +62,10 @@ class OffloadCosts:
 def measure(
     runner: ModelRunner, cache: BlockStore, connect: Callable[[BlockStore, BlockStore], Channel], budget: int
 ) -> OffloadCosts:
-    """Before anything is served: blocks of `cache` are overwritten.
+    """Measure before anything is served, because blocks of `cache` are overwritten.
 
-    A pass of as many tokens as a chunk may have, and copies to page-locked host memory over a channel like that to the
-    pool. Raises TransferError where that memory cannot be had.
+    Runs a pass of the largest chunk, and copies to page-locked host memory over a channel like the one to the pool.
+    Raises TransferError if that memory cannot be allocated.
     """
     count = max(1, min(cache.capacity_blocks, SCRATCH_BYTES // cache.block_bytes))
     scratch = HostBlockStore.private(f"{cache.store_id}/scratch", cache.geometry, count, node_id=cache.handle().node_id)
@@ -87,7 +87,7 @@ def _token_s(runner: ModelRunner, budget: int) -> float:
 
 
 def _copy_costs(channel: Channel, count: int) -> tuple[float, float, float]:
-    """Bytes a second, seconds of a copy beyond its bytes, and seconds of asking for one."""
+    """The rate of copies in bytes/s, the fixed time of a copy in s, and the time to begin a copy in s."""
     layer = channel.source.slice.layer_begin
     ids = range(count)
     large_s = _best(lambda: channel.copy(ids, ids).wait())

@@ -1,4 +1,4 @@
-"""The thread that computes prompts: chunks in, first tokens out. It never waits for another process."""
+"""The thread that computes prompts in chunks, up to the first token. It never waits for another process."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Fetch = Callable[[RequestKey, "Base", Sequence[int]], Completion]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A shard holds the KV of a request's first `tokens` tokens in `block_ids`, from an earlier epoch.
+    """The KV of a request's first `tokens` tokens from an earlier epoch, in `block_ids` of the shard `pool_id`.
 
-    `here`: this node's, whose blocks can be kept when the prompt is committed.
+    `here`: it is this node's shard, so its blocks can be kept when the prompt is committed.
     """
 
     tokens: int
@@ -51,7 +51,7 @@ class Base:
     here: bool
 
     def kept_blocks(self, block_size: int) -> list[int]:
-        """What need not be written again: full blocks of this node's shard."""
+        """The full blocks of this node's shard, which need not be written again."""
         return self.block_ids[: self.tokens // block_size] if self.here else []
 
 
@@ -69,16 +69,16 @@ class PromptJob:
 
     @property
     def logprob_count(self) -> int | None:
-        """How many prompt log-probabilities a token the client asked for; None: none, or already delivered."""
+        """Requested log-probabilities per prompt token; None if not requested, or already delivered."""
         first = self.members[0].spec
         return None if first.output_token_ids else first.sampling.prompt_logprobs
 
 
 @dataclass(slots=True)
 class Computed:
-    """What one pass (or one command) led to; handled on the worker's event loop, in order.
+    """The results of one pass or command. The worker's event loop handles them in order.
 
-    `prefilled` jobs still hold their cache blocks, until `PrefillLoop.release`.
+    `prefilled` jobs hold their cache blocks until `PrefillLoop.release`.
     """
 
     events: TokenEvents = field(default_factory=list)
@@ -91,7 +91,7 @@ class Computed:
 
 @dataclass(slots=True)
 class PrefilledJob:
-    """A job whose prompt's KV lies in `block_ids` of the instance's own cache; `members` go on to decode."""
+    """A computed job. The prompt's KV is in `block_ids` of the instance's cache; `members` go on to decode."""
 
     lead: RequestKey
     members: list[RequestSpec]
@@ -102,7 +102,7 @@ class PrefilledJob:
 
 
 class PrefillLoop(ComputeThread[[]]):
-    """Chunked prefill, first come first served. `post` is called on the loop's own thread with each outcome."""
+    """Chunked prefill, first come first served. `post` is called on the loop's own thread with each result."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class PrefillLoop(ComputeThread[[]]):
         self._jobs: dict[RequestKey, PromptJob] = {}
         self._lead_of: dict[RequestKey, RequestKey] = {}
         self.passes = 0
-        self.repeated_tokens = 0  # computed for requests that were submitted again
-        self.reused_tokens = 0  # of those: not computed, because the pool still had their KV
+        self.repeated_tokens = 0  # tokens computed again for requests that were submitted again
+        self.reused_tokens = 0  # tokens of such requests whose KV the pool still had
         self.pass_meter = PassMeter()
 
     # ---- called from the event loop
@@ -146,7 +146,7 @@ class PrefillLoop(ComputeThread[[]]):
             self._runner.warm_up()
 
     def submit(self, specs: Sequence[RequestSpec], base: Base | None = None) -> None:
-        """Queue the requests of one group; only the first needs its prompt, the others are given it."""
+        """Queue the requests of one group. Only the first must have the prompt; the others get it from there."""
         self.tell(lambda: self._add(specs, base))
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
@@ -160,16 +160,16 @@ class PrefillLoop(ComputeThread[[]]):
         self.tell(lambda: self._post(Computed(lost=self._of_gateway(gateway_address))))
 
     def release(self, lead: RequestKey) -> None:
-        """The job's KV lies elsewhere now: free its cache blocks."""
+        """Free the cache blocks of a job, whose KV is elsewhere now."""
         self.tell(lambda: self._chunks.release(lead))
 
     def ask(self, question: Callable[[ChunkScheduler], Result]) -> Future[Result]:
-        """What `question` finds in this thread's books, between two passes."""
+        """Evaluate `question` on this thread's state, between two passes."""
         return self._ask(lambda: question(self._chunks))
 
     @property
     def idle(self) -> bool:
-        """No prompt is known here; one that was submitted a moment ago may not be, yet."""
+        """Whether the thread has no prompt. A prompt that was just submitted may not be counted yet."""
         return not self._jobs
 
     def show_metrics(self, page: Page) -> None:
@@ -190,7 +190,7 @@ class PrefillLoop(ComputeThread[[]]):
     # ---- the thread
 
     def turn(self) -> bool:
-        """What has come in, and one pass."""
+        """Handle the messages that have come in, and run one pass."""
         self._take_messages()
         if self._stopped:
             return False
@@ -224,7 +224,9 @@ class PrefillLoop(ComputeThread[[]]):
 
     def _on_fetched(self, job: PromptJob, error: TransferError | None) -> None:
         if error is not None:
-            logger.warning("prefilled anew: %s", error, extra={"request_id": job.lead.request_id})
+            logger.warning(
+                "KV could not be fetched and is computed again: %s", error, extra={"request_id": job.lead.request_id}
+            )
             job.base = None
         self._chunks.fetched(job.lead, failed=error is not None)
 
@@ -236,10 +238,10 @@ class PrefillLoop(ComputeThread[[]]):
         tokens = first.prompt_token_ids + first.output_token_ids
         try:
             job = PromptJob(lead, [LiveRequest(spec, self._tokenizer) for spec in specs], tokens)
-            if job.logprob_count is None:  # else every row is wanted
+            if job.logprob_count is None:  # with prompt log-probabilities every row is needed
                 job.base = base
             self._chunks.add(lead, len(tokens), job.base.tokens if job.base is not None else 0)
-        except Exception as error:  # a request that cannot even be queued ends alone
+        except Exception as error:  # if a request cannot be queued, only that request ends
             logger.warning("a prompt was refused: %s", error, extra={"request_id": lead.request_id})
             outcome = Computed()
             for spec in specs:
@@ -275,13 +277,13 @@ class PrefillLoop(ComputeThread[[]]):
             self._chunks.release(job.lead)
 
     def _let_go(self, job: PromptJob) -> None:
-        """What was copied ahead is of no use; it may still be read from the cache, and goes nowhere else."""
+        """Abandon the copies made ahead. They may read freed cache blocks, but what they copy is dropped."""
         if job.ahead is not None and self._layerwise is not None:
             self._layerwise.abandon(job.ahead)
             job.ahead = None
 
     def _end(self, outcome: Computed, spec: RequestSpec, error: AlignedServeError) -> None:
-        """A request ends here with an error; a cancelled one's gateway expects no event."""
+        """End a request with an error. The gateway of a cancelled request expects no event."""
         if isinstance(error, CancelledError):
             outcome.finished.append(spec.key)
         else:
@@ -305,7 +307,7 @@ class PrefillLoop(ComputeThread[[]]):
         copies = self._copies(plan)
         try:
             logits = self._runner.forward(items, copies.on_layer if copies is not None else None)
-        except Exception as error:  # a pass that failed ends its own requests and no other's
+        except Exception as error:  # if a pass fails, only its requests end
             logger.exception("a prefill pass of %d prompts failed", len(plan))
             self._require_device()
             for chunk in plan:
@@ -323,12 +325,12 @@ class PrefillLoop(ComputeThread[[]]):
         self._post(outcome)
 
     def _require_device(self) -> None:
-        """Raises what makes the GPU of no more use to this process: another must take over."""
+        """Raises a fault that makes the GPU unusable for this process, which must then be replaced."""
         if (fault := self._runner.device_fault()) is not None:
             raise fault
 
     def _predicted_s(self, plan: Sequence[Chunk]) -> float:
-        """0 without a cost model."""
+        """The predicted time of a pass in seconds; 0 without a cost model."""
         if self._cost is None:
             return 0.0
         return self._cost.step_s([ChunkShape(chunk.count, chunk.start) for chunk in plan], ())
@@ -356,7 +358,7 @@ class PrefillLoop(ComputeThread[[]]):
                 self._fail(job, outcome, error)
 
     def _copies(self, plan: Sequence[Chunk]) -> PassCopies | None:
-        """What is copied ahead during the pass of `plan`."""
+        """The copies that begin during the pass of `plan`; None if there are none."""
         if self._layerwise is None:
             return None
         fillings = []
@@ -375,7 +377,7 @@ class PrefillLoop(ComputeThread[[]]):
         return ForwardItem(job.tokens[chunk.start : end], chunk.start, blocks, wanted)
 
     def _complete(self, job: PromptJob, logits: torch.Tensor, outcome: Computed) -> None:
-        """The prompt is done: choose each member's next token, and pass on those that have not ended with it."""
+        """The prompt is computed: sample each member's next token, and pass on the members that go on."""
         if job.lead.epoch:
             reused = job.base.tokens if job.base is not None else 0
             self.reused_tokens += reused
@@ -400,7 +402,7 @@ class PrefillLoop(ComputeThread[[]]):
             logprobs = None if sampled is None else sampled.logprobs
             event = token_event(spec, tokens, position=position, logprobs=logprobs, finish=finish)
             event.prefill_id = self._prefill_id
-            if member is job.members[0]:  # their gateway shows them for each
+            if member is job.members[0]:  # the gateway copies them to each member
                 event.prompt_logprobs.extend(logprob_to_proto(entry) for entry in job.prompt_logprobs)
             outcome.events.append((spec.gateway_address, event))
         if not going_on:
@@ -411,7 +413,7 @@ class PrefillLoop(ComputeThread[[]]):
         outcome.prefilled.append(PrefilledJob(job.lead, going_on, len(job.tokens), blocks, job.base, job.ahead))
 
     def _choose(self, job: PromptJob, logits: torch.Tensor) -> dict[RequestKey, SampledToken]:
-        """A token for each member that may still generate (`max_tokens` 0: the prompt alone was asked for)."""
+        """Sample a token for each member that may still generate (with `max_tokens` 0 only the prompt is computed)."""
         members = [member for member in job.members if member.spec.remaining_tokens > 0]
         if not members:
             return {}

@@ -1,4 +1,4 @@
-"""Steps 1 and 2 of the paper: a computed prompt's KV goes from the instance's cache to the pool, and is committed."""
+"""Steps 1 and 2 of the paper: copies a computed prompt's KV from the instance's cache to the pool, and commits it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alignedserve.transfer.copier import Copier, Route
 
 
 class Offloader:
-    """Copies prompts out, one coroutine each. `cancelled` keys are let go of as soon as their copy allows."""
+    """Copies prompts to the pool, one coroutine each. Cancelled requests are dropped as soon as their copy allows."""
 
     def __init__(
         self, prefill_id: str, pool: PoolWriter, copier: Copier, to_pool: Channel, pool_id: str, block_size: int
@@ -33,12 +33,12 @@ class Offloader:
         self._to_pool = to_pool
         self._pool_id = pool_id
         self._block_size = block_size
-        self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # and what it waits for
+        self._under_way: dict[RequestKey, asyncio.Task[list[int]] | None] = {}  # the lease that each waits for
         self._cancelled: set[RequestKey] = set()
         self._letting_go: set[asyncio.Task[None]] = set()
-        self.exposed_s = 0.0  # that copies of prompts took after the prompt was computed
-        self.blocks = 0  # copied, of prompts
-        self.blocks_ahead = 0  # of those: by copies that were begun before the prompt was computed
+        self.exposed_s = 0.0  # seconds that copies took after their prompt was computed
+        self.blocks = 0  # blocks of prompts copied
+        self.blocks_ahead = 0  # of those, blocks whose copies began before the prompt was computed
 
     def show_metrics(self, page: Page) -> None:
         meaning = "seconds that copies took after their prompt was computed"
@@ -52,7 +52,7 @@ class Offloader:
         return not self._under_way and not self._letting_go
 
     def prepare(self, ahead: Ahead) -> None:
-        """Have blocks of the pool leased for a prompt that is being computed."""
+        """Lease blocks of the pool for a prompt that is being computed."""
 
         def taken(task: asyncio.Task[list[int]]) -> None:
             if not task.cancelled() and task.exception() is None:
@@ -64,11 +64,11 @@ class Offloader:
     def begin_part(
         self, lead: RequestKey, source_ids: Sequence[int], fresh: Sequence[int], layers: tuple[int, int] | None
     ) -> Completion:
-        """Begin a copy of a prompt that is being computed, from its thread."""
+        """Begin a copy of a prompt that is being computed. Called by the compute thread."""
         return self._copier.begin_part(self._to_pool, source_ids, fresh, layers, lead.request_id)
 
     def abandon(self, ahead: Ahead) -> None:
-        """The prompt is not offloaded: give its blocks of the pool back, as soon as nothing writes to them."""
+        """The prompt is not offloaded: give its blocks of the pool back once no copy writes to them."""
         task = asyncio.get_running_loop().create_task(self._let_go(ahead))
         self._letting_go.add(task)
         task.add_done_callback(self._letting_go.discard)
@@ -82,20 +82,20 @@ class Offloader:
             self._pool.give(ahead.taking.result())
 
     def cancel(self, key: RequestKey) -> bool:
-        """True where the request is being offloaded: `offload` will leave it out."""
+        """Cancel an offload. Returns True if the request is being offloaded; `offload` then leaves it out."""
         if key not in self._under_way:
             return False
         self._cancelled.add(key)
         waiting = self._under_way[key]
         if waiting is not None and all(k in self._cancelled for k, w in self._under_way.items() if w is waiting):
-            waiting.cancel()  # nobody of the job is left: it must not wait for room
+            waiting.cancel()  # all requests of the job are cancelled: it must not wait for blocks
         return True
 
     async def offload(self, job: PrefilledJob) -> tuple[list[pb.PooledRequest], list[RequestKey]]:
-        """Copy and commit; returns what is in the pool, and the keys that were cancelled meanwhile and hold nothing.
+        """Copy and commit a job. Returns the requests that are in the pool, and the keys that were cancelled meanwhile.
 
-        The members of a job share its blocks. Raises TransferError where the copy fails or the pool cannot take it,
-        StaleError where a newer epoch has replaced a request.
+        The members of a job share its blocks. Cancelled requests hold nothing in the pool. Raises TransferError if the
+        copy or the commit fails, and StaleError if a newer epoch has replaced a request.
         """
         keys = [spec.key for spec in job.members]
         kept = [] if job.base is None else job.base.kept_blocks(self._block_size)
@@ -116,7 +116,7 @@ class Offloader:
                 checksums = await self._copy(job, fresh, len(kept))
                 await self._commit(job, blocks, checksums, len(kept))
             except AlignedServeError:
-                if len(keys) > 1:  # some may have been committed; one alone holds what it held before
+                if len(keys) > 1:  # some may have been committed; a single one still holds its old blocks
                     self._pool.release(keys)
                 self._pool.give(fresh)
                 raise
@@ -131,7 +131,7 @@ class Offloader:
             self._cancelled.difference_update(keys)
 
     async def _copy(self, job: PrefilledJob, fresh: list[int], kept: int) -> list[int]:
-        """Copy what is not on its way, and wait for all. Returns the checksums of all of the job's blocks."""
+        """Copy the blocks whose copies have not begun, and wait for all. Returns the checksums of all blocks."""
         begun_s = time.perf_counter()
         parts = [] if job.ahead is None else job.ahead.parts
         ahead = job.ahead.copied - kept if job.ahead is not None and parts else 0
@@ -154,7 +154,7 @@ class Offloader:
         return checksums
 
     async def _checksums(self, job: PrefilledJob, kept: int) -> list[int]:
-        """Of all its blocks: as they were committed, for those that the pool keeps, else of what is in the cache."""
+        """Checksums of all blocks of the job: the committed ones of kept blocks, and those of the cache."""
         before = [] if job.base is None else list(job.base.checksums[:kept])
         return before + await self._copier.checksums(self._to_pool.source, job.block_ids[kept:])
 
@@ -182,7 +182,7 @@ class Offloader:
 
 
 async def _settled(parts: Sequence[Completion]) -> None:
-    """Return once none of these copies moves anything any more, however each ended."""
+    """Wait until all these copies have ended, with or without an error."""
     for part in parts:
         with contextlib.suppress(TransferError):
             await part

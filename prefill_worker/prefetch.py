@@ -1,6 +1,6 @@
-"""Step 4 of the paper: candidates come from the pool into this instance's buffers, ahead of their decode instance.
+"""Step 4 of the paper: copies candidates from the pool to this instance's buffers, before they can join.
 
-Also the way back: what a decode instance gives up is written to this node's shard where the pool lacks it.
+Also writes requests that a decode instance gives back to this node's shard, if the pool lacks their KV.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ ReadStored = Callable[[str, Collection[RequestKey]], Awaitable[dict[RequestKey, 
 
 @dataclass(slots=True)
 class Missed:
-    """Of a `Prefetch`, what was not announced to its decode instance.
+    """The requests of a `Prefetch` that were not announced to the decode instance.
 
-    `returned`: found no room, or no decode instance; they still lie in the pool. `missing`: could not be read there.
-    `unreadable`: their KV could not be copied, or was not what had been written, and would not be another time.
+    `returned`: there was no room, or no decode instance; their KV is still in the pool. `missing`: the pool does not
+    have them, or could not be read. `unreadable`: their KV could not be copied or its checksums did not match, and a
+    retry would not help.
     """
 
     returned: list[pb.StoredRequest] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Missed:
 
 
 class Prefetcher:
-    """Fills and empties the two buffers. Used from the worker's event loop."""
+    """Fills and empties the candidate buffers. Used from the worker's event loop."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Prefetcher:
         read: ReadStored,
         block_size: int,
     ) -> None:
-        """`read`: what a shard has stored of these, as far as it can be read."""
+        """`read` gives the stored requests of a shard; those that cannot be read are missing."""
         self.buffers = buffers
         self._read = read
         self._copier = copier
@@ -74,15 +75,16 @@ class Prefetcher:
         return None
 
     async def prefetch(self, command: pw.Prefetch, decoder: Callable[[], tuple[BufferOutbox, str] | None]) -> Missed:
-        """Read the command's requests, copy them, and announce each once it is here.
+        """Read the requests of the command, copy them, and announce each once its copy is complete.
 
-        `decoder`: asked once they are read, whom to announce them to, as which owner; None where nobody is there.
+        `decoder` is called once they are read. It gives the outbox and the owner of the decode instance's stream, or
+        None if there is no stream.
         """
         shards: dict[str, list[RequestKey]] = {}
         for request in command.requests:
             shards.setdefault(request.pool_id, []).append(key_from_proto(request.key))
         missed = Missed()
-        # Each on its own: a shard that is slow or cut off delays no other's candidates.
+        # All shards at once: a shard that is slow or unreachable does not delay the candidates of others.
         await asyncio.gather(*(self._bring(*shard, command, decoder, missed) for shard in shards.items()))
         return missed
 
@@ -94,7 +96,7 @@ class Prefetcher:
         decoder: Callable[[], tuple[BufferOutbox, str] | None],
         missed: Missed,
     ) -> None:
-        """Those of one shard."""
+        """Bring the requests of one shard."""
         buffer = self.buffers[BufferKind(command.buffer)]
         found = await self._read(pool_id, keys)
         outbox, owner = decoder() or (None, "")
@@ -127,7 +129,7 @@ class Prefetcher:
             failed = Completion(label)
             failed.finish(error)
             return failed
-        # Passes touch no buffer: no copy waits for one.
+        # Passes do not use the candidate buffers, so no copy waits for a pass.
         route = Route(source, stored.pool_block_ids[begin:], stored.pool_checksums[begin:], settled=True)
         return self._copier.copy([route, route], placement.block_ids[begin:], label)
 
@@ -139,7 +141,7 @@ class Prefetcher:
         command: pw.Prefetch,
         outbox: BufferOutbox | None,
     ) -> bool | None:
-        """Wait for the copy. True: announced; False: there is nobody to announce it to; None: its KV did not come."""
+        """Wait for the copy. True: announced; False: the decode instance's stream has ended; None: the copy failed."""
         try:
             await completion
         except TransferError as error:
@@ -156,7 +158,7 @@ class Prefetcher:
         command: pw.Prefetch,
         outbox: BufferOutbox | None,
     ) -> bool:
-        """The copy is complete: tell the decode instance. False where that has gone meanwhile."""
+        """Announce a complete copy to the decode instance. False if its stream has ended meanwhile."""
         key = key_from_proto(stored.spec.key)
         buffered = buffer.requests[key]
         if buffered.orphaned:
@@ -169,7 +171,7 @@ class Prefetcher:
         return True
 
     async def give_back(self, keys: Sequence[RequestKey]) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
-        """Return requests to the pool. Those that could not be written there are the second list: lost."""
+        """Return requests to the pool. Returns the requests that are there, and the keys of those that are lost."""
         returned: list[pb.StoredRequest] = []
         lost: list[RequestKey] = []
         for key in keys:

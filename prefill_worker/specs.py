@@ -1,4 +1,4 @@
-"""Prompts that the scheduler has sent here stay with their gateways until this instance asks for them."""
+"""Reads prompts from their gateways. The scheduler sends only the keys of the requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from alignedserve.request import RequestKey
 
 Specs = dict[RequestKey, pb.RequestSpec]
 
-PATIENCE_S = 3.0  # the scheduler knows sooner that a gateway has gone
+PATIENCE_S = 3.0  # the scheduler learns earlier that a gateway has ended
 RETRY_S = 0.05
-ANSWER_S = 10.0  # for the whole of an answer
+ANSWER_S = 10.0  # for a whole reply
 
 
 class SpecReader:
-    """One call at a time to each gateway: what is wanted meanwhile is asked for with the next. For one event loop."""
+    """Makes one call at a time to each gateway; reads that come meanwhile share the next call. For one event loop."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -31,15 +31,15 @@ class SpecReader:
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     async def on_view(self, view: sv.ClusterView) -> None:
-        """Leave gateways that the cluster does not have any more."""
+        """Close the channels to gateways that are no longer in the cluster."""
         living = {peer.address for peer in view.peers}
         for address in self._channels.keys() - living - self._asking.keys():
             await self._channels.pop(address).close()
 
     async def read(self, address: str, keys: Sequence[RequestKey]) -> Specs:
-        """What the gateway at `address` has open of a group; only the first of them has the prompt.
+        """The requests of a group that are open at the gateway at `address`. Only the first has the prompt.
 
-        Raises UnavailableError where it cannot be reached.
+        Raises UnavailableError if the gateway does not reply for `PATIENCE_S` seconds.
         """
         answer: asyncio.Future[Specs] = asyncio.get_running_loop().create_future()
         self._wanted.setdefault(address, []).append((keys, answer))
@@ -85,7 +85,7 @@ class SpecReader:
                 answer = await whole_answer(stub.ReadSpecs(wanted, timeout=ANSWER_S))
             except UnavailableError as error:
                 if loop.time() > give_up_s:
-                    raise UnavailableError(f"the gateway at {address} does not give its prompts: {error}") from error
+                    raise UnavailableError(f"the gateway at {address} does not send its prompts: {error}") from error
                 await asyncio.sleep(RETRY_S)
             else:
                 return {key_from_proto(spec.key): spec for part in answer for spec in part.requests}

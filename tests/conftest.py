@@ -1,4 +1,4 @@
-"""What holds for all tests. Triton reads when it is imported whether its kernels run in its interpreter."""
+"""Settings for all tests. Triton decides at its import whether kernels run in its interpreter."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Hypothesis gives each example 200 ms: on a machine that other tests share, one that is slow is no failure.
+# Hypothesis allows 200 ms for each example. On a shared machine a slow example is not a failure.
 settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
 settings.load_profile("unhurried")
 

@@ -4,7 +4,7 @@
 
 The paper's TTFT includes the wait in the pool, which here falls between the first token and the second: so it is the
 time to the second token that is compared. The rate is not stated: several shares of the capacity are run. Starvation
-handling disabled: a threshold that nobody reaches. Beside it: with the default threshold, and `fcfs`.
+handling disabled: a threshold that no request reaches. Compared with the default threshold and with `fcfs`.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def test_after_its_release_nothing_is_placed() -> None:
     assert groups() == []
 
 
-def test_a_group_that_somebody_removed_is_made_again() -> None:
+def test_a_group_that_was_removed_is_made_again() -> None:
     async def run() -> None:
         launcher = RayLauncher(f"{NAMESPACE}app", config("spread"))
         shape = Shape(1, 1)

@@ -94,7 +94,7 @@ class Pods:
     def http(self, machine: namespaces.Machine, port: int, name: str) -> httpx.Client:
         path = self.folder / f"{name}.sock"
         machine.forward(port, path, self.environment)
-        self.until(path.exists, 30.0, "nothing forwards")
+        self.until(path.exists, 30.0, "no socket forwards")
         transport = httpx.HTTPTransport(uds=str(path))
         return self.clients.enter_context(httpx.Client(transport=transport, base_url="http://pod", timeout=60.0))
 

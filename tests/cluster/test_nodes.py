@@ -147,7 +147,7 @@ def test_no_process_has_memory_of_another_node(nodes: RayNodes, served: ServedNo
 
 
 def test_strangers_get_nowhere(nodes: RayNodes, served: ServedNodes) -> None:
-    """Neither Ray nor a role of ours talks to who has no token, or does not speak TLS."""
+    """Ray and our roles refuse peers without a token or without TLS."""
     environment = {k: v for k, v in nodes.environment.items() if not k.startswith("RAY_AUTH")}
     environment |= {"RAY_ADDRESS": f"{nodes.head.address}:{GCS_PORT}", "RAY_AUTH_MODE": "disabled"}
     command = (sys.executable, "-m", "alignedserve.cluster.cli.main", "serve", "--model", "tiny")
@@ -227,7 +227,7 @@ def test_a_node_that_ray_has_given_up_is_another_one_when_it_is_back(
         nodes.switch.cut(machine)
         nodes.wait(lambda: machine.name not in nodes.alive(), "Ray still counts the machine that is cut off")
         nodes.switch.heal(machine)
-        nodes.wait(lambda: not machine.pids("raylet"), "a raylet that was given up goes on")
+        nodes.wait(lambda: not machine.pids("raylet"), "a raylet that Ray declared dead still runs")
         nodes.start_ray(DECODE_NODE)
 
     run(served, expected, cut_for_good)

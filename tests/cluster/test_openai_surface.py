@@ -241,7 +241,7 @@ def logged(disk: SmallDisk) -> list[dict[str, Any]]:
 
 async def until(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not await asyncio.to_thread(holds):  # noqa: ASYNC110  # what is waited for tells nobody
+        while not await asyncio.to_thread(holds):  # noqa: ASYNC110  # there is no event for this
             await asyncio.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""No placement group outlives its application, whoever was killed when; on Ray, with roles that only join."""
+"""No placement group outlives its application, whichever process is killed at whatever time. Roles only join."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ async def test_a_model_that_is_not_there_ends_nothing_and_a_right_file_brings_ev
 
 
 @pytest.mark.slow
-async def test_a_changed_configuration_and_a_rolling_restart_are_seen_by_nobody(head: RayHead) -> None:
+async def test_a_changed_configuration_and_a_rolling_restart_are_seen_by_no_client(head: RayHead) -> None:
     """Of one application; the other notices nothing at all."""
     chat, code = pids(head, "chat"), pids(head, "code")
     changed = two_models()

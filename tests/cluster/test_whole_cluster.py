@@ -134,7 +134,7 @@ def test_one_scrape_covers_every_store(server: ServeProcess) -> None:
         assert states == value(metrics, "alignedserve_kv_capacity_blocks", store=store) > 0
 
 
-def test_bad_input_disturbs_nobody(server: ServeProcess) -> None:
+def test_bad_input_disturbs_no_other_request(server: ServeProcess) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     stream = client.completions.create(
         model="tiny",
@@ -182,7 +182,7 @@ def test_what_a_user_spells_is_text(server: ServeProcess) -> None:
         assert list(client.chat(turns, max_tokens=1).prompt_token_ids) == chat
 
 
-async def test_oversized_prompts_are_refused_at_once_and_keep_nobody_waiting(server: ServeProcess) -> None:
+async def test_oversized_prompts_are_refused_at_once_and_delay_no_other_request(server: ServeProcess) -> None:
     """Eight of 4 MiB took up to 66 s when they were tokenised first, and others waited for seconds."""
     words = "Return the list of values. " * ((4 << 20) // 27 - 100)
     chat = {"messages": [{"role": "user", "content": words}]}

@@ -1,4 +1,4 @@
-"""Worker processes of this folder's clusters are forked, but for the files that are about their starts and ends."""
+"""Worker processes of this folder's clusters are forked, except in the files that test their starts and ends."""
 
 from __future__ import annotations
 

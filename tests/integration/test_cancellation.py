@@ -57,7 +57,7 @@ class Watched:
             await asyncio.sleep(0.005)
 
     async def held(self) -> dict[str, float]:
-        """Everything that anybody still holds."""
+        """The numbers of owned blocks and open requests that are still held."""
         metrics = (await self.cluster.status()).metrics
         assert value(metrics, "alignedserve_kv_capacity_blocks") > 0
         owned = {"owned": value(metrics, "alignedserve_kv_blocks", state="owned")}

@@ -1,4 +1,6 @@
-"""One cluster, attacked from every side: nobody gets in, nothing breaks, the books add up, and no log has a prompt."""
+"""One cluster under attack: no peer gets in without the token, nothing breaks, and no log has a prompt.
+
+The accounting matches at the end."""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ OFFERED = {
     "supervisor-0": ("Supervisor",),
     "public": ("Inference",),
 }
-OBEYED = {"EndProcess", "Scale", "Stop"}  # what these say is done, whoever has the token
+OBEYED = {"EndProcess", "Scale", "Stop"}  # obeyed for every caller that has the token
 
 
 NOBODY = common_pb2.ProcessKey(role="decode", id="nobody-0", incarnation=1)
@@ -148,7 +150,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         logging.getLogger(name).removeHandler(handler)
 
 
-async def test_every_role_refuses_who_does_not_know_the_token(served: Served) -> None:
+async def test_every_role_refuses_a_caller_without_the_token(served: Served) -> None:
     addresses = served.addresses()
     assert addresses.keys() == OFFERED.keys()
     del addresses["public"]

@@ -87,7 +87,7 @@ async def test_a_node_that_dies_takes_its_shard_with_it_and_its_instances_start_
         assert not any(is_alive(pid) for pid in pids.values())
 
 
-async def test_whoever_waits_for_a_node_is_named_and_a_node_that_comes_is_a_new_one() -> None:
+async def test_an_instance_that_waits_for_a_node_is_named_and_a_node_that_joins_is_a_new_one() -> None:
     placed = dict(APART)
     async with make_cluster(placed) as cluster:
         await cluster.wait_ready(30)

@@ -150,7 +150,7 @@ async def test_stop_token_and_stop_string_end_a_request(served: Served) -> None:
     assert stop not in tokenizer.decode(by_text.tokens[:-1])
 
 
-async def test_a_cancelled_request_holds_nothing_and_disturbs_nobody(served: Served) -> None:
+async def test_a_cancelled_request_holds_nothing_and_disturbs_no_other(served: Served) -> None:
     prompts = random_prompts([60, 61, 62, 63, 250, 64], VOCAB_SIZE, seed=13)
     long = replace(GREEDY, max_tokens=200)
     kept = [served.driver.submit(prompt, GREEDY)[0] for prompt in prompts]

@@ -1,1 +1,1 @@
-"""Rigs of the tests: fakes, processes that are killed, clusters of several machines, and what they check."""
+"""Support code of the tests: fakes, killed processes, clusters of several machines, and their checks."""

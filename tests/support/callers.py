@@ -1,4 +1,4 @@
-"""Requests to gateways that are given up in every way there is."""
+"""Requests to gateways whose clients give them up, in all ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 from alignedserve.client import AlignedServeError, AsyncClient
 from support.raw_h2 import RawH2
 
-BOTH = (False, True)  # whole, and streamed
+BOTH = (False, True)  # not streamed, and streamed
 _names = itertools.count()
 
 
@@ -36,7 +36,7 @@ LEAVE: dict[str, Callable[[asyncio.StreamWriter], object]] = {
 
 
 def head_of(length: int, path: str = "/v1/completions") -> bytes:
-    """The head of a POST of a JSON body of so many bytes."""
+    """The head of a POST with a JSON body of the given number of bytes."""
     fields = f"Host: a\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {length}"
     return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
@@ -44,9 +44,9 @@ def head_of(length: int, path: str = "/v1/completions") -> bytes:
 class Callers:
     """`ways` are coroutine functions `(prompt_token_ids, max_tokens, leave)`: each sends a request, gives it up once
     `leave` is set, and returns how it ended: "left", "ended" or an error's code. All generate past end tokens. Each way
-    is there twice: streamed, and not. Of `ways_while_sending` only half of the body has been sent by then.
+    exists twice: streamed, and not. Those of `ways_while_sending` have sent only half of the body by then.
 
-    Requests go to the first gateway, cancels by id to the second. `h2c`: HAProxy is in front, which speaks HTTP/2.
+    Requests go to the first gateway, cancels by id to the second. `h2c`: HAProxy with HTTP/2 is in front.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Callers:
             await grpc.close()
 
     async def ask(self) -> str:
-        """The answer to a request whose client stays."""
+        """The answer to a request that its client does not give up."""
         body = {"prompt": [11, 12, 13], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
         answer = await self._http.post("/v1/completions", json=body)
         return str(answer.raise_for_status().json()["choices"][0]["text"])
@@ -90,7 +90,7 @@ class Callers:
         return await _until(leave, self._http.post("/v1/completions", json=_body(stream, prompt, max_tokens)))
 
     async def drop_h2c(self, stream: bool, prompt: list[int], max_tokens: int, leave: asyncio.Event) -> str:
-        """Over HTTP/2 without TLS, on a connection of its own: httpcore counts streams wrong after a cancel."""
+        """HTTP/2 without TLS, on a new connection, because httpcore counts streams wrong after a cancel."""
         url = f"http://{self._address}/v1/completions"
         async with httpx.AsyncClient(timeout=60.0, http1=False, http2=True) as http:
             return await _until(leave, http.post(url, json=_body(stream, prompt, max_tokens)))
@@ -98,7 +98,7 @@ class Callers:
     async def reset_h2c(
         self, stream: bool, prompt: list[int], max_tokens: int, leave: asyncio.Event, *, whole: bool = True
     ) -> str:
-        """Only the stream ends (RST_STREAM): its connection goes on, and carries another request."""
+        """Only the stream ends (RST_STREAM). Its connection stays open, and carries another request."""
         content = json.dumps(_body(stream, prompt, max_tokens)).encode()
         fields = {"content-type": "application/json", "content-length": str(len(content))}
         async with RawH2(int(self._address.rpartition(":")[2])) as connection:
@@ -131,7 +131,7 @@ class Callers:
             if await _ended(reading, leave):
                 return "ended"
             LEAVE[how](writer)
-            await asyncio.wait((reading,))  # where only one half is closed, the other end closes the rest
+            await asyncio.wait((reading,))  # if only one half is closed, the other end closes the rest
             return "left"
         finally:
             writer.close()
@@ -151,7 +151,7 @@ class Callers:
         return await _until_told(leave, reading, lambda: self._other_http.post(path))
 
     async def time_out(self, prompt: list[int], max_tokens: int, timeout_s: float) -> str:
-        """Ends by its own limit, unless it ends before."""
+        """Runs to its token limit, unless it ends before."""
         try:
             await self._read(True, prompt, max_tokens, timeout_s=timeout_s)
         except AlignedServeError as error:
@@ -173,7 +173,7 @@ def _body(stream: bool, prompt: list[int], max_tokens: int) -> dict[str, Any]:
 
 
 async def _ended(reading: asyncio.Future[Any], leave: asyncio.Event) -> bool:
-    """Whether it has ended when `leave` is set, or before."""
+    """Wait for the call or for `leave`. Returns whether the call has ended."""
     leaving = asyncio.ensure_future(leave.wait())
     await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
     leaving.cancel()
@@ -181,7 +181,7 @@ async def _ended(reading: asyncio.Future[Any], leave: asyncio.Event) -> bool:
 
 
 async def _until(leave: asyncio.Event, request: Coroutine[Any, Any, Any]) -> str:
-    """Give a request up by cancelling the task that waits for it: its connection, or its gRPC call, is dropped."""
+    """Give a request up by cancelling the task that waits for it. That drops its connection or gRPC call."""
     asking = asyncio.ensure_future(request)
     if await _ended(asking, leave):
         await asking
@@ -197,7 +197,7 @@ async def _until_told(
     """Give a request up by `cancel`."""
     reading = asyncio.ensure_future(request)
     await _ended(reading, leave)
-    while not reading.done():  # it may not have arrived yet
+    while not reading.done():  # the request may not have arrived yet
         await cancel()
         await asyncio.wait((reading,), timeout=0.05)
     try:

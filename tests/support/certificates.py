@@ -1,4 +1,4 @@
-"""A certificate authority of a test's own."""
+"""A certificate authority for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIFE = timedelta(days=1)
 
 
 class Authority:
-    """Signs certificates, below `folder`; its own is `ca.pem`. Another one's are trusted by nobody of this one's."""
+    """Signs certificates in `folder`; its own certificate is `ca.pem`. It does not trust those of another authority."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ class Authority:
         self.file.write_bytes(_pem(own.sign(self._key, hashes.SHA256())))
 
     def environment(self, name: str, addresses: Sequence[str] = ("127.0.0.1",)) -> dict[str, str]:
-        """What a node with these addresses, or DNS names, is to have in its environment: a certificate names them."""
+        """The environment of a node whose certificate has these addresses or DNS names."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([_alternative(address) for address in addresses])
         certificate = _begun(_named(name), self._name, key.public_key()).add_extension(names, critical=False)
@@ -46,7 +46,7 @@ class Authority:
         return {SWITCH: "1", **{variable: str(file) for variable, file in files.items()}}
 
     def pair(self, name: str, addresses: Sequence[str] = ("127.0.0.1",)) -> tuple[bytes, bytes]:
-        """Key and certificate, as PEM, of a server with these addresses, or DNS names."""
+        """The key and certificate, as PEM, of a server with these addresses or DNS names."""
         files = self.environment(name, addresses)
         return Path(files[KEY]).read_bytes(), Path(files[CERTIFICATE]).read_bytes()
 

@@ -1,7 +1,7 @@
-"""Kills and stops processes of a running server while greedy streams are in flight, and compares what clients get.
+"""Kills and stops processes of a running server while greedy streams are in flight, and compares the answers.
 
-A round counts only where the victim was struck while streams were still being delivered. What is needed of the server
-is its HTTP address (status, metrics) and its gRPC address (streams, through `alignedserve.client`).
+A round counts only if the victim was struck while streams were being delivered. The rig needs the server's HTTP
+address (status, metrics) and gRPC address (streams, through `alignedserve.client`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTLED_S = 10.0
 
 @dataclass(slots=True)
 class Stream:
-    """What one client got."""
+    """What one client received."""
 
     prompt: Sequence[int]
     begun_s: float = field(default_factory=time.monotonic)
@@ -41,17 +41,17 @@ class Stream:
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two pieces of the answer."""
+        """The longest pause between two pieces of the answer, in seconds."""
         return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
 
     def first_token_after_s(self, moment_s: float) -> float:
-        """From then on until its first token; 0 where it had one, or never got one."""
+        """Seconds from then until its first token; 0 if it already had one, or never got one."""
         return max(0.0, self.times_s[0] - max(moment_s, self.begun_s)) if self.times_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One victim: who, how, and how many tokens its streams had before and still lacked."""
+    """One strike: the victim, the signal, and how many tokens the streams had by then and still lacked."""
 
     role: str
     id: str
@@ -71,21 +71,21 @@ class Round:
     errors: tuple[str, ...]
     longest_gap_s: float
     longest_first_s: float  # from the strike until the first token, of streams that had none
-    repeated_tokens: int  # computed again in prefill
-    reused_tokens: int  # not computed again, because the pool still had their KV
+    repeated_tokens: int  # tokens computed again in prefill
+    reused_tokens: int  # tokens not computed again, because the pool still had their KV
     blocks_left: int
-    segments_more: int  # that the node agent holds, than before anything was struck
+    segments_more: int  # segments of the node agent beyond those before the first strike
 
     @property
     def counts(self) -> bool:
-        """Whether anything was struck while it mattered."""
+        """Whether the strike came while streams were being delivered."""
         return self.strike is None or self.strike.streams_in_flight > 0
 
 
 class Chaos:
     """`async with Chaos(url, grpc_address, prompts) as chaos`, then `undisturbed()` once and `strike()` at will.
 
-    Every round runs the same prompts, `max_tokens` greedy tokens each, and is compared with the undisturbed run.
+    Every round runs the same prompts with `max_tokens` greedy tokens each. It is compared with the undisturbed run.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Chaos:
         await self._http.aclose()
 
     async def undisturbed(self) -> Round:
-        """The run that the others are compared with. Raises AssertionError where a stream failed."""
+        """The run that the others are compared with. Raises AssertionError if a stream failed."""
         streams = await self._run(None)
         failed = [stream.error for stream in streams if stream.error]
         assert not failed, failed
@@ -180,7 +180,7 @@ class Chaos:
             for stream, expected in zip(streams, self._expected, strict=True)
             if not stream.error and stream.tokens != expected
         )
-        wrong += sum(  # also of those that ended with an error: what came before it
+        wrong += sum(  # includes the tokens of streams that then ended with an error
             1
             for stream, expected in zip(streams, self._expected, strict=True)
             if stream.error and stream.tokens != expected[: len(stream.tokens)]
@@ -202,7 +202,7 @@ class Chaos:
     # ---- the server
 
     async def _get(self, path: str, timeout_s: float = 60.0) -> httpx.Response:
-        """An answer with status 200, whatever has just been killed."""
+        """Retry until the answer has status 200, even if a process was just killed."""
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(httpx.HTTPError):
@@ -220,13 +220,13 @@ class Chaos:
         deadline = time.monotonic() + timeout_s
         while True:
             ready = [r for r in await self._roles() if r["role"] == role and r["state"] == "ready"]
-            found = [r for r in ready if psutil.pid_exists(r["pid"])]  # one struck a moment ago may still be listed
+            found = [r for r in ready if psutil.pid_exists(r["pid"])]  # a struck process may still be listed
             if found or time.monotonic() > deadline:
                 return found
             await asyncio.sleep(0.1)
 
     async def _wait_replaced(self, victim: dict[str, Any], timeout_s: float = 90.0) -> None:
-        """Until the victim is dead and as many of its role are ready as before."""
+        """Wait until the victim is dead and as many processes of its role are ready as before."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             living = [r for r in await self._living(victim["role"]) if r["pid"] != victim["pid"]]
@@ -241,7 +241,7 @@ class Chaos:
         return by_instance((await self._get("/metrics")).text, name)
 
     async def _blocks_left(self) -> int:
-        """Blocks with holders, once all streams have ended; given some time, since the last words travel."""
+        """Blocks with holders after all streams have ended. Waits some time for the last messages."""
         deadline = time.monotonic() + SETTLED_S
         while True:
             text = (await self._get("/metrics")).text
@@ -251,7 +251,7 @@ class Chaos:
             await asyncio.sleep(0.2)
 
     async def _segments_more(self) -> int:
-        """Given some time: a successor of the node agent is handed them, and one of a role drops its predecessor's."""
+        """Waits some time: a node agent's successor takes segments over, and a role's successor drops old ones."""
         deadline = time.monotonic() + SETTLED_S
         while True:
             more = await self._count_segments() - self._segments
@@ -265,7 +265,7 @@ class Chaos:
 
 
 def _grown(before: dict[str, float], after: dict[str, float]) -> int:
-    """How much counters have grown; one that is smaller now belongs to a process that began anew."""
+    """How much counters have grown. A counter that is smaller now belongs to a new process."""
     return int(sum(now - (before.get(name, 0) if before.get(name, 0) <= now else 0) for name, now in after.items()))
 
 
@@ -286,10 +286,10 @@ HEADER = (
 
 
 def table(rounds: Sequence[Round]) -> list[list[str]]:
-    """A row for each role and kind of strike: worst cases, and sums of tokens."""
+    """One row for each role and kind of strike, with worst cases and sums of tokens."""
     groups: dict[tuple[str, str], list[Round]] = {}
     for one in rounds:
-        name = ("nobody", "") if one.strike is None else (one.strike.role, one.strike.how)
+        name = ("none", "") if one.strike is None else (one.strike.role, one.strike.how)
         groups.setdefault(name, []).append(one)
     rows = []
     for (role, how), found in groups.items():

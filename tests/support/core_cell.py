@@ -1,4 +1,4 @@
-"""A scheduler's core with its instances, driven by events, and a clock that a test moves."""
+"""A scheduler core with its instances, driven by events and by a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode_report(
     waits: int = 0,
     formed: tuple[int, int] | None = None,
 ) -> ev.DecodeReported:
-    """`formed`: (shortest, longest) that the running batch was formed of; None: of all that runs."""
+    """`formed`: shortest and longest prefix of the batch as it was formed; None: those of all running requests."""
     free = cache if free is None else free
     lengths = shortest, longest
     formed = lengths if formed is None else formed
@@ -44,16 +44,16 @@ def only(actions: Iterable[Action], kind: type[Kind]) -> list[Kind]:
 
 
 def marked(actions: Iterable[Action]) -> tuple[RequestKey, ...]:
-    """Those that one decode instance is told are overdue."""
+    """The requests that a decode instance learns are overdue."""
     (mark,) = only(actions, MarkUrgent)
     return mark.keys
 
 
 class CoreCell:
-    """`batch` and `requests` are the buffers' blocks; every action's books are checked.
+    """`batch` and `requests` are the numbers of blocks of the buffers. The accounting is checked after every action.
 
-    `homes`: where there are several shards of the pool, "k0", "k1" and so on, which of them each instance writes to;
-    `pool` is the size of each.
+    `homes`: with several shards of the pool ("k0", "k1" and so on), the shard that each instance writes to. `pool` is
+    the size of each shard.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class CoreCell:
         return list(actions)
 
     def submit(self, *names: object, tokens: int = 10, most: int = 20, gateway: str = "gw") -> list[Action]:
-        """One group; the actions that follow."""
+        """Submit one group. Returns the actions that follow."""
         group = f"group-{names[0]}"
         return self.do(ev.Submitted(tuple(ev.RequestMeta(key(n), tokens, most, group, gateway) for n in names)))
 
     def prefilled(
         self, name: object, tokens: int = 10, new_blocks: int | None = None, pool_id: str = ""
     ) -> list[Action]:
-        """Into the shard of the instance that computed it, if nothing else is said."""
+        """By default, commit to the shard of the instance that computed the prompt."""
         blocks = -(-tokens // BLOCK)
         record = self.core._state.table.get(key(name))
         if not pool_id and record is not None:
@@ -122,14 +122,14 @@ class CoreCell:
         return self.do(ev.Prefilled(key(name), tokens, blocks, blocks if new_blocks is None else new_blocks, pool_id))
 
     def wait(self, name: object, tokens: int = 10, most: int | None = None) -> list[Action]:
-        """Submit and prefill; the actions of the latter."""
+        """Submit and prefill. Returns the actions after the prefill."""
         self.submit(name, tokens=tokens, most=most or tokens + 10)
         return self.prefilled(name, tokens)
 
     def make_busy(
         self, decode_id: str = "d0", lengths: tuple[int, int] = (10, 10), free: int = 0, name: str = "busy"
     ) -> None:
-        """The decode instance runs a request of its own, and has no room for more."""
+        """The decode instance runs one request, and has no room for more."""
         self.wait(f"{name}-{decode_id}", lengths[0])
         self.do(ev.Joined(decode_id, (key(f"{name}-{decode_id}"),)))
         self.do(decode_report(decode_id, free=free, running=1, shortest=lengths[0], longest=lengths[1], batch_id=1))

@@ -1,4 +1,4 @@
-"""What a scheduler's core must do with each event, whatever the order: every action of it is held against a model."""
+"""Checks every action of a scheduler core against a model, for events in any order."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ FULL = "the KV pool is full"
 
 @dataclass
 class Entry:
-    """An open request. `state` is named as by `SchedulerCore.describe`, but that WAITING is "waiting"."""
+    """An open request. `state` has the names of `SchedulerCore.describe`, except that WAITING is "waiting"."""
 
     meta: ev.RequestMeta
     state: str = "queued"
     prefill_id: str = ""
     decode_id: str = ""
     kv_tokens: int = 0
-    pool_tokens: int = 0  # of the copy in the pool
-    pool_id: str = ""  # the shard that it is in, or was in last
+    pool_tokens: int = 0  # tokens of the copy in the pool
+    pool_id: str = ""  # the current or last shard of the copy
     cancelled: bool = False
 
 
 @dataclass
 class _Turn:
-    """What one event led to."""
+    """The allowed results of one event."""
 
     must_end: set[RequestKey] = field(default_factory=set)
-    silent: set[RequestKey] = field(default_factory=set)  # may end without a word to the gateway
-    strangers: set[RequestKey] = field(default_factory=set)  # not open: cancelled where they turn up
+    silent: set[RequestKey] = field(default_factory=set)  # may end without a message to the gateway
+    strangers: set[RequestKey] = field(default_factory=set)  # not open: cancelled where they are reported
     asked_to_end: set[RequestKey] = field(default_factory=set)
     rejected: list[RequestKey] = field(default_factory=list)
     lost: list[RequestKey] = field(default_factory=list)
     released: list[RequestKey] = field(default_factory=list)
     forgotten: list[RequestKey] = field(default_factory=list)
     cancelled_at: set[RequestKey] = field(default_factory=set)
-    kept: set[RequestKey] = field(default_factory=set)  # the pool keeps what it has of them, for their next epoch
+    kept: set[RequestKey] = field(default_factory=set)  # the pool keeps their KV for their next epoch
     moved: dict[tuple[RequestKey, str], int] = field(default_factory=dict)  # older copies, by shard
-    found: dict[RequestKey, tuple[int, int]] = field(default_factory=dict)  # in the shard that the event is about
+    found: dict[RequestKey, tuple[int, int]] = field(default_factory=dict)  # copies in the shard of the event
 
 
 class CoreModel:
-    """Feed the core through `do`. Raises AssertionError, with the events so far as notes, where it does wrong."""
+    """Feed the core through `do`. Raises AssertionError, with all events as notes, if an action is wrong."""
 
     def __init__(self, core: SchedulerCore) -> None:
         self.core = core
         self.open: dict[RequestKey, Entry] = {}
         self.instances: dict[str, set[str]] = {"prefill": set(), "decode": set(), "kv_pool": set()}
-        self.pools: tuple[str, ...] = ()  # shards that are named; none: there is one
+        self.pools: tuple[str, ...] = ()  # named shards; empty: there is one shard
         self.homes: dict[str, str] = {}
         self.history: list[str] = []
         self.ended: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class CoreModel:
     def latest(self, request_id: str) -> RequestKey | None:
         return next((key for key in self.open if key.request_id == request_id), None)
 
-    # what the event means
+    # effects of the event
 
     def _expect(self, event: ev.Event, turn: _Turn) -> None:
         match event:
@@ -148,7 +148,7 @@ class CoreModel:
         return [self.open[key] for key in keys if key in self.open]
 
     def _was_behind(self, entry: Entry, role: str, instance_id: str) -> bool:
-        if role == "kv_pool":  # its memory stays
+        if role == "kv_pool":  # the shard's memory stays
             return False
         return instance_id == (entry.prefill_id if role == "prefill" else entry.decode_id)
 
@@ -202,7 +202,7 @@ class CoreModel:
             elif known != key:
                 turn.strangers.add(key)
 
-    # what the core may do
+    # allowed actions of the core
 
     def _check(self, action: act.Action, turn: _Turn) -> None:
         match action:
@@ -230,7 +230,7 @@ class CoreModel:
                 self._check_word(action, turn)
 
     def _check_word(self, action: act.Action, turn: _Turn) -> None:
-        """What is said of requests that end, or of their copies."""
+        """Check actions for requests that end, or for their copies."""
         match action:
             case act.ReleasePool(keys, True, kv_tokens, pool_id):
                 for key, tokens in zip(keys, kv_tokens, strict=True):
@@ -245,7 +245,7 @@ class CoreModel:
                     assert entry.pool_tokens == tokens > 0, key
                     entry.pool_tokens = 0
                     assert entry.state in ("decoding", "queued"), key
-                    if entry.state == "queued":  # to be prefilled from its first token on
+                    if entry.state == "queued":  # it is prefilled from its first token
                         entry.kv_tokens = 0
             case act.ReleasePool(keys, pool_id=""):  # all shards
                 turn.released += keys
@@ -270,7 +270,7 @@ class CoreModel:
             entry.state, entry.prefill_id, entry.decode_id = state, prefill_id, decode_id
 
     def _settle(self, turn: _Turn) -> None:
-        """Who ended did so once, with one word to the gateway at most, and what it had in the pool is released."""
+        """A request ends once, with at most one message to the gateway, and its copy in the pool is released."""
         gone = set(turn.forgotten)
         told = [*turn.rejected, *turn.lost]
         assert len(gone) == len(turn.forgotten), "forgotten twice"
@@ -279,7 +279,7 @@ class CoreModel:
         assert not turn.moved, "an older copy stays in another shard"
         assert gone == turn.must_end | set(told), f"{gone ^ (turn.must_end | set(told))}"
         assert gone <= self.open.keys()
-        assert gone - turn.silent <= set(told), "ended without a word"
+        assert gone - turn.silent <= set(told), "ended without a message to the gateway"
         assert not turn.silent & set(told)
         assert turn.asked_to_end <= turn.cancelled_at
         in_pool = {key for key in gone if self.open[key].state != "queued" or self.open[key].kv_tokens}
@@ -293,7 +293,7 @@ class CoreModel:
         assert {state: count for state, count in described.items() if count} == counts
 
     def check_empty(self) -> None:
-        """Nothing is open: the books say so too. Raises AssertionError."""
+        """Check that no request is open in the core's state either. Raises AssertionError."""
         assert not self.open
         assert not any(self.core.describe().values())
         books = self.core._state
@@ -310,6 +310,6 @@ class CoreModel:
             "overdue": sum(len(view.overdue) for view in books.instances.decode.values()),
         }
         if any(left.values()):
-            error = AccountingError(f"nothing is open, but the books hold {left}")
+            error = AccountingError(f"no request is open, but the state holds {left}")
             error.add_note("\n".join(self.history))
             raise error

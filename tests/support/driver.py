@@ -1,4 +1,4 @@
-"""Drives a cluster's scheduler and workers without HTTP: submits requests, and collects the tokens that come back."""
+"""Drives a cluster's scheduler and workers without HTTP: it submits requests and collects their tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from alignedserve.request import RequestKey, RequestSpec, SamplingParams, Stage,
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request. `error` where it ended with one."""
+    """The answer to one request. `error` is set if it ended with an error."""
 
     key: RequestKey
     spec: RequestSpec
@@ -53,10 +53,10 @@ class Answer:
 
 
 class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
-    """A gateway for tests and benchmarks: owns requests, but delivers to the caller instead of over HTTP."""
+    """A gateway for tests and benchmarks. It owns requests, and delivers their tokens to the caller instead of HTTP."""
 
     def __init__(self, scheduler_address: str, token: str, *, resubmit: bool = False) -> None:
-        """`resubmit`: what is lost is submitted again in a new epoch, as a gateway does; else it ends with an error."""
+        """`resubmit`: submit lost requests again in a new epoch, as a gateway does; else they end with an error."""
         self._token = token
         self._resubmit = resubmit
         self._process = pb.ProcessKey(role="gateway", id="driver", incarnation=new_incarnation())
@@ -128,7 +128,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         self._link.send(sc.GatewayMessage(cancel=keys_to_proto(answer.key for answer in answers)))
 
     async def wait(self, answers: Sequence[Answer], timeout_s: float = 120.0) -> None:
-        """Returns when all have ended. Raises TimeoutError naming those that have not."""
+        """Wait until all requests have ended. Raises TimeoutError that names the open ones."""
         try:
             await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in answers)), timeout_s)
         except TimeoutError:
@@ -136,7 +136,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
             raise TimeoutError(f"{len(late)} requests did not end within {timeout_s:g} s: {late[:8]}") from None
 
     async def wait_tokens(self, answers: Sequence[Answer], tokens: int = 1, timeout_s: float = 60.0) -> None:
-        """Returns when each has so many tokens. Raises TimeoutError."""
+        """Wait until each request has the given number of tokens. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while True:
             lacking = [answer for answer in answers if len(answer.tokens) < tokens]
@@ -149,7 +149,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, timeout_s: float = 120.0
     ) -> list[Answer]:
-        """One answer a prompt, all submitted at once."""
+        """Submit all prompts at once, with one answer each."""
         answers = [self.submit(prompt, sampling)[0] for prompt in prompts]
         await self.wait(answers, timeout_s)
         return answers
@@ -167,7 +167,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
         answer = self.answers[event.key.request_id]
         if event.key.epoch != answer.key.epoch:
             return
-        if event.position > len(answer.tokens):  # the streams of two workers are not ordered among each other
+        if event.position > len(answer.tokens):  # there is no order between the streams of two workers
             answer.early[event.position] = event
             return
         if event.position < len(answer.tokens):
@@ -204,7 +204,7 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
             self._end(message.lost.keys, AlignedServeError(f"lost: {message.lost.reason}"))
 
     def _submit_again(self, keys: Sequence[RequestKey]) -> None:
-        """Go on after the tokens that came, each request alone."""
+        """Submit each request again, to go on after the tokens that were received."""
         for key in keys:
             answer = self.answers[key.request_id]
             if answer.done.is_set() or answer.key != key:

@@ -1,4 +1,4 @@
-"""Greedy streams that go on and on, by our client over gRPC and plain OpenAI over HTTP, compared with calm ones."""
+"""Endless greedy streams over gRPC (our client) and HTTP (OpenAI), compared with undisturbed streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = ("Return a list of", "def function_", "class Reader:", "Raise a ValueErr
 
 @dataclass(slots=True)
 class Report:
-    """What became of the streams. `pauses_s`: the longest time between two pieces of each, from its request on."""
+    """The results of the streams. `pauses_s`: the longest time between two pieces of each, from its request on."""
 
     answers: int = 0
     failed: list[str] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Report:
 
 
 class EndlessStreams:
-    """`async with EndlessStreams(url, grpc_address) as streams:` has `count` streams open all the time within, every
-    other one over HTTP. `report` is complete after: each stream under way is read to its end.
+    """`async with EndlessStreams(url, grpc_address) as streams:` keeps `count` streams open inside, every other one
+    over HTTP. `report` is complete after it, because each stream under way is read to its end.
 
     Clients have default settings. `url` is where the application answers, with its route prefix.
     """
@@ -55,7 +55,7 @@ class EndlessStreams:
         application: str | None = None,
         expected: dict[str, list[int]] | None = None,
     ) -> None:
-        """`expected`: by prompt, what earlier streams of the same model and `tokens` delivered; it is added to."""
+        """`expected`: answers of earlier streams with the same model and `tokens`, by prompt. New answers are added."""
         self.report = Report()
         self._openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="unused")
         self._client = AsyncClient(grpc_address, application=application)
@@ -102,7 +102,7 @@ class EndlessStreams:
                         got.append(token)
                         if len(got) > 3:
                             self._begun[number].set()
-            except Exception as error:  # whatever a client sees is what is counted
+            except Exception as error:  # all errors that a client sees are counted
                 after_s = time.monotonic() - begun_s
                 self.report.failed.append(
                     f"{over.__name__} at {time.strftime('%X')} after {after_s:.1f} s and {len(got)} tokens: {error!r}"

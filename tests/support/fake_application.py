@@ -1,4 +1,4 @@
-"""The Serve application with roles that only join, and a gateway that tells their status and passes `stop` on."""
+"""The Serve application with roles that only join, and a gateway that serves their status and forwards `stop`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support import fake_roles
 
 
 class FakeActor(RoleActor):
-    """Runs a fake instead of the role."""
+    """Runs a fake role."""
 
     def _new_role(self, settings: RoleSettings) -> RoleServer:
         fake_roles.install()
@@ -36,7 +36,7 @@ class FakeActor(RoleActor):
     logging_config=LOGGING,
 )
 class FakeGateway:
-    """Joins nothing: tells what the supervisor tells."""
+    """Does not join: it serves what the supervisor reports."""
 
     def __init__(self, tree: Tree, supervisor: DeploymentHandle[Any]) -> None:
         self._tree = tree

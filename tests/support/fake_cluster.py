@@ -1,7 +1,7 @@
-"""A cluster that plays scripts: real gRPC servers for supervisor and scheduler, and token events of imaginary workers.
+"""A cluster that runs scripts: real gRPC servers for supervisor and scheduler, and token events of fake workers.
 
-What a gateway does is tested against it, race by race: a script sees each submitted request and emits its tokens,
-loses it, rejects it or says nothing.
+It tests gateways, race by race. A script gets each submitted request, and emits its tokens, loses it, refuses it or
+does nothing.
 """
 
 from __future__ import annotations
@@ -123,10 +123,11 @@ class _Supervisor(sv_grpc.SupervisorServicer):
 class FakeCluster:
     """Use as a context. `script` runs as a task for every submitted request; replace it at any time.
 
-    What is submitted is read from its gateway at once, as a prefill instance does.
+    Submitted requests are read from their gateway at once, as a prefill instance does.
 
-    `submitted`, `cancelled`, `claims`, `asked` and `hellos` record what came from gateways, in order. Of what a gateway
-    asks for and is not in `held` (submitted, and neither ended nor lost nor forgotten) it hears that nobody has it.
+    `submitted`, `cancelled`, `claims`, `asked` and `hellos` record messages of gateways, in order. `held` has requests
+    that were submitted, and have not ended or been lost or forgotten. A gateway that asks for another request learns
+    that no process has it.
     """
 
     def __init__(self, script: Script | None = None, info: ModelInfo | None = None, capacity_tokens: int = 0) -> None:
@@ -182,7 +183,7 @@ class FakeCluster:
         if self.errors:
             raise self.errors[0]
 
-    # ---- what a script does
+    # ---- called by scripts
 
     def emit(
         self,
@@ -196,12 +197,12 @@ class FakeCluster:
         error: AlignedServeError | None = None,
         role: str = "decode",
     ) -> None:
-        """Send the next tokens of a request (`spec.output_token_ids` grows), as a worker would."""
+        """Send the next tokens of a request, as a worker would. `spec.output_token_ids` grows."""
         event = self._event(spec, list(tokens), position, finish, logprobs, prompt_logprobs, error)
         self._emitters[role].emit([(spec.gateway_address, event)])
 
     def emit_together(self, specs: Iterable[RequestSpec], tokens: Sequence[int], finish: FinishReason) -> None:
-        """The last tokens of several requests, in one message, as of one iteration."""
+        """Send the last tokens of several requests in one message, as after one iteration."""
         events = [(spec.gateway_address, self._event(spec, list(tokens), finish=finish)) for spec in specs]
         self._emitters["decode"].emit(events)
 
@@ -235,7 +236,7 @@ class FakeCluster:
         return event
 
     def forget(self, *keys: RequestKey) -> None:
-        """Nobody has them any more, and nobody says so."""
+        """No process has these requests any more, and none reports it."""
         self.held.difference_update(keys)
 
     def lose(self, *keys: RequestKey, reason: str = "the decode instance died") -> None:
@@ -255,11 +256,11 @@ class FakeCluster:
         self._tell(capacity=sc.Capacity(max_request_tokens=tokens))
 
     def publish_intake(self, requests: int = 0, again_s: float = 1.0, *, limited: bool = True) -> None:
-        """How many more requests gateways are to let through."""
+        """Set how many more requests gateways may accept."""
         self._tell(intake=sc.Intake(limited=limited, requests=requests, again_s=again_s))
 
     def break_links(self) -> None:
-        """End every gateway's stream to the scheduler; they come back by themselves."""
+        """End every gateway's stream to the scheduler. The gateways reconnect."""
         for outbox in list(self.outboxes):
             outbox.close()
 
@@ -271,12 +272,12 @@ class FakeCluster:
             self._emitters[role] = TokenEmitter(process, TOKEN, lambda address: None)
 
     def set_state(self, role: str, state: str) -> None:
-        """Change a role's state ("" removes it) and tell everyone."""
+        """Change a role's state ("" removes it), and send the new view."""
         self.states[role] = state
         self.publish_view()
 
     def announce_end(self, grace_s: float) -> None:
-        """As a supervisor does before it ends everything."""
+        """Send the orders of a supervisor before it ends all roles."""
         self.ending, self.grace_s = True, grace_s
         self.publish_view()
 
@@ -285,10 +286,10 @@ class FakeCluster:
         for outbox in self.views:
             outbox.put(sv.RoleOrder(view=self.view()))
 
-    # ---- what a test waits for
+    # ---- waiting for events
 
     async def wait_for(self, condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-        """Returns once the condition holds; it is looked at whenever something came from a gateway."""
+        """Wait until the condition holds. It is checked after each message of a gateway."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._news.clear()
@@ -297,7 +298,7 @@ class FakeCluster:
                 except TimeoutError:
                     continue
 
-    # ---- inside
+    # ---- internal
 
     def view(self) -> sv.ClusterView:
         peers = [
@@ -370,7 +371,7 @@ class FakeCluster:
 
 
 async def counting_script(cluster: FakeCluster, spec: RequestSpec) -> None:
-    """Tokens 100, 101, 102, … up to max_tokens, the first from prefill; goes on where an earlier epoch stopped."""
+    """Emit tokens 100, 101, 102, … up to max_tokens, the first from prefill. Later epochs go on after earlier ones."""
     while spec.remaining_tokens > 0:
         token = 100 + len(spec.output_token_ids)
         last = spec.remaining_tokens == 1
@@ -380,7 +381,7 @@ async def counting_script(cluster: FakeCluster, spec: RequestSpec) -> None:
 
 
 def playing(*steps: Sequence[int], finish: FinishReason = FinishReason.LENGTH, pause_s: float = 0.0) -> Script:
-    """A script that emits these tokens, a step an event, and then ends; goes on where an earlier epoch stopped."""
+    """A script that emits these tokens, one event for each step, and ends. Later epochs go on after earlier ones."""
 
     async def play(cluster: FakeCluster, spec: RequestSpec) -> None:
         sent = 0

@@ -1,9 +1,9 @@
-"""Roles that hold nothing and do nothing but join: what the supervisor does with processes is tested with them.
+"""Roles that only join. They test what the supervisor does with processes.
 
-`python -m support.fake_roles` is `role_main` with these roles. What they do beside joining is said in
-`FAKE_<ROLE>` in the environment: words of `key=value`, among them `fail=CODE`, `exit=SECONDS`, `never_ready=1`,
-`step=SECONDS` (how long a step of its work takes), `end=SECONDS` (how long it takes to end). SIGUSR1 blocks the event
-loop for ever, SIGUSR2 has it report work with which it comes no further.
+`python -m support.fake_roles` is `role_main` with these roles. The environment variable `FAKE_<ROLE>` gives further
+behaviour as words of `key=value`, among them `fail=CODE`, `exit=SECONDS`, `never_ready=1`, `step=SECONDS` (the time of
+a step of its work) and `end=SECONDS` (the time it takes to end). SIGUSR1 blocks the event loop for ever. After SIGUSR2
+it reports work that makes no progress.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODEL = ModelInfo(
 
 
 class FakeRole(RoleServer):
-    """Becomes ready once the stores are planned, unless its orders say otherwise."""
+    """Becomes ready once the stores are planned, unless its environment says otherwise."""
 
     def __init__(self, settings: RoleSettings) -> None:
         super().__init__(settings)
@@ -106,7 +106,7 @@ class FakeScheduler(FakeRole):
 
 
 def install() -> None:
-    """From now on this process starts fakes; the node agent stays the real one."""
+    """From now on this process starts fake roles, except that the node agent stays real."""
     module = FakeRole.__module__
     names = {"prefill": FakePrefill, "decode": FakeDecode, "kv_pool": FakeKvPool, "scheduler": FakeScheduler}
     entries = {role: f"{module}:{kind.__name__}" for role, kind in names.items()}

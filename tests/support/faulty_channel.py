@@ -1,7 +1,7 @@
-"""A channel that fails or lies: errors, delays, copies that never end, short copies, flipped bits, by a seeded plan.
+"""A channel with faults from a seeded plan: errors, delays, copies that never end, short copies and flipped bits.
 
-In one process, wrap a channel: `FaultyChannel(channel, FaultPlan(flip=1.0))`. The worker processes of a cluster are
-started with the environment that `fault_environment(plan)` gives: `transfer.links.connect` then wraps every channel.
+In one process, wrap a channel: `FaultyChannel(channel, FaultPlan(flip=1.0))`. For a cluster, start the worker processes
+with the environment from `fault_environment(plan)`: `transfer.links.connect` then wraps every channel.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ FAULTS = ("refuse", "error", "delay", "stuck", "short", "flip")
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """How likely each fault is, for every copy anew; one copy has one fault at most.
+    """The probability of each fault for a copy. A copy has at most one fault.
 
-    `refuse`: `copy` raises. `error`: the blocks are moved, the completion fails. `delay`: it begins up to `delay_s`
-    later. `stuck`: it does not begin, or end, until `release` or `close`. `short`: the last block, or the second half
-    of its layers, is left out, and the completion succeeds. `flip`: `flipped_bits` bits of the destination are
-    inverted when the copy is through, and it succeeds. `only`: no faults but on channels whose "source>destination"
-    contains this. `after`: none in a channel's first copies. `most`: no more than so many a channel; 0: no limit.
+    `refuse`: `copy` raises. `error`: the blocks are copied, but the completion fails. `delay`: the copy begins up to
+    `delay_s` later. `stuck`: the copy does not begin until `release` or `close`. `short`: the last block, or the second
+    half of its layers, is left out, and the completion succeeds. `flip`: `flipped_bits` bits of the destination are
+    inverted after the copy, and the completion succeeds. `only`: faults only on channels whose "source>destination"
+    contains this. `after`: no faults in this many first copies of a channel. `most`: the largest number of faults of a
+    channel; 0: no limit.
     """
 
     refuse: float = 0.0
@@ -62,10 +63,10 @@ class FaultPlan:
 
 
 class FaultyChannel(Channel):
-    """Does what `inner` does, but for the faults of `plan`. `injected` counts them by kind."""
+    """Does the same as `inner`, with the faults of `plan`. `injected` counts them by kind."""
 
     def __init__(self, inner: Channel, plan: FaultPlan, *, salt: str = "") -> None:
-        """The same plan, stores and `salt` give the same faults, copy for copy."""
+        """The same plan, stores and `salt` give the same faults in the same copies."""
         self._inner = inner
         self._plan = plan
         pair = f"{inner.source.store_id}>{inner.destination.store_id}"
@@ -73,7 +74,7 @@ class FaultyChannel(Channel):
         self._active = plan.only in pair
         self._copies = itertools.count()
         self._lock = threading.Lock()
-        self._held: dict[Completion, Callable[[], None]] = {}  # not begun: delayed or stuck; and how each is begun
+        self._held: dict[Completion, Callable[[], None]] = {}  # delayed or stuck copies, and how each begins
         self._closed = False
         self.injected: Counter[str] = Counter()
 
@@ -147,7 +148,7 @@ class FaultyChannel(Channel):
         return outer
 
     def release(self, most: int | None = None) -> None:
-        """Let copies begin that are stuck or delayed: the oldest `most`, or all."""
+        """Begin the oldest `most` stuck or delayed copies, or all of them."""
         for outer in list(self._held)[:most]:
             self._let_go(outer)
 
@@ -192,7 +193,7 @@ class FaultyChannel(Channel):
     def _copy_short(
         self, sources: list[int], destinations: list[int], layers: tuple[int, int] | None, outer: Completion
     ) -> None:
-        """All but the last block, and of that the first half of the layers, if it has more than one."""
+        """The blocks of a short copy: all but the last block, and the first half of its layers if it has several."""
         begin, end = layers or (self.source.slice.layer_begin, self.source.slice.layer_end)
         half = (begin + end) // 2
         parts = [(sources[:-1], destinations[:-1], layers)]
@@ -202,25 +203,25 @@ class FaultyChannel(Channel):
         copies[-1].add_callback(lambda copy: outer.finish(copy.error))
 
     def _flip(self, destinations: list[int], draw: random.Random) -> None:
-        blocks: Any = self.destination  # of whatever kind: a numpy array or a tensor, uint8 [capacity, block_bytes]
+        blocks: Any = self.destination  # a numpy array or a tensor, uint8 [capacity, block_bytes]
         for _ in range(self._plan.flipped_bits):
             block, byte = draw.choice(destinations), draw.randrange(self.destination.block_bytes)
             blocks.blocks[block, byte] ^= 1 << draw.randrange(8)
 
 
 def fault_environment(plan: FaultPlan) -> dict[str, str]:
-    """What to add to a process's environment so that each of its channels follows `plan`."""
+    """Environment variables that make each channel of a process follow `plan`."""
     return {WRAPPER_VARIABLE: f"{__name__}:wrap_by_environment", PLAN_VARIABLE: json.dumps(asdict(plan))}
 
 
 def wrap_by_environment(channel: Channel) -> Channel:
-    """`channel` with the faults that this process's environment asks for. A process started anew draws others."""
+    """`channel` with the faults of this process's environment. A restarted process draws other faults."""
     return FaultyChannel(channel, _plan_of_environment(), salt=f"{os.getpid()} {time.time_ns()}")
 
 
 @functools.cache
 def _plan_of_environment() -> FaultPlan:
-    """Raises ConfigError where the variable is not a plan."""
+    """The plan in this process's environment. Raises ConfigError if the variable is not a plan."""
     text = os.environ.get(PLAN_VARIABLE, "{}")
     try:
         plan = FaultPlan(**json.loads(text))

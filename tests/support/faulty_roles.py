@@ -1,7 +1,7 @@
-"""The real roles, whose forward passes hang where they are told to.
+"""The real roles, whose forward passes hang on request.
 
 `python -m support.faulty_roles` is `role_main` with them. `FAULTY_FOLDER` in the environment names a
-folder: while there is a file `hang-<role>` in it, the passes of that role do not return; its heartbeats go on.
+folder. While it has a file `hang-<role>`, the passes of that role do not return, but its heartbeats go on.
 """
 
 from __future__ import annotations

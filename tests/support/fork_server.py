@@ -1,4 +1,4 @@
-"""Worker processes forked from one that has imported torch and transformers: their starts then cost no imports.
+"""Forks worker processes from a process that has imported torch and transformers, so that they start without imports.
 
 `python -m support.fork_server FD` is the server. Each datagram on the socket FD orders a child: a module to run, its
 environment, and as file descriptors its stdin, stdout, stderr and a pipe to which the server writes the child's pid
@@ -25,14 +25,14 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 ORDER_BYTES = 1 << 17
-# These may differ between the children of one server: nothing reads them while it imports.
+# These may differ between the children of one server, because no import reads them.
 READ_LATE = ("PYTEST_CURRENT_TEST", "HF_HUB_OFFLINE")
 
 _servers: dict[frozenset[tuple[str, str]], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
 
 class ForkedProcess:
-    """As much of an `asyncio.subprocess.Process` as `ProcessLauncher` needs."""
+    """The part of `asyncio.subprocess.Process` that `ProcessLauncher` needs."""
 
     def __init__(self, pid: int, stdin: asyncio.StreamWriter, report: asyncio.StreamReader) -> None:
         self.pid = pid
@@ -44,16 +44,16 @@ class ForkedProcess:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Raises ProcessLookupError where the process has ended."""
+        """Raises ProcessLookupError if the process has ended."""
         if self._ended.done():
             raise ProcessLookupError(self.pid)
         os.kill(self.pid, signal.SIGKILL)
 
 
 async def fork_process(module: str, environment: Mapping[str, str], output: int | None) -> ForkedProcess:
-    """Run `python -m module` in a forked process; `output` is its stdout and stderr, None: this process's.
+    """Run `python -m module` in a forked process; `output` is its stdout and stderr; None: those of this process.
 
-    Raises OSError where the server has ended.
+    Raises OSError if the server has ended.
     """
     stdin, stdin_writer = os.pipe()
     report_reader, report = os.pipe()
@@ -87,12 +87,12 @@ async def _status(report: asyncio.StreamReader) -> int:
 
 
 def server_pids() -> set[int]:
-    """Of the servers of this process, which live as long as it does."""
+    """The fork servers of this process, which live as long as it does."""
     return {process.pid for process, _ in _servers.values()}
 
 
 def _server(environment: Mapping[str, str]) -> socket.socket:
-    """A server whose imports see this environment."""
+    """A server that imports with this environment."""
     key = frozenset((name, value) for name, value in environment.items() if name not in READ_LATE)
     if key not in _servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""A TCP forwarder between a client and servers, whose connections break when a test says so."""
+"""A TCP forwarder between a client and servers. A test can break its connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER
 
 
 class Forwarder:
-    """Listens on `address`; each connection goes to the first of `targets` that takes it. Use as a context."""
+    """Listens on `address`. Each connection goes to the first of `targets` that accepts it. Use as a context."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self.targets = list(targets)
@@ -40,7 +40,7 @@ class Forwarder:
         await asyncio.sleep(0)
 
     def cut(self) -> int:
-        """Break every connection, both ways; returns how many were open."""
+        """Break every connection in both directions. Returns how many were open."""
         open_now = len(self._open) // 2
         for writer in list(self._open):
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
@@ -49,7 +49,7 @@ class Forwarder:
         return open_now
 
     def freeze(self) -> None:
-        """From now on let nothing through, either way, and close nothing: as a network does that is cut."""
+        """From now on forward nothing and close nothing, as in a network partition."""
         self._flows.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

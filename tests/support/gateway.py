@@ -1,4 +1,4 @@
-"""Gateways within a test's process: in front of a FakeCluster, or of the roles of a LocalCluster."""
+"""Gateways in the test's process, for a FakeCluster or for the roles of a LocalCluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def running_gateway(
     wait: bool = True,
     **gateway_keys: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """Start one (the shipped model's texts unless `model_path` says otherwise), with keys of the `gateway` section."""
+    """Start a gateway with settings of the `gateway` section, and by default the tokenizer of the shipped model."""
     config = Config()
     config = replace(config, gateway=replace(config.gateway, **gateway_keys))
     path = model_path or resolve_model("tiny")
@@ -60,7 +60,7 @@ async def running_gateway(
 async def joined_gateway(
     join_info: Mapping[str, Any], *, gateway_id: str = "gateway-0", wait_s: float = 10.0
 ) -> AsyncIterator[GatewayServer]:
-    """One that has joined the cluster of this `LocalCluster.join_info`, and knows its model; it listens nowhere."""
+    """A gateway without a listener that has joined the cluster of `LocalCluster.join_info` and knows its model."""
     told = {key: join_info[key] for key in ("supervisor_address", "token", "node_id")}
     settings = _settings(gateway_id, join_info["config"], **told)
     server = await GatewayServer.create(settings, resolve_model(join_info["model_path"]))
@@ -76,7 +76,7 @@ def _settings(gateway_id: str, tree: Mapping[str, Any], **told: Any) -> RoleSett
 
 
 def http_to(server: GatewayServer, timeout_s: float) -> httpx.AsyncClient:
-    """A client of its HTTP interface, without a socket."""
+    """A client of the gateway's HTTP interface, without a socket."""
     import httpx
 
     transport = httpx.ASGITransport(server.asgi_app)

@@ -1,4 +1,4 @@
-"""The gateway's HTTP application with nothing behind it, for tests of what it accepts and what it makes of it."""
+"""The gateway's HTTP application without a cluster, for tests of which requests it accepts and submits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = resolve_model("tiny")
 
 
 class RecordingPort:
-    """Takes every submission, reads it as a prefill instance would, and says nothing."""
+    """Takes every submission, reads it as a prefill instance would, and does not answer."""
 
     gateway_id = "gateway-0"
     address = "127.0.0.1:1"
@@ -55,7 +55,7 @@ class RecordingPort:
 
 
 class Front:
-    """The HTTP application with nothing behind it."""
+    """The HTTP application without a cluster."""
 
     def __init__(self, **model: Any) -> None:
         tokenizer = Tokenizer.from_folder(TINY)
@@ -88,7 +88,7 @@ class Front:
         return error
 
     async def submit(self, path: str, body: dict[str, Any]) -> list[RequestSpec]:
-        """What reaches the cluster; nobody answers, so the request times out."""
+        """The submission that reaches the cluster. No worker answers, so the request times out."""
         await self.client.post(path, json={**body, "timeout_s": 0.01})
         submitted, self.port.submitted = self.port.submitted, []
         assert submitted

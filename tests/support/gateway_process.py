@@ -1,4 +1,4 @@
-"""A gateway without Ray in a process of its own, beside a LocalCluster: it can be killed, and counted."""
+"""A gateway without Ray in a separate process, for a LocalCluster. A test can kill it and read its counters."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ async def _serve(orders: dict[str, Any]) -> None:
         joined_gateway(orders, gateway_id=orders["id"], wait_s=_READY_WITHIN_S) as server,
         StandaloneGateway(server) as listening,
     ):
-        while not server.scheduler.up:  # noqa: ASYNC110  # nobody says when
+        while not server.scheduler.up:  # noqa: ASYNC110  # there is no event for this
             await asyncio.sleep(0.01)
         print(json.dumps({"port": listening.port, "grpc_port": listening.grpc_port}), flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until whoever started it closes it, or ends
+        await asyncio.to_thread(sys.stdin.read)  # until the parent closes it, or ends
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: one device repeats the recorded operations of torch, one calls Python again."""
+"""CUDA graphs without a GPU. A replay repeats torch's recorded operations, or calls Python again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from alignedserve.engine.graphs.device import GraphDevice, Mark, Replay
 
 aten = torch.ops.aten
-# What a GPU cannot do without telling the host: as operations, and as methods, which on a CPU take a shorter way.
+# Operations for which the host waits for a GPU, and methods for them, which do not use these operations on a CPU.
 WAITS = {aten.nonzero, aten.masked_select, aten.unique_consecutive, aten._unique2, aten.unique_dim, aten.bincount}
 ASKS = {"item", "tolist", "numpy", "cpu", "__contains__", "__bool__", "__int__", "__float__", "__index__"}
 
@@ -48,12 +48,12 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def repeat(self) -> None:
-        """Every operation again, on the tensors that it had then, into those that it gave then."""
+        """Repeat every operation with its recorded input tensors, and write to its recorded output tensors."""
         for func, args, kwargs, result in self.calls:
             given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
             again = func(*args, **kwargs)
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                if old.untyped_storage().data_ptr() not in given:  # else written in place, or a view
+                if old.untyped_storage().data_ptr() not in given:  # others were written in place, or are views
                     old.copy_(new)
 
 
@@ -63,7 +63,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[_Recorder]:
-    """torch says that a graph is being captured, as it would: transformers then leaves out what asks for contents."""
+    """Make torch report that a graph is being captured: transformers then omits reads of tensor contents."""
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         _NoQuestions(),
@@ -78,8 +78,8 @@ class _DoneMark(Mark):
 
 
 class TwinDevice(GraphDevice):
-    """`records`: replays repeat torch's operations with the values of then, as a GPU does, and what asks for a
-    tensor's contents fails. Otherwise they call Python again: for Triton's interpreter, which no recording sees.
+    """`records`: replays repeat torch's operations with the recorded arguments, as on a GPU, and reads of a tensor's
+    contents fail. Otherwise replays call Python again, because Triton's interpreter cannot be recorded.
     """
 
     def __init__(self, *, records: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Greedy streams whose tokens are known, and something that happens in their middle."""
+"""Greedy streams whose tokens are known, with a disturbance in the middle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGUN_TOKENS = 5
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Prompts, and what `transformers` answers to each: `new_tokens` tokens."""
+    """Prompts, and the `new_tokens` tokens that `transformers` generates for each."""
 
     prompts: Sequence[Sequence[int]]
     new_tokens: int
@@ -31,7 +31,7 @@ class Expected:
 
 @dataclass(slots=True)
 class Streamed:
-    """The tokens of each stream, and when each chunk came (`time.monotonic()`)."""
+    """The tokens of each stream, and the time of each chunk (`time.monotonic()`)."""
 
     tokens: list[list[int]]
     came_s: list[list[float]]
@@ -40,7 +40,7 @@ class Streamed:
 
     @property
     def silent_s(self) -> float:
-        """The longest pause of any stream from the blow on."""
+        """The longest pause of any stream after the blow, in seconds."""
         after = [[self.blown_s, *(at for at in came if at > self.blown_s)] for came in self.came_s]
         return max((later - earlier for times in after for earlier, later in pairwise(times)), default=0.0)
 
@@ -48,9 +48,9 @@ class Streamed:
 async def stream(
     address: str, expected: Expected, blow: Callable[[], object] | None = None, timeout_s: float = 120.0
 ) -> Streamed:
-    """All at once. When each has delivered a few tokens, `blow` is called in a thread.
+    """Run all streams at once. When each has delivered a few tokens, `blow` is called in a thread.
 
-    Raises what a stream ends with, and AssertionError where none was open when the blow fell.
+    Raises the error of a stream, and AssertionError if no stream was open at the time of the blow.
     """
     count = len(expected.prompts)
     streamed = Streamed([[] for _ in range(count)], [[] for _ in range(count)])

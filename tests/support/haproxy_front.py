@@ -21,8 +21,8 @@ SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_ser
 
 
 class HaProxyFront:
-    """`async with HaProxyFront([url, ...], [grpc_address, ...]) as front` forwards inside to what it was given.
-    `variables` are Ray Serve's, in place of those that `alignedserve serve` sets."""
+    """`async with HaProxyFront([url, ...], [grpc_address, ...]) as front` forwards to these addresses.
+    `variables` are Ray Serve's variables, instead of those that `alignedserve serve` sets."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class HaProxyFront:
         await self._end()
 
     async def held(self) -> int:
-        """Requests that HAProxy has given to a gateway, and neither ended nor given up."""
+        """The number of open requests that HAProxy has sent to a gateway."""
         assert self._folder is not None
         reader, writer = await asyncio.open_unix_connection(self._folder.path / "admin.sock")
         writer.write(b"show stat\n")
@@ -87,7 +87,7 @@ class HaProxyFront:
         assert process is not None
         assert folder is not None
         with contextlib.suppress(ProcessLookupError):
-            process.kill()  # HAProxy ends with its starter
+            process.kill()  # HAProxy ends with the process that started it
         await process.wait()
         folder.remove()
 
@@ -101,7 +101,7 @@ async def _serve(orders: Mapping[str, Any]) -> None:
         return [ServerConfig(f"gateway-{port}", "127.0.0.1", int(port)) for port in ports]
 
     class Api(HAProxyApi):
-        """Gateways without Serve have none of its health checks for gRPC: that one connects is enough."""
+        """Without Serve, gateways have no gRPC health checks of Serve: a successful connection is enough."""
 
         def _generate_config_file_internal(self) -> None:
             super()._generate_config_file_internal()
@@ -129,7 +129,7 @@ async def _serve(orders: Mapping[str, Any]) -> None:
     api = Api(config, backends, str(folder / "haproxy.cfg"))
     await api.start()
     print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.read)  # until its starter closes it, or ends
+    await asyncio.to_thread(sys.stdin.read)  # until the parent closes it, or ends
     await api.stop()
 
 

@@ -11,7 +11,7 @@ from alignedserve.scheduler.process.pool_audit import SETTLE_S
 
 
 async def wait_nothing_held(cluster: LocalCluster, timeout_s: float = SETTLE_S + 15.0) -> str:
-    """The metrics once every block of every store is free; by default as late as the pool's audit finds the last."""
+    """Wait until all blocks are free, by default as long as the pool's audit needs. Returns the metrics."""
     deadline = time.monotonic() + timeout_s
     while True:
         metrics = (await cluster.status()).metrics

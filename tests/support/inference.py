@@ -1,4 +1,4 @@
-"""An Inference service whose answers the prompt chooses, and one way to ask it through either client.
+"""An Inference service whose prompt selects the answer, and functions that call it through either client.
 
 Prompts: "hold" sends one piece of the answer and waits to be cancelled, "fail STATUS details" fails, "break" fails
 half way, "long" answers with more than gRPC's default limit of 4 MiB; every other prompt gets " a", " b".
@@ -24,9 +24,9 @@ _register: Callable[[Any, grpc.Server], None] = add_InferenceServicer_to_server 
 
 
 class ScriptedInference(InferenceServicer):
-    """Keeps what it was asked: `requests` and the last call's `metadata`.
+    """Records its `requests` and the last call's `metadata`.
 
-    `held` is set while a "hold" waits, `released` once the call that was held has ended, however it ended.
+    `held` is set while a "hold" waits, `released` once that call has ended in any way.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ScriptedInference(InferenceServicer):
         cancelled = threading.Event()
         if kind == "hold":
             self._cancelled[request_id] = cancelled
-            if not context.add_callback(self.released.set):  # it has ended already
+            if not context.add_callback(self.released.set):  # the call has already ended
                 self.released.set()
         yield _first_chunk(request, request_id, LONG_TEXT if kind == "long" else " a")
         if kind == "hold":
@@ -106,7 +106,7 @@ def _last_chunk(request: pb.GenerateRequest, request_id: str) -> pb.GenerateChun
 
 
 def start_server(service: ScriptedInference, port: int = 0) -> tuple[grpc.Server, str]:
-    """A running server on 127.0.0.1 and its address; port 0: a free one. The caller stops it."""
+    """Start a server on 127.0.0.1 (port 0: a free port). Returns it and its address; the caller stops it."""
     server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
     _register(service, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
@@ -115,14 +115,14 @@ def start_server(service: ScriptedInference, port: int = 0) -> tuple[grpc.Server
 
 
 def ask_sync(address: str, settings: dict[str, Any], method: str, *args: Any, **options: Any) -> Any:
-    """One call of a new `Client(address, **settings)`; a stream comes back as a list."""
+    """Make one call of a new `Client(address, **settings)`. A stream is returned as a list."""
     with Client(address, **settings) as client:
         answer = getattr(client, method)(*args, **options)
         return list(answer) if isinstance(answer, ChunkStream) else answer
 
 
 def ask_async(address: str, settings: dict[str, Any], method: str, *args: Any, **options: Any) -> Any:
-    """`ask_sync` through an `AsyncClient`, in an event loop of its own."""
+    """Like `ask_sync`, through an `AsyncClient` in a new event loop."""
 
     async def ask() -> Any:
         async with AsyncClient(address, **settings) as client:

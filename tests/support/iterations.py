@@ -15,14 +15,14 @@ from support.core_cell import key
 
 
 def names(items: Iterable[Any]) -> list[str]:
-    """Of what carries a key, or is one."""
+    """The key of an item that has a key or is a key."""
     return [getattr(item, "key", item).request_id for item in items]
 
 
 class Worker:
-    """Carries out plans, a second an iteration. Copies are over at once, or, not `instant`, when a test says so.
+    """Carries out plans; an iteration takes one second. Copies end at once, or when a test says so if not `instant`.
 
-    `lease`: blocks of the requests buffer that it may evict to. The other arguments are the scheduler's.
+    `lease`: blocks of the candidate request buffer for evictions. The other arguments are the scheduler's.
     """
 
     def __init__(

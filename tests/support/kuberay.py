@@ -1,4 +1,4 @@
-"""The manifests of deploy/kuberay as objects, read as kustomize reads them."""
+"""The manifests of deploy/kuberay as objects, read like kustomize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = {"": 1.0, "m": 1e-3, **{f"{u}i": 1024.0 ** (n + 1) for n, u in enumerat
 
 
 def manifests(name: str) -> list[Manifest]:
-    """Every object of a folder with a kustomization, those of the folders that it names first."""
+    """All objects of a folder with a kustomization; those of the folders that it names come first."""
     return [document for file in files(name) for document in _documents(file)]
 
 
@@ -54,13 +54,13 @@ def ray_service(name: str) -> Manifest:
 
 
 def serve_config(name: str) -> dict[str, Any]:
-    """The very text in the RayService, parsed."""
+    """The Serve configuration in the RayService, parsed."""
     found: dict[str, Any] = yaml.safe_load(ray_service(name)["spec"]["serveConfigV2"])
     return found
 
 
 def environment(name: str) -> dict[str, str]:
-    """What every Ray container's environment has from the ConfigMap."""
+    """The environment of every Ray container that comes from the ConfigMap."""
     (found,) = [
         entry for entry in of_kind(manifests(name), "ConfigMap") if entry["metadata"]["name"] == "alignedserve-ray"
     ]
@@ -68,7 +68,7 @@ def environment(name: str) -> dict[str, str]:
 
 
 def environment_here(name: str) -> dict[str, str]:
-    """The same, with this machine's HAProxy instead of the image's."""
+    """The same, with this machine's HAProxy instead of that of the image."""
     return environment(name) | {
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("alignedserve-haproxy"))
     }
@@ -90,7 +90,7 @@ class RayPods:
 
     @property
     def container(self) -> Manifest:
-        """Ray's; KubeRay takes the first."""
+        """The Ray container. KubeRay takes the first one."""
         container: Manifest = self.spec["containers"][0]
         return container
 
@@ -100,16 +100,16 @@ class RayPods:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Its own, and those of KubeRay that objects of ours may select by."""
+        """Its own labels, and those from KubeRay that our selectors may use."""
         kind = "head" if self.is_head else "worker"
         own: dict[str, str] = self.metadata["labels"]
         return {"ray.io/node-type": kind, "ray.io/is-ray-node": "yes"} | own
 
     @property
     def resources(self) -> dict[str, float]:
-        """Ray's of one pod, as KubeRay derives them. Without a "GPU" Ray counts those that the container sees."""
+        """Ray's of one pod, as KubeRay derives them. Without "GPU", Ray counts the GPUs that the container sees."""
         limits = self.container["resources"]["limits"]
-        # KubeRay strips quotes and then reads JSON; of what it cannot read it logs an error, and passes on no GPUs.
+        # KubeRay strips quotes and then reads JSON. If that fails, it logs an error and passes on no GPUs.
         own = json.loads(self.params["resources"].strip("\"'` ")) if "resources" in self.params else {}
         found = {"CPU": float(self.params.get("num-cpus", quantity(limits["cpu"])))}
         gpus = self.params.get("num-gpus", limits.get("nvidia.com/gpu"))
@@ -140,10 +140,10 @@ def quantity(text: str | float) -> int:
 
 
 def on_this_machine(name: str, api_key_file: Path) -> dict[str, Any]:
-    """The Serve configuration with what a machine without GPUs and other nodes cannot have replaced, by rule.
+    """The Serve configuration, adapted by rules to a machine without GPUs and without other nodes.
 
-    Where it is for GPUs: instances run on CPUs, one prefill and one decode, with the model that ships and a pool of
-    half a GiB; there is one gateway. Where a Secret is mounted, the file is another. Everything else stays.
+    If it is for GPUs, there are one prefill instance and one decode instance on CPUs, with the shipped model and a pool
+    of half a GiB, and one gateway. A mounted Secret is replaced by another file. Everything else stays.
     """
     config = copy.deepcopy(serve_config(name))
     for application in config["applications"]:
@@ -158,12 +158,12 @@ def on_this_machine(name: str, api_key_file: Path) -> dict[str, Any]:
 
 
 def selected(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector without expressions takes these labels."""
+    """Whether a label selector without expressions matches these labels."""
     return all(labels.get(key) == value for key, value in selector.items())
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string of an object, however deep."""
+    """All strings in an object, at any depth."""
     if isinstance(value, str):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -1,4 +1,4 @@
-"""A small pool without a process or memory for KV: only its decisions and its table."""
+"""A small shard without a process or memory for KV: only its decisions and its table."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def table_memory() -> memoryview:
 
 
 def open_pool(memory: memoryview, reserve: int = 0, region: int = 0) -> KvPool:
-    """Goes on from what the table in `memory` says."""
+    """A shard that continues from the state of the table in `memory`."""
     table = AllocationTable(memory, GEOMETRY, CAPACITY, region=region)
     return KvPool("kv_pool-0", table, GEOMETRY.block_size, reserve_blocks=reserve)
 
 
 def leased(pool: KvPool, writer: WriterKey, count: int) -> list[int]:
-    """So many blocks, which are free: the writer gets them all at once."""
+    """Lease blocks, which must be free: the writer gets them all at once."""
     (grant,) = pool.want(writer, count)
     assert (grant.writer, len(grant.block_ids)) == (writer, count)
     return list(grant.block_ids)

@@ -1,4 +1,4 @@
-"""Processes that tests have left behind."""
+"""Finds processes that tests have left running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_S = 0.05
 
 
 def descendants() -> dict[int, str]:
-    """The command line of every process below this one, by its pid; "" of one that has ended and is not collected."""
+    """The command line of every descendant of this process, by pid; "" for a zombie."""
     found: dict[int, str] = {}
     pending = [os.getpid()]
     while pending:
@@ -27,7 +27,7 @@ def descendants() -> dict[int, str]:
 
 
 def leftovers(before: dict[int, str], grace_s: float) -> dict[int, str]:
-    """Those that live now, did not `before`, and have not ended within `grace_s`."""
+    """Processes that live now, were not in `before`, and have not ended within `grace_s`."""
     deadline = time.monotonic() + grace_s
     while True:
         left = {pid: words for pid, words in descendants().items() if pid not in before and words}

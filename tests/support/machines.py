@@ -1,4 +1,4 @@
-"""How long the state machines of the tests run: the same short walk each time, or longer random ones on request."""
+"""How long the state machines of the tests run: the same short walks each time, or more random walks on request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-FACTOR = float(os.environ.get("ALIGNEDSERVE_FUZZ", "1"))  # `make fuzz` sets it: so many times the examples, at random
+FACTOR = float(os.environ.get("ALIGNEDSERVE_FUZZ", "1"))  # `make fuzz` sets this factor
 
 
 def machine_settings(examples: int, steps: int = 50) -> settings:
-    """`examples` walks of at most `steps` rules each, `FACTOR` times as many where that is asked for."""
+    """`examples` walks of at most `steps` rules each, times `FACTOR`."""
     return settings(
         max_examples=max(1, round(examples * FACTOR)),
         stateful_step_count=steps,

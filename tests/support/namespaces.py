@@ -1,7 +1,7 @@
-"""Machines of a test's own: processes with their own network, process ids and /dev/shm, joined by a switch.
+"""Virtual machines for tests: processes with their own network, process ids and /dev/shm, connected by a switch.
 
-Nothing has a name or a file outside: the namespaces live in one process each, which the kernel ends with the thread
-that made it. With the last process go the interfaces and the memory, however the test ends.
+Nothing has a name or a file outside. The namespaces of a machine belong to one process, which the kernel ends with the
+thread that made it. The interfaces and the memory end with the last process, however the test ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Self
 
 _PREFIX = "10.77.0"
 _NETMASK_BITS = 24
-# Process 1 of its namespace: the kernel reaps for who ignores SIGCHLD, and ends every other process there with it.
+# Process 1 of its namespace. It ignores SIGCHLD, so the kernel reaps its children, and all processes end with it.
 _INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 
 
 @functools.cache
 def why_not() -> str:
-    """Why machines cannot be made here; "" where they can."""
+    """Why machines cannot be made here; "" if they can."""
     missing = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {', '.join(missing)} (iproute2, util-linux)"
@@ -39,7 +39,7 @@ def why_not() -> str:
 
 
 class Machine:
-    """Namespaces of network, process ids, mounts and IPC, and a host name. `address`: its own on the switch."""
+    """Namespaces of network, process ids, mounts and IPC, and a host name. `address`: the machine's address."""
 
     def __init__(self, name: str, address: str = "") -> None:
         self.name, self.address = name, address
@@ -75,11 +75,11 @@ class Machine:
         self.close()
 
     def inside(self, *command: str) -> list[str]:
-        """The command as one that runs on this machine."""
+        """The command, changed to run on this machine."""
         return ["nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--ipc", "--uts", "--", *command]
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> str:
-        """What it prints. Raises CalledProcessError and TimeoutExpired."""
+        """Run a command. Returns its output. Raises CalledProcessError and TimeoutExpired."""
         done = subprocess.run(
             self.inside(*command), check=False, capture_output=True, text=True, env=environment, timeout=timeout_s
         )
@@ -90,24 +90,24 @@ class Machine:
         return done.stdout
 
     def ip(self, *arguments: str) -> None:
-        """`ip` on this machine's network, with the process ids of outside."""
+        """Run `ip` in this machine's network namespace, but with the process ids of the host."""
         command = ["nsenter", "-t", str(self.pid), "--net", "--", "ip", *arguments]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=30.0)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """A process that goes on; what it prints goes to `log`. It ends with the machine, or with `end`."""
+        """Start a process in the background; its output goes to `log`. It ends with the machine, or with `end`."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 self.inside(*command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environment)
             )
 
     def forward(self, port: int, socket: Path, environment: Mapping[str, str]) -> None:
-        """Connections to the Unix socket, once it is there, go to the machine's own port: tests are on no machine."""
+        """Forward a Unix socket to a port of the machine, which tests cannot reach. Returns once the socket exists."""
         command = [sys.executable, "-m", "support.port_of_machine", str(socket), str(port)]
         self.start(command, environment, socket.with_suffix(".log"))
 
     def pids(self, word: str = "") -> dict[int, int]:
-        """Processes here whose command line has the word: {pid on this machine: pid outside}; without process 1."""
+        """Processes whose command line has the word, without process 1: {pid on this machine: pid on the host}."""
         own = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for entry in Path("/proc").iterdir():
@@ -123,7 +123,7 @@ class Machine:
         os.kill(self.pids()[pid], number)
 
     def shared_memory(self) -> dict[int, int]:
-        """Anonymous memory files that processes here have mapped: {inode: pid outside of one that has it}."""
+        """Anonymous memory files that processes here have mapped: {inode: host pid of a process that maps it}."""
         found = {}
         for pid in self.pids().values():
             with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ class Machine:
 
 
 class Switch:
-    """`with Switch(3) as switch:` three machines on one network, of which each can be cut off."""
+    """`with Switch(3) as switch:` three machines on one network. Each can be disconnected."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -192,7 +192,7 @@ class Switch:
 
     @staticmethod
     def bytes_through(machine: Machine) -> tuple[int, int]:
-        """What has gone (into, out of) its network interface."""
+        """The bytes (received, sent) of its network interface."""
         lines = Path(f"/proc/{machine.pid}/net/dev").read_text().splitlines()
         fields = next(line for line in lines if "eth0:" in line).partition(":")[2].split()
         return int(fields[0]), int(fields[8])
@@ -208,5 +208,5 @@ def _port(number: int) -> str:
 
 
 def child_of(pid: int) -> int:
-    """The only child of a process that has one."""
+    """The child of a process that has exactly one child."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

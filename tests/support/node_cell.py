@@ -1,4 +1,4 @@
-"""A supervisor's core on two nodes, and what its roles say: for tests of who is where."""
+"""A supervisor core on two nodes, and its roles' messages, for tests of placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMORY = {"node_agent-0": 8 * GIB, "node_agent-1": 4 * GIB}
 
 
 class Cell:
-    """A core on two nodes, and what its roles say. `where` is changed by tests, and told with `locate`."""
+    """A core on two nodes, and its roles' messages. Tests change `where`, and report it with `locate`."""
 
     def __init__(self, prefill: int = 1, decode: int = 1, where: dict[str, str] | None = None, **cluster: str) -> None:
         settings = {"device": "cpu", **cluster}
@@ -76,7 +76,7 @@ class Cell:
         assert self.core.state() == "ready"
 
     def pass_time(self, seconds: float, silent: set[str] = frozenset()) -> list[Action]:  # type: ignore[assignment]
-        """Everyone but those on a silent node speaks once a second."""
+        """Each process sends a heartbeat once a second, except those on silent nodes."""
         actions: list[Action] = []
         end = self.now + seconds
         while self.now < end:

@@ -1,4 +1,4 @@
-"""What a broken, an old or a hostile peer may send: noise, cut messages, and messages without sense; all seeded."""
+"""Seeded input from a broken, old or hostile peer: noise, truncated messages and messages without meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = ("", "x", "nobody-0", "gateway-9", "é" * 40, "a" * 70_000)
 
 
 def socket_noise(draw: random.Random) -> list[bytes]:
-    """Bytes to write to a gRPC port: none of them is a call."""
+    """Bytes to write to a gRPC port. None of them is a call."""
     noise = draw.randbytes
     settings = struct.pack("!I", 0)[1:] + b"\x04\x00" + struct.pack("!I", 0)
     huge = b"\xff\xff\xff" + b"\x00\x01" + struct.pack("!I", 1)
@@ -42,7 +42,7 @@ def socket_noise(draw: random.Random) -> list[bytes]:
 
 
 async def throw(address: str, data: bytes, wait_s: float = 0.2) -> None:
-    """Connect, write, read for a moment, and go away."""
+    """Connect, write, read for a moment, and disconnect."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     with contextlib.suppress(OSError, TimeoutError):
@@ -92,12 +92,12 @@ def _value(field: FieldDescriptor, draw: random.Random, depth: int) -> Any:
 
 
 def sensible(method: MethodDescriptor, draw: random.Random, count: int) -> list[bytes]:
-    """Requests of a method that can be read, whatever they say."""
+    """Well-formed requests of a method with random values."""
     return [message(method.input_type, draw).SerializeToString() for _ in range(count)]
 
 
 def payloads(method: MethodDescriptor, draw: random.Random, count: int) -> list[bytes]:
-    """Requests of a method: well-formed ones, cut ones, and noise."""
+    """Requests of a method: well-formed ones, truncated ones, and noise."""
     made = sensible(method, draw, count)
     cut = [data[: draw.randrange(len(data))] for data in made if len(data) > 1][: count // 2 + 1]
     return [*made, *cut, b"\xff" * 9, draw.randbytes(200)]
@@ -111,7 +111,7 @@ async def call(
     metadata: Sequence[tuple[str, str]],
     timeout_s: float,
 ) -> grpc.StatusCode:
-    """Send `data` as one stream, or a call each where the method takes one message; the status of the last."""
+    """Send `data` as one stream, or in one call each if the method takes one message. Returns the last status."""
     path = f"/{service.full_name}/{method.name}"
 
     async def requests() -> AsyncIterator[bytes]:

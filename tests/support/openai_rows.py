@@ -1,4 +1,4 @@
-"""What OpenAI's interface promises: `ROWS[name](world)` asks a real server, and compares with `transformers`."""
+"""Checks of the OpenAI API: `ROWS[name](world)` calls a real server, and compares with `transformers`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-3
 
 @dataclass
 class World:
-    """A server, and the model that it serves as `transformers` runs it."""
+    """A server, and the model that it serves in `transformers`."""
 
     url: str
     folder: Path
@@ -82,7 +82,7 @@ class World:
         return [json.loads(line) for line in lines[:-1]]
 
     def both(self, **body: Any) -> tuple[str, list[int], str]:
-        """Text, tokens and finish reason of the first answer, the same streamed and not."""
+        """Text, tokens and finish reason of the first answer, which must be the same streamed and not."""
         (whole,) = self.ask(**body)["choices"]
         parts = [event["choices"][0] for event in self.stream(**body)]
         found = whole["text"], whole["token_ids"], whole["finish_reason"]
@@ -237,7 +237,7 @@ def penalties(world: World) -> None:
 
 @row
 def filters_that_leave_one_token(world: World) -> None:
-    """Each alone takes the draw of a hot distribution back to the most likely token."""
+    """Each setting alone limits sampling at a high temperature to the most likely token."""
     hot = {**GREEDY, "temperature": 2.0, "seed": 5}
     expected = world.greedy(PROMPT, 12)
     for only in ({"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}):
@@ -283,7 +283,7 @@ def two_answers(world: World) -> None:
 
 @row
 def a_stop_string_that_chunks_cut(world: World) -> None:
-    """It begins in one token and ends in another; nothing of it is sent."""
+    """The stop string begins in one token and ends in another. No part of it is sent."""
     whole = world.tokenizer.decode(world.greedy(PROMPT, 20))
     pieces = [world.tokenizer.decode([token]) for token in world.greedy(PROMPT, 3)]
     stop = pieces[0][-2:] + pieces[1] + pieces[2][:2]
@@ -307,7 +307,7 @@ def a_stop_token(world: World) -> None:
 
 
 def spelled_by_bytes(world: World, data: bytes) -> dict[str, Any]:
-    """A body whose answer is these bytes, one token each: the bias orders them, and a penalty takes what was said."""
+    """A body whose answer is these bytes, one token each: the bias orders them, and a penalty excludes earlier ones."""
     tokens = [
         next(t for t in range(world.tokenizer.vocab_size) if world.tokenizer.piece(t) == bytes([b])) for b in data
     ]

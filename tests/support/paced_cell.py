@@ -1,7 +1,7 @@
-"""A scheduler's core in virtual time, with instances that take as long as a formula says: what admission leads to.
+"""A scheduler core in virtual time, with instances whose times come from a formula, for tests of admission.
 
-One prefill and one decode instance, without buffers. For behaviour over time (who is accepted when, which objectives
-are kept), not for races: those are `small_cell`'s.
+One prefill and one decode instance, without candidate buffers. For behaviour over time (which requests are accepted
+when, which objectives are kept), not for races: `small_cell` tests those.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ REPORT_EVERY_S = 0.1
 
 @dataclass(slots=True)
 class Pace:
-    """How long things take. `shared`: by how much a pass is slower while the other instance works too. `noise`: each
-    pass takes up to so many times longer."""
+    """The times of passes. `shared`: how much slower a pass is while the other instance works too. `noise`: the largest
+    random factor of a pass."""
 
     prefill_s: float = 0.002
     prefill_token_s: float = 1e-4
@@ -38,14 +38,14 @@ class Pace:
 
 @dataclass(slots=True)
 class Life:
-    """One request as its client sees it. Seconds of the virtual clock."""
+    """One request as its client sees it. Times are in seconds of the virtual clock."""
 
     arrived_s: float
     tokens: int
     left: int
     first_s: float = 0.0
     ended_s: float = 0.0
-    retry_after_s: float | None = None  # where it was refused
+    retry_after_s: float | None = None  # if it was refused
 
     def ttft_s(self) -> float:
         return self.first_s - self.arrived_s
@@ -56,7 +56,7 @@ class Life:
 
 @dataclass(slots=True)
 class _Meter:
-    """As workers measure: sums, reported now and then."""
+    """Sums that are reported at intervals, as workers measure them."""
 
     sums: Passes = field(default_factory=lambda: Passes(0, 0, 0, 0.0))
     taken_s: float = 0.0
@@ -73,7 +73,7 @@ class _Meter:
 
 
 class PacedCell:
-    """`submit` as time goes on, `run_until` lets it pass. `lives` has every request by its name."""
+    """`submit` requests, and let time pass with `run_until`. `lives` has every request by its name."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class PacedCell:
         self._draw = random.Random(seed)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._prompts: list[tuple[RequestKey, int]] = []  # what prefill has left to compute of each
+        self._prompts: list[tuple[RequestKey, int]] = []  # tokens of each prompt that are not computed yet
         self._offered: list[RequestKey] = []
         self._running: list[RequestKey] = []
         self._prefill_busy = self._decode_busy = False
@@ -115,7 +115,7 @@ class PacedCell:
         self._report_prefill()
         self._report_decode()
 
-    # ---- what a test does
+    # ---- called by tests
 
     def submit(self, name: object, tokens: int, epoch: int = 0) -> Life:
         life = Life(self.now_s, tokens, self._new_tokens)
@@ -126,7 +126,7 @@ class PacedCell:
         return life
 
     def offer(self, rate: float, seconds: float, tokens: int = 64) -> list[Life]:
-        """Poisson arrivals from now on; returns when the last of them has come."""
+        """Poisson arrivals from now on. Returns after the last arrival."""
         lives, due_s, end_s = [], self.now_s, self.now_s + seconds
         while (due_s := due_s + self._draw.expovariate(rate)) < end_s:
             self.run_until(due_s)
@@ -141,7 +141,7 @@ class PacedCell:
         self.now_s = max(self.now_s, end_s)
 
     def drain(self) -> None:
-        """Let everything that was accepted end."""
+        """Run until all accepted requests have ended."""
         while self._agenda:
             self.run_until(self._agenda[0][0])
 

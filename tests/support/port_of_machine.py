@@ -1,4 +1,4 @@
-"""`python -m support.port_of_machine SOCKET PORT`: a Unix socket whose connections reach the port."""
+"""`python -m support.port_of_machine SOCKET PORT`: forwards a Unix socket to the port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 async def forward(path: str, port: int) -> None:
-    """Serves until the process ends. A connection to a port that nobody listens on is closed."""
+    """Serves until the process ends. A connection is closed if no process listens on the port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,4 +1,4 @@
-"""HTTP/2 without TLS, stream by stream: for requests that a client library would not leave half-sent."""
+"""HTTP/2 without TLS, stream by stream, for half-sent requests that a client library would not send."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RawH2:
         self._writer.close()
 
     def send(self, method: str, path: str, fields: Mapping[str, str] | None = None, *, end: bool = True) -> int:
-        """The number of a stream with these headers; more is to come unless `end`."""
+        """Open a stream with these headers; without `end` more follows. Returns its number."""
         number = self._connection.get_next_available_stream_id()
         pseudo = {":method": method, ":path": path, ":scheme": "http", ":authority": "a"}
         self._connection.send_headers(number, [*pseudo.items(), *(fields or {}).items()], end_stream=end)
@@ -50,7 +50,7 @@ class RawH2:
         self._flush()
 
     async def answer(self, number: int) -> RawAnswer:
-        """The whole answer to a stream. Raises ConnectionResetError where the other end has reset it, or is gone."""
+        """The whole answer of a stream. Raises ConnectionResetError if the stream or the connection has ended."""
         headers = HTTPMessage()
         body = b""
         while data := await self._reader.read(65536):

@@ -1,4 +1,4 @@
-"""HTTP as bytes: for requests that no client library sends, and answers as they come."""
+"""HTTP as bytes, for requests that no client library sends, and for unparsed answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RawAnswer:
-    """`closed`: the server has ended the connection after it."""
+    """`closed`: the server has closed the connection after the answer."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -25,7 +25,7 @@ class RawAnswer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's error object. Raises AssertionError where the answer is none."""
+        """OpenAI's error object. Raises AssertionError if the answer is not one."""
         assert self.headers["content-type"] == "application/json", (self.status, self.body)
         error: dict[str, Any] = json.loads(self.body)["error"]
         assert error.keys() == ERROR_KEYS
@@ -34,8 +34,8 @@ class RawAnswer:
 
 
 def ask(port: int, *parts: bytes, timeout_s: float = 10.0) -> list[RawAnswer]:
-    """Sends `parts`, one after the other, and reads an answer to them; where the connection is left open, then one to
-    `GET /live` over it. Raises OSError, TimeoutError.
+    """Send `parts` one after another, and read the answer. If the connection stays open, also read an answer to
+    `GET /live` over it. Raises OSError and TimeoutError.
     """
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         send(connection, parts)
@@ -47,10 +47,10 @@ def ask(port: int, *parts: bytes, timeout_s: float = 10.0) -> list[RawAnswer]:
 
 
 def send(connection: socket.socket, parts: Sequence[bytes]) -> None:
-    """A server may have answered, and gone, before all is sent."""
+    """A server may answer and close the connection before all is sent."""
     for number, part in enumerate(parts):
         if number:
-            time.sleep(_PAUSE_S)  # else they come as one
+            time.sleep(_PAUSE_S)  # else they arrive as one part
         try:
             connection.sendall(part)
         except (BrokenPipeError, ConnectionResetError):
@@ -58,7 +58,7 @@ def send(connection: socket.socket, parts: Sequence[bytes]) -> None:
 
 
 def read(connection: socket.socket, method: str = "GET") -> RawAnswer:
-    """The next answer, after any `100 Continue`."""
+    """The next answer, without any `100 Continue`."""
     answer = http.client.HTTPResponse(connection, method=method)
     answer.begin()
     body = answer.read()

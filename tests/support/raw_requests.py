@@ -1,4 +1,4 @@
-"""Requests as bytes that no client library sends, or only a web page, and what becomes of each at the front."""
+"""Requests as bytes that no client library sends, or that only a web page sends, and the front's answer to each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORIGIN = b"Origin: http://evil.example\r\n"
 GZIP = b"Content-Encoding: gzip\r\n"
 FIELDS = b"".join(b"X%d: a\r\n" % number for number in range(101))
 
-# A name, what is sent (in pieces), the status, the error's code.
+# A name, the bytes sent (in pieces), the status, and the error's code.
 REFUSED: list[tuple[str, tuple[bytes, ...], int, str]] = [
     ("TLS", (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(90),), 400, "bad_request"),
     ("noise", (b"\x00\x01noise\r\n\r\n",), 400, "bad_request"),
@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, tuple[bytes, ...], int, str]] = [
     ("a page's cancel", (CANCEL + ORIGIN + b"Content-Length: 0\r\n\r\n",), 415, "unsupported_media_type"),
 ]  # fmt: skip
 
-# A name, and what is sent; the status is 200.
+# A name, and the bytes sent. The status is 200.
 TAKEN: list[tuple[str, bytes]] = [
     ("no host", b"GET /live HTTP/1.1\r\n\r\n"),
     ("HTTP/1.0", b"GET /live HTTP/1.0\r\n\r\n"),

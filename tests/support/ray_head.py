@@ -28,17 +28,17 @@ from alignedserve.config_sources import from_tree
 DEPLOYED_WITHIN_S = 120.0
 STARTED_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
-STEADY_ANSWERS = 8  # a tenth of a second apart: HAProxy changes over to another configuration in steps
+STEADY_ANSWERS = 8  # 0.1 s apart, because HAProxy changes to another configuration in steps
 
 
 class RayHead:
-    """`with RayHead() as head: head.deploy(config)`. Nothing of it is left after.
+    """`with RayHead() as head: head.deploy(config)`. Nothing is left running after it.
 
     `proxy`: which of Serve's proxies is in front.
     """
 
     def __init__(self, *, proxy: str = "haproxy") -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="as-ray-", dir="/tmp"))  # sockets want a short path
+        self.folder = Path(tempfile.mkdtemp(prefix="as-ray-", dir="/tmp"))  # the paths of sockets must be short
         self.runtime = self.folder / "run"
         self.runtime.mkdir(mode=0o700)
         self.port, self.grpc_port, self._gcs_port, self._dashboard_port, *self._others = haproxy.free_ports(8)
@@ -69,7 +69,7 @@ class RayHead:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a command needs that speaks to this cluster."""
+        """The environment of a command that uses this cluster."""
         return self._environment | {
             "RAY_ADDRESS": f"127.0.0.1:{self._gcs_port}",
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self._dashboard_port}",
@@ -139,7 +139,7 @@ class RayHead:
         )
 
     def serve(self, *words: str, timeout_s: float = DEPLOYED_WITHIN_S) -> subprocess.CompletedProcess[str]:
-        """`serve …`. `deploy`, `status` and `shutdown` speak to Ray's dashboard."""
+        """`serve …`. `deploy`, `status` and `shutdown` use Ray's dashboard."""
         return self.command("serve", *words, timeout_s=timeout_s)
 
     def alignedserve(self, *words: str, timeout_s: float = DEPLOYED_WITHIN_S) -> subprocess.CompletedProcess[str]:
@@ -157,10 +157,10 @@ class RayHead:
         return dict(adapted)
 
     def deploy(self, config: Mapping[str, Any], *, by_command: bool = False) -> None:
-        """Returns when every application runs. Raises RuntimeError with what one fails for.
+        """Deploy, and wait until every application runs. Raises RuntimeError with the reason of a failure.
 
-        `by_command`: `serve deploy`, which is up after ten seconds of a busy core; else the request that it sends to
-        Ray's dashboard, as KubeRay's operator does.
+        `by_command`: use `serve deploy`, which takes ten seconds of CPU time to start. Else send its request to Ray's
+        dashboard, as KubeRay's operator does.
         """
         if by_command:
             file = self.folder / "serve.yaml"
@@ -173,7 +173,7 @@ class RayHead:
         self.wait_running()
 
     def wait_running(self, timeout_s: float = DEPLOYED_WITHIN_S) -> None:
-        """Returns when every application runs, in its newest configuration, and the proxy knows its route."""
+        """Wait until every application runs in its newest configuration, and the proxy knows its route."""
         deadline = time.monotonic() + timeout_s
         answered = 0
         while True:
@@ -190,7 +190,7 @@ class RayHead:
             time.sleep(0.1)
 
     def _answers(self, application: Mapping[str, Any]) -> bool:
-        """Serve calls an application running before its proxy has been told of it."""
+        """Serve reports an application as running before its proxy knows it."""
         route = str(application["route_prefix"]).rstrip("/")
         try:
             with urllib.request.urlopen(f"{self.url}{route}/live", timeout=30.0) as answer:
@@ -199,11 +199,11 @@ class RayHead:
             return False
 
     def applications(self) -> dict[str, Any]:
-        """What `serve status` says of each, from where it asks."""
+        """The status of each application, from the API that `serve status` uses."""
         return dict(json.loads(self._dashboard("GET"))["applications"])
 
     def apply(self, config: Mapping[str, Any]) -> None:
-        """What `serve deploy` asks for, without a process: on a busy machine one takes many seconds."""
+        """Send the request of `serve deploy` without a process, which takes many seconds on a busy machine."""
         self._dashboard("PUT", json.dumps(self.adapt(config)).encode())
 
     def _dashboard(self, method: str, body: bytes | None = None) -> bytes:
@@ -231,5 +231,5 @@ class RayHead:
 
 
 def _command(name: str) -> str:
-    """Of the environment that this interpreter is of."""
+    """The program in the environment of this interpreter."""
     return str(Path(sys.executable).with_name(name))

@@ -1,7 +1,7 @@
-"""A Ray cluster of several machines (`namespaces`), as a user would set one up, and the Serve application on it.
+"""A Ray cluster of several machines (`namespaces`), set up as a user would, and the Serve application on it.
 
-Ray's traffic carries its token (RAY_AUTH_MODE=token), read from a file of this user's. Processes end with the machine
-that they run on; `ray stop` would end those of others.
+Ray's traffic carries its token (RAY_AUTH_MODE=token), which is read from a file of this user. Processes end with their
+machine; `ray stop` would also end those of other clusters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.namespaces import Machine, Switch
 
 GCS_PORT, HTTP_PORT, GRPC_PORT = 6379, 8000, 9000
 HEAD = "head"  # a resource that the first machine has
-# Ray gives a silent machine up after some ten seconds, not half a minute; a busy one is not silent for so long.
+# Ray declares a silent machine dead after about 10 s instead of 30 s. A busy machine is not silent for so long.
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -39,7 +39,7 @@ _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 _SERVE = (sys.executable, "-m", "ray.serve.scripts")
 _POLL_S = 0.1
 RAY_WITHIN_S, READY_WITHIN_S = 90.0, 120.0
-_ANSWER = "answer: "  # before it and after it Ray may print lines of its own
+_ANSWER = "answer: "  # Ray may print other lines before and after it
 _ALIVE = """
 import json, ray
 ray.init(address="auto", log_to_driver=False)
@@ -58,15 +58,15 @@ for node in ray.nodes():
 
 
 class RayNodes:
-    """`with RayNodes([{}, {"decode_node": 8}]) as nodes:` a head and another machine, each with these resources.
+    """`with RayNodes([{}, {"decode_node": 8}]) as nodes:` starts a head and another machine with these resources.
 
-    `environment` is added to that of everything that is started.
+    `environment` is added to the environment of every started process.
     """
 
     def __init__(self, resources: Sequence[Mapping[str, float]], environment: Mapping[str, str] | None = None) -> None:
         self._resources = [dict(each) for each in resources]
         self._resources[0][HEAD] = 100
-        self.folder = Path(tempfile.mkdtemp(prefix="as-", dir="/tmp"))  # short: sockets lie below it
+        self.folder = Path(tempfile.mkdtemp(prefix="as-", dir="/tmp"))  # short, because sockets are in it
         self._token = self.folder / "token"
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
@@ -94,7 +94,7 @@ class RayNodes:
         self.close()
 
     def close(self) -> None:
-        """Power everything off; nothing is left."""
+        """Power all machines off."""
         self.switch.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -112,11 +112,11 @@ class RayNodes:
         return {**self.environment, "ALIGNEDSERVE_RUNTIME_DIR": str(runtime)}
 
     def log(self, number: int) -> str:
-        """What `ray start` has printed on a machine."""
+        """The output of `ray start` on a machine."""
         return (self.folder / f"ray-{number}.log").read_text(errors="replace")
 
     def join(self, resources: Mapping[str, float]) -> int:
-        """Another machine, which joins Ray. Returns its number, once Ray counts it."""
+        """Start another machine that joins Ray. Returns its number once Ray counts it."""
         machine = self.switch.add()
         self._resources.append(dict(resources))
         self.start_ray(len(self.machines) - 1)
@@ -124,7 +124,7 @@ class RayNodes:
         return len(self.machines) - 1
 
     def start_ray(self, number: int) -> None:
-        """`ray start` on a machine; returns when the head can be joined, and at once for the others."""
+        """Run `ray start` on a machine. Returns when the head can be joined, and at once for others."""
         machine = self.machines[number]
         place = ["--head", "--port", str(GCS_PORT), "--include-dashboard", "false"]
         if number:
@@ -141,32 +141,32 @@ class RayNodes:
                 raise RuntimeError(f"`ray start --head` ended:\n{self.log(0)}")
 
     def shut_down(self, number: int) -> None:
-        """`ray start` gets a SIGTERM, as from systemd or Kubernetes: it drains the machine, then ends Ray on it."""
+        """Send SIGTERM to `ray start`, as systemd or Kubernetes does: it drains the machine, then ends Ray on it."""
         for pid in self.machines[number].pids(_RAY[-1]).values():
             os.kill(pid, signal.SIGTERM)
 
     def kill(self, number: int) -> None:
-        """The machine loses power: every process on it is gone at once. It may be started again."""
+        """Power the machine off: all its processes end at once. It may be started again."""
         for pid in self.machines[number].pids().values():
             os.kill(pid, 9)
 
     def alive(self) -> dict[str, str]:
-        """Ray's id of each node that Ray counts as alive: {host name: id}."""
+        """The ids of the nodes that Ray counts as alive: {host name: id}."""
         return dict(self._ask(_ALIVE))
 
     def object_store_bytes(self) -> dict[str, int]:
-        """All that was ever put into Ray's object store, or moved by it, on each machine that is alive."""
+        """The bytes ever put into Ray's object store, or moved by it, on each live machine."""
         return dict(self._ask(_STORES))
 
     def _ask(self, script: str) -> Any:
-        """The `answer` of a script that runs on the head."""
+        """Run a script on the head. Returns its `answer`."""
         environment = self._environment_of(0) | {"RAY_ADDRESS": f"{self.head.address}:{GCS_PORT}"}
         script += f"print({_ANSWER!r} + json.dumps(answer), flush=True)\n"
         said = self.head.run(sys.executable, "-c", script, environment=environment)
         return json.loads(next(line for line in said.splitlines() if line.startswith(_ANSWER)).removeprefix(_ANSWER))
 
     def wait(self, condition: Callable[[], bool], trouble: str, timeout_s: float = RAY_WITHIN_S) -> float:
-        """Until the condition holds; the seconds that it took. Raises TimeoutError."""
+        """Wait until the condition holds. Returns the seconds that it took. Raises TimeoutError."""
         begun = time.monotonic()
         while not condition():
             if time.monotonic() - begun > timeout_s:
@@ -175,19 +175,19 @@ class RayNodes:
         return time.monotonic() - begun
 
     def forward(self, port: int, number: int = 0) -> str:
-        """The path of a Unix socket whose connections go to the machine's own port."""
+        """The path of a Unix socket that forwards to a port of the machine."""
         self._forwarders += 1
         path = self.folder / f"port-{self._forwarders}.sock"
         self.machines[number].forward(port, path, self.environment)
-        self.wait(path.exists, f"nothing forwards to port {port}")
+        self.wait(path.exists, f"no socket forwards to port {port}")
         return str(path)
 
 
 class ServedNodes:
-    """The application of deploy/serve.yaml, deployed with `serve run` from the head; its gateway is on it, and the
-    supervisor where there is the resource `supervisor`.
+    """The application of deploy/serve.yaml, deployed with `serve run` on the head. Its gateway is on the head, and its
+    supervisor on the machine with the resource `supervisor`.
 
-    `tree`: the sections of the configuration. `http` asks the head's proxy, `grpc_address` is that of its gRPC port.
+    `tree`: the sections of the configuration. `http` calls the head's proxy; `grpc_address` is its gRPC address.
     """
 
     def __init__(self, nodes: RayNodes, tree: Mapping[str, Any], *, supervisor: str = HEAD) -> None:
@@ -243,7 +243,7 @@ class ServedNodes:
         return (self.nodes.folder / "serve.log").read_text(errors="replace")
 
     def ready(self) -> bool:
-        """Whether every role that there is to be is ready."""
+        """Whether every expected role is ready."""
         try:
             health = self.http.get("/health", timeout=5.0)
         except httpx.TransportError:
@@ -251,23 +251,23 @@ class ServedNodes:
         return health.status_code == 200 and health.json().get("missing") == []
 
     def wait_ready(self, timeout_s: float = READY_WITHIN_S) -> float:
-        """Seconds until `ready`. Raises TimeoutError with what is missing."""
+        """Wait until `ready`. Returns the seconds. Raises TimeoutError with the missing roles."""
         try:
             return self.nodes.wait(self.ready, "the cluster is not ready", timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{error}: {self.output[-3000:]}") from None
 
     def status(self) -> dict[str, Any]:
-        """What `alignedserve status --json` shows."""
+        """The output of `alignedserve status --json`."""
         answer: dict[str, Any] = self.http.get("/alignedserve/status").raise_for_status().json()
         return answer
 
     def metrics(self) -> str:
-        """Prometheus text of every role."""
+        """The metrics of every role as Prometheus text."""
         return self.http.get("/metrics").raise_for_status().text
 
     def check_integrity(self) -> None:
-        """Every process recounts its stores and books. Raises AccountingError where one does not add up."""
+        """All processes check their accounting. Raises AccountingError if a count does not match."""
         found = self.http.get("/alignedserve/integrity").raise_for_status().json()
         if not found["sound"]:
             raise AccountingError(f"{[book for book in found['books'] if book['problem']]}")

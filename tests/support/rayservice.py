@@ -1,7 +1,7 @@
-"""Runs the Serve configuration of a RayService as KubeRay's operator does, on a machine of its own.
+"""Runs the Serve configuration of a RayService as KubeRay's operator does, on a separate machine.
 
-`deploy` runs this file as a program on a machine (`namespaces`): the ports are those of the manifest, whatever else
-runs here, and with the machine ends every process that the program began.
+`deploy` runs this file as a program on a machine (`namespaces`). So the ports of the manifest are free, and every
+process of the program ends with the machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ HAPROXY_FILES = {
     "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": "",
     "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": "state",
 }
-"""A container has a /tmp of its own; here they would be in that of everybody."""
+"""A container has its own /tmp; here the files would be in the shared one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is deployed, and what is asked. `resources`: Ray's own of this machine; `prompts`: token ids."""
+    """The deployment, and the requests to it. `resources`: Ray's resources of this machine; `prompts`: token ids."""
 
     serve_config: dict[str, Any]
     environment: dict[str, str]
@@ -51,7 +51,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """`tokens` of each prompt, over HTTP; `statuses` of `Deployment.paths`; what `wait-idle` printed; PSS of all."""
+    """The results: `tokens` of each prompt over HTTP, `statuses` of `paths`, the output of `wait-idle`, and PSS."""
 
     applications: dict[str, str]
     tokens: list[list[int]]
@@ -63,7 +63,7 @@ class Observed:
 
 
 def deploy(deployment: Deployment, timeout_s: float) -> Observed:
-    """Raises AssertionError with what the program said where it did not come to its end."""
+    """Raises AssertionError with the output of the program if it failed."""
     with Machine("rayservice") as machine:
         done = subprocess.run(
             machine.inside(sys.executable, "-m", __name__),
@@ -93,7 +93,7 @@ def _run(deployment: Deployment, folder: Path) -> Observed:
     }
     os.environ.update(deployment.environment | files | own)
     resources = {name: amount for name, amount in deployment.resources.items() if name != "CPU"}
-    # As KubeRay starts it: `ray start` in the foreground is the container's process, and its parameters are flags.
+    # Like KubeRay: the container's process is `ray start` in the foreground, and its parameters are flags.
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--disable-usage-stats", "--object-store-memory=134217728", f"--temp-dir={folder / 'ray'}"),
@@ -157,7 +157,7 @@ def _wait_idle() -> str:
 
 
 def _resident_mib() -> float:
-    """What all processes of this machine take together, shared pages once; page cache and memfd of nobody left out."""
+    """The memory of all processes of this machine. Shared pages count once, page cache and unmapped memfd do not."""
     total = 0
     for rollup in Path("/proc").glob("[0-9]*/smaps_rollup"):
         with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _request(url: str, body: Any = None, method: str | None = None, headers: Map
 
 
 def _status(url: str) -> int:
-    """The HTTP status of a GET without any token or key; 0 where nobody answers."""
+    """The HTTP status of a GET without a token or key; 0 if there is no answer."""
     try:
         with urllib.request.urlopen(url, timeout=5.0) as answer:
             return int(answer.status)

@@ -1,4 +1,4 @@
-"""What a test needs of the machine. Without it the test is skipped, but fails with CI=true: CI has all of it."""
+"""Requirements of tests on the machine. A test that lacks one is skipped, or fails with CI=true: CI has them all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def need(lack: str) -> None:
-    """`lack`: what is missing, "" for nothing."""
+    """`lack`: the missing requirement; "" if there is none."""
     if lack and os.environ.get("CI") == "true":
         pytest.fail(f"CI=true, and {lack}", pytrace=False)
     if lack:
@@ -16,5 +16,5 @@ def need(lack: str) -> None:
 
 
 def needs(lack: str) -> pytest.MarkDecorator:
-    """The same as a mark of a test or a module; tests/conftest.py looks at it before the test's fixtures."""
+    """The same as a mark of a test or a module. tests/conftest.py checks it before the test's fixtures."""
     return pytest.mark.needs(lack)

@@ -1,4 +1,4 @@
-"""A decode loop without its thread over a scripted engine: copies end when a test says so; everything is checked."""
+"""A decode loop without its thread, with a scripted engine. Copies end when a test says so. All steps are checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POOL, BUFFER = "pool", "requests"
 
 @dataclass
 class Client:
-    """What a request's gateway and the scheduler know of it. `where`: pool, here, ended or lost."""
+    """What the gateway and the scheduler know of a request. `where`: pool, here, ended or lost."""
 
     script: Script
     stored: pb.StoredRequest
@@ -53,7 +53,7 @@ class ScriptedCell:
     def __post_init__(self) -> None:
         self.clients: dict[RequestKey, Client] = {}
         self.pulls: list[Pull] = []
-        self.settled_pulls = 0  # that wait for no iteration
+        self.settled_pulls = 0  # pulls that wait for no iteration
         self.evictions: list[EvictionOrder] = []
         self.drained = False
         self.allocator = BlockAllocator(self.blocks, "cache")
@@ -63,10 +63,10 @@ class ScriptedCell:
             "decode-0", self.engine, self.scheduler, None, self._pull, self._on_outcome, overlap=self.overlap
         )
 
-    # what a test does
+    # called by tests
 
     def add(self, script: Script) -> Client:
-        """A request that waits in the pool, prefilled."""
+        """A prefilled request that waits in the pool."""
         self.engine.scripts[script.number] = script
         tokens = [script.token(0)]
         stored = pb.StoredRequest(
@@ -89,7 +89,7 @@ class ScriptedCell:
         pull.completion.finish(TransferError("as it was told to") if fails else None)
 
     def end_eviction(self, index: int = 0, *, fails: bool = False) -> None:
-        """What is copied is read at its end: until then nobody may write to it."""
+        """Copies read their source when they end: until then no other copy or iteration may write to it."""
         order = self.evictions.pop(index)
         if fails:
             self.loop.evicted(order, None)
@@ -107,7 +107,7 @@ class ScriptedCell:
         return ran
 
     def settle(self, turns: int = 500) -> None:
-        """Everything goes on to its end: copies end, and what has come back to the pool is offered again."""
+        """Run to the end: copies end, and requests that returned to the pool are offered again."""
         for _ in range(turns):
             ran = self.turn()
             moved = bool(self.pulls or self.evictions)
@@ -127,7 +127,7 @@ class ScriptedCell:
         self.scheduler.check_integrity()
 
     def check_ended(self) -> None:
-        """All has ended as it was written down, and nothing is held."""
+        """All requests have ended as scripted, and no block is held."""
         self.check()
         assert self.scheduler.holds_nothing()
         assert self.allocator.free_blocks == self.blocks
@@ -139,7 +139,7 @@ class ScriptedCell:
             else:
                 assert (client.tokens, client.reason) == (tokens, reason)
 
-    # what the loop does
+    # called by the loop
 
     def _pull(
         self, stored: pb.StoredRequest, block_ids: Sequence[int], resident: int, *, settled: bool = False

@@ -1,8 +1,7 @@
-"""A decode engine whose answers are written down, over a cache that knows which token's KV lies where.
+"""A decode engine with scripted answers, over a cache that knows which token's KV is in which slot.
 
-Work is done in the order in which it is asked for, as on a device's stream: what an item says of its KV is compared
-with what lies in its blocks then, so that a wrong position, a block that is another's, or a copy that came too early is
-found where it happens.
+Work is done in the order of submission, as on a device's stream. An item's KV is compared with the content of its
+blocks at that time. This finds a wrong position, a block of another request, and a copy that came too early.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ EOS = 1
 
 @dataclass
 class Script:
-    """What a request is answered: `ends_at`: the position of its EOS; `fails_at`: of a row that fails.
+    """The answer to a request. `ends_at`: the position of its EOS. `fails_at`: the position whose row fails.
 
-    `needs_host`: its tokens are to be known to the host before its next iteration.
+    `needs_host`: the host must know its tokens before its next iteration.
     """
 
     number: int
@@ -38,11 +37,11 @@ class Script:
         return RequestKey(str(self.number))
 
     def token(self, position: int) -> int:
-        """Also behind its end, where an iteration may run for nothing."""
+        """The token at a position, also after the end, where an iteration may run without use."""
         return EOS if position == self.ends_at else 1000 * (self.number + 1) + position
 
     def answer(self) -> tuple[list[int], str]:
-        """Its tokens and why it ends, if nothing is done to it."""
+        """Its tokens and its finish reason, if it is not disturbed."""
         ends = [(self.max_tokens, "length")]
         if self.ends_at is not None:
             ends.append((self.ends_at + 1, "stop"))
@@ -73,11 +72,11 @@ class ScriptedStep(DecodeStep):
     results: list[SampledToken | Exception]
     numbers: list[int]
     fault: Exception | None
-    blocks: set[int]  # that the device reads or writes for it
+    blocks: set[int]  # blocks that the device reads or writes for it
     taken: bool = False
 
     def tokens(self) -> list[SampledToken | Exception]:
-        assert not self.taken, "a step's tokens are asked for once"
+        assert not self.taken, "a step's tokens are read only once"
         self.taken = True
         if self.fault is not None:
             raise self.fault
@@ -86,7 +85,7 @@ class ScriptedStep(DecodeStep):
 
 @dataclass
 class ScriptedDecode(DecodeEngine):
-    """`fail_next`: the next step fails as a whole. `most_ahead`: most steps whose tokens were not taken at once."""
+    """`fail_next`: the whole next step fails. `most_ahead`: the most steps whose tokens were not taken at one time."""
 
     scripts: dict[int, Script]
     blocks: int
@@ -94,9 +93,9 @@ class ScriptedDecode(DecodeEngine):
     overlapping: bool
     fail_next: bool = False
     most_ahead: int = 0
-    needless: int = 0  # rows that ran behind the end of their request
+    needless: int = 0  # rows that ran after the end of their request
     steps: list[ScriptedStep] = field(default_factory=list)
-    cache: dict[int, int] = field(default_factory=dict)  # slot of the store -> the token whose KV lies there
+    cache: dict[int, int] = field(default_factory=dict)  # slot of the store -> the token whose KV is there
 
     @property
     def overlaps(self) -> bool:
@@ -115,7 +114,7 @@ class ScriptedDecode(DecodeEngine):
             self.cache[self._slot(block_ids, position)] = token
 
     def busy_blocks(self) -> set[int]:
-        """Of steps that may be under way on the device."""
+        """The blocks of steps that may be under way on the device."""
         return {block for step in self.steps if not step.taken for block in step.blocks}
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:

@@ -1,7 +1,7 @@
-"""The real roles, whose shards of the pool answer no read while they are told to wait.
+"""The real roles, whose shards answer no reads while a test makes them wait.
 
 `python -m support.slow_reads` is `role_main` with them. `SLOW_READS_FOLDER` in the environment names a folder: while
-there is a file `wait` in it no `KvPool.Read` is answered, and each that has come leaves a file `read-<pid>`.
+there is a file `wait` in it, no `KvPool.Read` is answered, and each shard that got one writes a file `read-<pid>`.
 """
 
 from __future__ import annotations

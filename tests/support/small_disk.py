@@ -1,4 +1,4 @@
-"""A disk that a test can fill: a small tmpfs of its own."""
+"""A disk that a test can fill: a small tmpfs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE = b"\0" * 4096
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be none here; "" where there can."""
+    """Why there can be no small disk here; "" if there can."""
     if shutil.which("mount") is None:
         return "a small disk needs mount (util-linux)"
     try:
@@ -27,7 +27,7 @@ def why_not() -> str:
 
 
 class SmallDisk:
-    """`with SmallDisk(folder, bytes) as disk:` the folder, which is there, is one inside."""
+    """`with SmallDisk(folder, bytes) as disk:` mounts it on the existing folder."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self._size = folder, size
@@ -42,10 +42,10 @@ class SmallDisk:
     ) -> None:
         _run(
             "umount", "--lazy", str(self.folder)
-        )  # lazily: of what a failed test has left running, something may hold it
+        )  # lazily, because a process that a failed test left running may use it
 
     def fill(self) -> None:
-        """Take what is free. A file that has begun a page goes on to its end: 4095 bytes at most."""
+        """Fill the disk. Open files can still grow to the end of their last page, by at most 4095 bytes."""
         with self._filler.open("ab", buffering=0) as filler:
             try:
                 while filler.write(_PIECE):

@@ -1,4 +1,4 @@
-"""The real roles, whose scheduler says which class formed its batches.
+"""The real roles, whose scheduler records which class formed its batches.
 
 `python -m support.traced_roles` is `role_main` with them. `TRACE_FILE` in the environment names a file: a
 line for each batch is appended to it, the module and the name of the policy's class.

@@ -1,4 +1,4 @@
-"""Fixtures that several files share. A file's own fixture of the same name goes before the one here."""
+"""Fixtures that several files share. A file's own fixture of the same name takes precedence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:  # a test that asks for none of these imports nothing for them
+if TYPE_CHECKING:  # a test that uses none of these fixtures must not import their modules
     import httpx
 
     from alignedserve.kv_pool.pool import KvPool
@@ -51,7 +51,7 @@ async def front() -> AsyncIterator[Front]:
 
 @pytest.fixture
 def memory() -> memoryview:
-    """Of a pool's allocation table."""
+    """The memory of a shard's allocation table."""
     from support.kv_pool import table_memory
 
     return table_memory()
@@ -59,7 +59,7 @@ def memory() -> memoryview:
 
 @pytest.fixture
 def pool(memory: memoryview) -> Iterator[KvPool]:
-    """In the end its books add up, and so do those of a pool that goes on from its table."""
+    """At the end its accounting is checked, and that of a shard that continues from its table."""
     from support.kv_pool import open_pool
 
     pool = open_pool(memory)

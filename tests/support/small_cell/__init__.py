@@ -1,7 +1,7 @@
-"""A whole cell in virtual time, small enough to be run ten thousand times: the real decisions, everything else counted.
+"""A small cluster in virtual time, for ten thousand runs. Decisions are real; everything else is counted.
 
-The core, the chunk schedulers and the iteration schedulers are the ones that serve. Messages arrive in order on each
-link, after a delay; copies and computing take time; every store counts its blocks; tokens are only counted.
+The core, the chunk schedulers and the iteration schedulers are the real ones. Messages arrive in order on each link,
+after a delay. Copies and passes take time, every store counts its blocks, and tokens are only counted.
 """
 
 from support.small_cell.cell import Shape, SmallCell

@@ -23,7 +23,7 @@ from support.small_cell.shards import Shards
 
 
 class Part(Protocol):
-    """A process of the cell; once it is not `alive` nothing reaches it, and nothing it began goes on."""
+    """A process of the cell. If it is not `alive`, no message reaches it, and its work stops."""
 
     name: str
     alive: bool
@@ -47,7 +47,7 @@ class Shape:
     block_size: int = 4
     prefills: int = 1
     decodes: int = 1
-    nodes: int = 1  # instances are shared out among them, and each has a shard of `pool_blocks`
+    nodes: int = 1  # instances are distributed over them; each node has a shard of `pool_blocks`
     prefetch: bool = True
     pool_blocks: int = 240
     prefill_cache: int = 40
@@ -74,7 +74,7 @@ class Shape:
 
 
 class SmallCell:
-    """Submit with `submit` or `arrive_at_random`, disturb with `lose_*`, then `run`; `check_nothing_is_left` after."""
+    """Use `submit` or `arrive_at_random`, disturb with `lose_*`, then `run` and `check_nothing_is_left`."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -84,7 +84,7 @@ class SmallCell:
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[float, actions.Action]] = []
-        self.services: list[Service] = []  # that are over
+        self.services: list[Service] = []  # completed services
         self._left: set[RequestKey] = set()  # reported lost: their next epoch may adopt what the pool holds
         self.coming = 0  # arrivals and other disturbances that are planned
         self._queue: list[tuple[float, int, Part, Callable[..., None], tuple[Any, ...]]] = []
@@ -116,7 +116,7 @@ class SmallCell:
         return mean_s * self.rng.uniform(0.5, times.SLOWEST)
 
     def send(self, source: Part, target: Part, method: str, *arguments: Any) -> None:
-        """Call a method of another process; the messages of one link arrive in order."""
+        """Call a method of another process. The messages of one link arrive in order."""
         self._deliver(source, target, getattr(target, method), *arguments)
 
     def tell_core(self, source: Part, event: events.Event) -> None:
@@ -129,7 +129,7 @@ class SmallCell:
         self.after(arrival_s - self.now_s, target, call, *arguments)
 
     def run(self, limit_s: float = 600.0) -> None:
-        """Until nothing is left to do. Raises AssertionError where that takes longer than `limit_s` of virtual time."""
+        """Run until no event is left. Raises AssertionError after `limit_s` seconds of virtual time."""
         self._tick()
         while self._queue:
             self.now_s, _, owner, call, arguments = heapq.heappop(self._queue)
@@ -227,7 +227,7 @@ class SmallCell:
             self.send(self._core_process, pool, "adopt", request)
 
     def adopted(self, pool: Pool, request: Request, tokens: int, blocks: int) -> None:
-        """A shard says what it holds of a request that was lost."""
+        """A shard reports what it holds of a lost request."""
         self._deliver(pool, self._core_process, self._adopted, pool, request, tokens, blocks)
 
     def _adopted(self, pool: Pool, request: Request, tokens: int, blocks: int) -> None:
@@ -242,19 +242,19 @@ class SmallCell:
             self._handle(events.Submitted((meta,)))
 
     def finish(self, source: Part, key: RequestKey) -> None:
-        """The worker sends the last token to the gateway, and says so to the core."""
+        """The worker sends the last token to the gateway, and reports the end to the core."""
         request = self.request(key)
         request.ended = request.ended or "finished"
         self.tell_core(source, events.Finished((key,)))
 
     def stopped(self, source: Part, key: RequestKey) -> None:
-        """A worker has let go of a cancelled (or lost) request."""
+        """A worker has dropped a cancelled (or lost) request."""
         self.tell_core(source, events.Finished((key,)))
 
     def write_back(self, source: Part, key: RequestKey, kv_tokens: int) -> None:
-        """Commit to the own node's shard what it lacks of a request that was given back, and report it returned.
+        """Commit the missing KV of a returned request to the node's own shard, and report it returned.
 
-        Where another shard has all of it, nothing is written.
+        If another shard has all of it, nothing is written.
         """
         pool = self.shards.home(source.name)
         holder = self.shards.where(key)
@@ -275,7 +275,7 @@ class SmallCell:
     # load and disturbances
 
     def at(self, time_s: float, call: Callable[[], None]) -> None:
-        """Do something at a time; the cell does not come to rest before."""
+        """Call a function at a given time. `run` does not end before it."""
         self.coming += 1
 
         def do() -> None:
@@ -285,7 +285,7 @@ class SmallCell:
         self.after(time_s - self.now_s, self._gateway, do)
 
     def arrive_at_random(self) -> None:
-        """`shape.groups` groups, Poisson; most prompts of similar lengths, some of any; some groups of three."""
+        """`shape.groups` Poisson arrivals. Most prompts have similar lengths. Some groups have three requests."""
         time_s = 0.0
         for _ in range(self.shape.groups):
             time_s += self.rng.expovariate(self.shape.rate)
@@ -307,7 +307,7 @@ class SmallCell:
                 self.at(self.now_s + rng.uniform(0.0, 1.0), partial(self.cancel, request))
 
     def lose_prefill(self, name: str) -> None:
-        """Killed; its successor comes a little later."""
+        """Kill the process. Its successor starts a little later."""
         self._lose(self.prefills.pop(name), "prefill", partial(self._new_prefill, name))
         for decode in self.decodes.values():
             self.after(self.delay(0.002), decode, decode.source_lost, name)
@@ -318,7 +318,7 @@ class SmallCell:
             self.after(self.delay(0.002), prefill, prefill.drop_decode, name)
 
     def lose_pool(self, number: int = 0) -> None:
-        """Its process: what it holds and whom it owes blocks stays, and a successor goes on with that."""
+        """Kill the shard's process. Its blocks and the waiting writers stay, and a successor continues with them."""
         pool = list(self.shards.pools.values())[number % len(self.shards.pools)]
         pool.alive = False
         newcomer = Gateway()
@@ -337,7 +337,7 @@ class SmallCell:
                 self.send(self._core_process, pool, "adopt", asked.request)
 
     def lose_node(self, number: int, *, another: bool) -> None:
-        """Instances and shard, for good. Its instances start again elsewhere: on a new node, if `another`."""
+        """Lose the node's instances and shard. Its instances start again elsewhere, on a new node if `another`."""
         names = list(self.shards.pools)
         lost = names[number % len(names)]
         for instance in [name for name, home in self.shards.homes.items() if home == lost]:
@@ -360,7 +360,7 @@ class SmallCell:
             self._submit_again(request, meta)
 
     def _audit(self) -> None:
-        """Words that something is done with get lost with a process: what then nobody claims is found and freed."""
+        """Messages that release something can be lost with a process. Find and free what no process claims."""
         for pool in self.shards.pools.values():
             for key in list(pool.lengths):
                 unclaimed = self.request(key).ended and not self.core.is_open(key)
@@ -390,7 +390,7 @@ class SmallCell:
         self.tell_core(newcomer, events.InstanceJoined(role, name))
 
     def check_nothing_is_left(self) -> None:
-        """Every request has ended, and nobody holds anything. Raises AssertionError."""
+        """Every request has ended, and no process holds a block. Raises AssertionError."""
         self._audit()
         self.core.check_integrity()
         open_requests = [request.request_id for request in self.requests.values() if not request.ended]

@@ -28,10 +28,10 @@ class Decode:
         config = cell.config
         self.cache = BlockAllocator(cell.shape.decode_cache, f"{name}/cache")
         self.scheduler = IterationScheduler.configured(config, self.cache, cell.shape.block_size)
-        self.source: dict[RequestKey, str] = {}  # of candidates: the prefill instance, or "" for the pool
-        self.length: dict[RequestKey, int] = {}  # KV tokens of everything that is held
-        self.broken: set[RequestKey] = set()  # being copied in, from an instance that is gone
-        self.joined_s: dict[RequestKey, float] = {}  # of what holds blocks of the cache
+        self.source: dict[RequestKey, str] = {}  # the prefill instance of each candidate, or "" for the pool
+        self.length: dict[RequestKey, int] = {}  # KV tokens of each request that is held
+        self.broken: set[RequestKey] = set()  # being copied from an instance that has ended
+        self.joined_s: dict[RequestKey, float] = {}  # of requests that hold blocks of the cache
         self.tombstones: set[RequestKey] = set()  # cancelled before they were announced
         self.busy = self.kicked = False
         self.reported: tuple[int, IterationStatus, int] | None = None
@@ -214,7 +214,7 @@ class Decode:
                 prefill.buffers.adopt(evict.key, len(evict.block_ids), self.name)
                 self.cell.after(self.cell.delay(times.COPY_OUT_S), self, self.evicted, evict.key, name, prefill)
                 return
-        self.cell.after(0.0, self, self.eviction_failed, evict.key)  # the lease is gone with its prefill instance
+        self.cell.after(0.0, self, self.eviction_failed, evict.key)  # the lease ended with its prefill instance
 
     def evicted(self, key: RequestKey, name: str, prefill: object) -> None:
         if self.cell.prefills.get(name) is not prefill:

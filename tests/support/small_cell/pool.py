@@ -1,4 +1,4 @@
-"""A shard of a small cell's KV pool: blocks by request; writers that find no room wait in line."""
+"""A shard of a small cell: blocks by request. Writers that find no room wait in order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Write:
     key: RequestKey
     kv_tokens: int
     share_with: RequestKey | None
-    then: Committed  # (blocks, those of them that are not shared)
-    failed: Callable[[], None] = lambda: None  # the pool is gone
+    then: Committed  # called with (blocks, number of those that are not shared)
+    failed: Callable[[], None] = lambda: None  # called when the shard is lost
 
 
 class Pool:
@@ -45,7 +45,7 @@ class Pool:
         self.cell.tell_core(self, PoolReported(self.name, self.blocks.capacity, self.blocks.free_blocks))
 
     def write(self, write: Write) -> None:
-        """Commit as soon as there is room, at once where the KV is here already; `then` follows."""
+        """Commit as soon as there is room, or at once if the KV is already here. Then call `then`."""
         if self.lengths.get(write.key) == write.kv_tokens:
             write.then(len(self.blocks.blocks_of(write.key)), 0)
             return
@@ -75,10 +75,10 @@ class Pool:
             write.then(len(self.blocks.blocks_of(write.key)), needed)
 
     def adopt(self, request: Request) -> None:
-        """What an earlier epoch of the request left is this one's; the core is told of the submission with it."""
+        """Adopt the KV of an earlier epoch of the request. The core gets the submission together with it."""
         key = request.key
         self.newest[key.request_id] = key.epoch
-        tokens, ids = self.lengths.get(key, 0), self.blocks.blocks_of(key)  # asked again: the answer was lost
+        tokens, ids = self.lengths.get(key, 0), self.blocks.blocks_of(key)  # requested again: reply lost
         for older in [k for k in self.lengths if k.request_id == key.request_id and k != key]:
             tokens = min(self.lengths.pop(older), request.kv_tokens)
             ids = self.blocks.blocks_of(older)[: self.cell.blocks_for(tokens)]

@@ -1,4 +1,4 @@
-"""A prefill instance of a small cell: chunked prefill, offload to the pool, and the two candidate buffers."""
+"""A prefill instance of a small cell: chunked prefill, offload to the pool, and the candidate buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Prefill:
         self.cache = BlockAllocator(shape.prefill_cache, f"{name}/cache")
         self.chunks = ChunkScheduler(self.cache, shape.block_size)
         self.buffers = SimulatedBuffers(name, shape.batch_buffer, shape.requests_buffer)
-        self.groups: dict[RequestKey, list[RequestKey]] = {}  # by the one that carries the prompt
+        self.groups: dict[RequestKey, list[RequestKey]] = {}  # by the request that carries the prompt
         self.lead: dict[RequestKey, RequestKey] = {}
         self.busy = False
         self.home = cell.shards.home(name)
@@ -118,9 +118,9 @@ class Prefill:
                 self.cell.tell_core(self, Lost((key,), "its shard is gone"))
                 continue
             if kv_tokens is None:
-                continue  # it has ended; the word is on its way here
+                continue  # it has ended; the message is on its way here
             blocks = self.cell.blocks_for(kv_tokens)
-            alive = action.decode_id in self.cell.decodes  # else there is nobody to announce it to
+            alive = action.decode_id in self.cell.decodes  # else no instance gets the announcement
             if not (alive and self.buffers.take(action.buffer, key, blocks, action.decode_id)):
                 self.cell.counts["bounced"] += 1
                 self.cell.returned(self, key, kv_tokens, blocks, pool)
@@ -134,7 +134,7 @@ class Prefill:
             self.cell.send(self, decode, "offer", key, kv_tokens, action.buffer, action.batch_id, self.name)
 
     def top_up_lease(self, decode_id: str) -> int:
-        """Blocks of the requests buffer that the decode instance may evict to."""
+        """Blocks of the candidate request buffer that the decode instance may evict to."""
         self.buffers.top_up_lease(decode_id, self.buffers.requests.capacity // 4)
         return self.buffers.leased_blocks(decode_id)
 

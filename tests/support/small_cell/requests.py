@@ -1,4 +1,4 @@
-"""What the gateway of a small cell knows of a request, the length of its answer included."""
+"""The gateway's state of a request in a small cell, including the length of its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A request held blocks of a decode instance's cache: from its join until it ended or its copy out had."""
+    """The time in which a request held blocks of a decode cache: from its join to its end, or that of its eviction."""
 
     request_id: str
     decode_id: str
@@ -30,7 +30,7 @@ class Service:
 
 @dataclass(slots=True)
 class Request:
-    """`answer`: tokens until it ends; `most`: its max_tokens. `tokens`: generated so far, over all epochs."""
+    """`answer`: its number of tokens. `most`: its max_tokens. `tokens`: generated so far in all epochs."""
 
     request_id: str
     prompt: int
@@ -43,7 +43,7 @@ class Request:
     ended: str = ""  # "finished" or "cancelled"
     wait_objective_s: float = 0.0
     waiting_since_s: float | None = None
-    evicted: bool = False  # that is why it waits
+    evicted: bool = False  # it waits because of an eviction
     waits: list[Wait] = field(default_factory=list)
 
     @property
@@ -57,7 +57,7 @@ class Request:
 
     @property
     def kv_tokens(self) -> int:
-        """The KV of the newest token is computed with the next one."""
+        """The KV of the newest token is computed with the next token, so it is not counted."""
         return self.prompt + self.tokens - 1
 
     @property
@@ -72,11 +72,11 @@ class Request:
         )
 
     def wait(self, now_s: float, *, evicted: bool) -> None:
-        """It waits from now on."""
+        """The request waits from now on."""
         self.waiting_since_s, self.evicted = now_s, evicted
 
     def generate(self, now_s: float) -> bool:
-        """One token more. Whether it was the last."""
+        """Count one more token. Returns whether it was the last."""
         self.tokens += 1
         if self.waiting_since_s is not None:
             self.waits.append(Wait(self.request_id, self.waiting_since_s, now_s, self.evicted))

@@ -1,4 +1,4 @@
-"""The shards of a small cell's pool: who writes to which, where KV is known to lie, and who adopts what."""
+"""The shards of a small cell: which process writes to which shard, where KV is known to be, and adoption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Submission = tuple["Request", events.RequestMeta]
 
 @dataclass(slots=True)
 class _Asked:
-    """A submission of a later epoch, until every shard has said what it holds of the request."""
+    """A submission of a later epoch, until every shard has reported what it holds of the request."""
 
     request: Request
     unheard: set[str]
@@ -30,13 +30,13 @@ class _Asked:
 
 
 class Shards:
-    """One to a node. With one node it is "pool", and nobody is told where it is."""
+    """One shard on each node. With one node it is "pool", and its place is not reported."""
 
     def __init__(self, cell: SmallCell, nodes: int, instances: Iterable[str]) -> None:
         self._cell = cell
         self._ever = 0
         self.pools: dict[str, Pool] = {}
-        self.stored: dict[RequestKey, str] = {}  # as the scheduler's process knows
+        self.stored: dict[RequestKey, str] = {}  # as known to the scheduler's process
         self.adopting: dict[RequestKey, _Asked] = {}
         for _ in range(nodes):
             self.add("" if nodes > 1 else Pool.name)
@@ -58,15 +58,15 @@ class Shards:
         return self.pools[self.homes[instance]]
 
     def where(self, key: RequestKey) -> Pool | None:
-        """The shard that it lies in, if it lies in one that is there."""
+        """The shard with the request's KV, if there is one and it is not lost."""
         return self.pools.get(self.stored.get(key, ""))
 
     def is_gone(self, key: RequestKey) -> bool:
-        """Whether the shard that it lay in is not there any more."""
+        """Whether the shard with the request's KV was lost."""
         return self.stored.get(key, "") not in self.pools
 
     def note(self, event: events.Event) -> None:
-        """What the scheduler's process keeps of an event, beside its core."""
+        """The state that the scheduler's process keeps of an event, beside its core."""
         if isinstance(event, events.Prefilled | events.Returned) and self._cell.core.is_open(event.key):
             self.stored[event.key] = event.pool_id
 
@@ -77,15 +77,15 @@ class Shards:
     # adoption, in the scheduler's process
 
     def ask(self, request: Request) -> Iterable[Pool]:
-        """Whom to ask for what an earlier epoch has left."""
+        """The shards to ask for the KV of an earlier epoch."""
         self.adopting[request.key] = _Asked(request, set(self.pools))
         return self.pools.values()
 
     def answered(self, pool: Pool, request: Request, tokens: int, blocks: int) -> Submission | None:
-        """The longest counts, and the others are dropped. The submission, once all have answered."""
+        """Keep the longest copy and drop the others. Returns the submission once all shards have replied."""
         asked = self.adopting.get(request.key)
         if asked is None or pool.name not in asked.unheard:
-            return None  # answered twice
+            return None  # a second reply
         asked.unheard.discard(pool.name)
         if tokens > asked.tokens:
             worse = asked.pool_id, asked.tokens
@@ -108,12 +108,12 @@ class Shards:
         return request, replace(meta, base_pool_id=asked.pool_id)
 
     def lose(self, name: str, elsewhere: str) -> None:
-        """A shard goes with its node, whose instances move."""
+        """Lose the shard of a node, whose instances move."""
         self.pools.pop(name).alive = False
         self.homes = {instance: elsewhere if home == name else home for instance, home in self.homes.items()}
 
     def forget(self, name: str) -> list[Submission]:
-        """The scheduler's process hears of it; the submissions that need not wait for it any longer."""
+        """The scheduler's process learns of a lost shard. Returns the submissions that no longer wait for it."""
         for asked in self.adopting.values():
             asked.unheard.discard(name)
             if asked.pool_id == name:

@@ -1,4 +1,4 @@
-"""How long the steps of a small cell take. Copies and messages: on average; each takes half to `SLOWEST` times that."""
+"""The times of a small cell. Copies and messages take half to `SLOWEST` times these averages."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def copy_in_s(blocks: int) -> float:
 
 
 def iteration_s(longest: int) -> float:
-    """Exactly. `longest`: KV tokens of the longest request in it."""
+    """The exact time of an iteration. `longest`: KV tokens of its longest request."""
     return 0.002 + 1e-5 * longest

@@ -1,6 +1,6 @@
-"""What each wait of a run in a small cell may have taken at most (ADR 24), worked out from what was served in the run.
+"""Bounds on each wait in a run of a small cell (ADR 24), computed from the requests that the run served.
 
-The bound of a wait: its objective, the time to make room, and the service of overdue requests that were due before it.
+The bound of a wait is its wait objective, the time to make room, and the service of overdue requests due earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.small_cell.requests import Request, Service, Wait
 
 
 def covered_s(intervals: Iterable[tuple[float, float]], begin_s: float, end_s: float) -> float:
-    """How much of begin..end lies in any of the intervals."""
+    """How much of begin..end is covered by the intervals."""
     total, reached = 0.0, begin_s
     for first_s, last_s in sorted(intervals):
         total += max(0.0, min(last_s, end_s) - max(first_s, reached))
@@ -26,7 +26,7 @@ def covered_s(intervals: Iterable[tuple[float, float]], begin_s: float, end_s: f
 
 
 class Bound:
-    """What each wait of a run may have taken at most."""
+    """The bound of each wait of a run."""
 
     def __init__(self, cell: SmallCell) -> None:
         default_s = cell.config.scheduler.starvation_after_s
@@ -39,7 +39,7 @@ class Bound:
         of_request: dict[str, list[Service]] = {}
         for service in sorted(cell.services, key=lambda service: service.begin_s):
             of_request.setdefault(service.request_id, []).append(service)
-        self.overdue: list[tuple[float, Service]] = []  # when it was due, and the service that its wait ended with
+        self.overdue: list[tuple[float, Service]] = []  # when the request was due, and the service after its wait
         for wait in self.waits:
             if wait.until_s >= self.due_s(wait) or self.was_marked(wait):
                 after = [service for service in of_request[wait.request_id] if service.end_s >= wait.until_s]
@@ -47,7 +47,7 @@ class Bound:
         self.room_s = self.time_to_make_room_s(cell)
 
     def was_marked(self, wait: Wait) -> bool:
-        """Whether it went first before its objective had ended, since the threshold was shorter."""
+        """Whether it took priority before its objective had ended, because the threshold was shorter."""
         return any(wait.since_s <= at_s <= wait.until_s for at_s in self._marked_s.get(wait.request_id, ()))
 
     def due_s(self, wait: Wait) -> float:
@@ -55,9 +55,9 @@ class Bound:
 
     @staticmethod
     def time_to_make_room_s(cell: SmallCell) -> float:
-        """Notice it, prefetch it, let those that have just joined run, evict, copy it in, run it.
+        """Time to notice and prefetch it, run requests that have just joined, evict, copy it in and run it.
 
-        Each as slow as it can be with the longest of the requests: not as slow as it was in this run.
+        Each step counts with its longest possible time for the longest request, not with its time in this run.
         """
         longest = max(request.prompt + request.answer for request in cell.requests.values())
         iterations = 1 + cell.config.decode.join_iterations + 2
@@ -67,7 +67,7 @@ class Bound:
         return cell.config.scheduler.tick_s + slow_s + iterations * times.iteration_s(longest)
 
     def of(self, wait: Wait) -> float:
-        """The longest that it may have taken."""
+        """The bound of the wait in seconds."""
         due_s = self.due_s(wait)
         older = [
             (service.begin_s - self.room_s, service.end_s)
@@ -77,13 +77,13 @@ class Bound:
         return due_s - wait.since_s + self.room_s + covered_s(older, due_s, wait.until_s)
 
     def broken(self) -> list[tuple[float, Wait]]:
-        """Waits past their bound, and by how much."""
+        """Waits that exceed their bound, and by how much."""
         found = [(wait.until_s - wait.since_s - self.of(wait), wait) for wait in self.waits]
         return [(excess_s, wait) for excess_s, wait in found if excess_s > 1e-9]
 
 
 class Load:
-    """Requests that come to a cell at their times."""
+    """Requests that arrive at a cell at given times."""
 
     def __init__(self, cell: SmallCell, rng: random.Random) -> None:
         self.cell, self.rng = cell, rng
@@ -103,7 +103,7 @@ class Load:
         at_s: float = 0.0,
         objectives_s: tuple[float, ...] = (0.0,),
     ) -> None:
-        """One after the other; half of them may ask for more tokens than they will get."""
+        """Arrivals one after another. Half of the requests may ask for more tokens than they will get."""
         rng = self.rng
         for number in range(count):
             answer, most = rng.randint(*answers), rng.choice([0, answers[1]])

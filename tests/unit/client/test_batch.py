@@ -233,7 +233,7 @@ def test_an_error_in_the_prompts_cancels_what_is_open(ask: Any, echo: Echo, addr
 
 
 @pytest.mark.parametrize("running", [True, False])
-async def test_a_request_that_somebody_else_cancels_ends_the_batch(echo: Echo, address: str, running: bool) -> None:
+async def test_a_request_that_another_caller_cancels_ends_the_batch(echo: Echo, address: str, running: bool) -> None:
     async with AsyncClient(address) as client:
         before = asyncio.all_tasks()
         batch = asyncio.create_task(client.generate_many(["hold"], concurrency=1))

@@ -205,7 +205,7 @@ def test_a_malformed_limit_of_a_call_that_generates_nothing_is_named(ask: Ask) -
 
 
 def test_cancelling_an_unknown_request_finds_nothing(ask: Ask) -> None:
-    assert ask("cancel", "nobody") is False
+    assert ask("cancel", "unknown") is False
     with pytest.raises(InvalidRequestError):
         ask("cancel", "")
 

@@ -237,7 +237,7 @@ def test_closing_an_async_client_ends_calls_with_a_typed_error(
         waiting = asyncio.ensure_future(anext(stream) if method == "stream" else client.generate("hold"))
         await asyncio.sleep(0.2)
         await client.close()
-        with pytest.raises(CancelledError):  # and not asyncio's: nobody cancelled the task
+        with pytest.raises(CancelledError):  # not asyncio's: the task was not cancelled
             await waiting
         with pytest.raises(RuntimeError, match="closed"):
             await client.models()

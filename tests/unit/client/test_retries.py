@@ -138,7 +138,7 @@ def test_a_refusal_is_tried_again_after_what_the_server_asked_for(ask: Callable[
     text = answer.text if method == "generate" else joined(answer, 0)[0]
     assert text == service.answer(0)[0]
     assert len(service.requests) == 3
-    assert not any(request.resume for request in service.requests), "nobody has begun it"
+    assert not any(request.resume for request in service.requests), "no gateway has begun it"
     if method == "generate":
         assert answer.client_timings.attempts == 3
         assert answer.client_timings.total_s >= 0.4
@@ -261,11 +261,11 @@ def test_a_gateway_that_ends_hands_over_without_a_wait(ask: Callable[..., Any]) 
 
 
 @BOTH
-def test_an_address_where_nobody_answers_is_left_out(ask: Callable[..., Any]) -> None:
+def test_an_address_without_an_answer_is_left_out(ask: Callable[..., Any]) -> None:
     service = BreakingInference(SIZES)
-    with serving(service) as address, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with serving(service) as address, socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{unserved.getsockname()[1]}"
         began_s = time.monotonic()
         answer = ask([dead, address], {"max_retries": 0}, "generate", "go")
         assert answer.text == service.answer(0)[0]
@@ -302,7 +302,7 @@ def count_sent() -> Iterator[Counter[str]]:
         yield sent
 
 
-def test_calls_that_follow_do_not_go_where_nobody_answered() -> None:
+def test_later_calls_avoid_an_address_without_an_answer() -> None:
     with serving(BreakingInference(SIZES)) as address, Client(["127.0.0.1:1", address]) as client:
         attempts = [client.generate("go").client_timings.attempts for _ in range(6)]
     assert sorted(attempts) == [1, 1, 1, 1, 1, 2]

@@ -151,7 +151,7 @@ async def test_many_calls_share_a_connection_through_the_front(
             await stream.close()
 
 
-async def test_who_does_not_trust_the_front_or_has_no_key_gets_nowhere(
+async def test_a_client_that_does_not_trust_the_front_or_has_no_key_is_refused(
     address: str, authority: Authority, tmp_path: Path
 ) -> None:
     other = Authority(tmp_path / "other", "another authority")

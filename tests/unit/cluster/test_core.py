@@ -259,7 +259,7 @@ def test_a_pool_that_does_not_fit_fails_the_start_with_the_figures() -> None:
     assert "4.00 GiB" in core.failure.message
 
 
-def test_a_start_that_takes_too_long_names_who_was_late() -> None:
+def test_a_start_that_takes_too_long_names_the_late_processes() -> None:
     core = make_core()
     core.begin(0.0)
     core.joined(hello("decode-0"), 1.0)
@@ -287,7 +287,7 @@ def test_nothing_is_started_while_everything_is_being_ended() -> None:
     assert core.tick(100.0) == []
 
 
-def test_while_gateways_drain_the_dead_are_replaced_and_whoever_reconnects_is_let_in() -> None:
+def test_while_gateways_drain_the_dead_are_replaced_and_processes_may_reconnect() -> None:
     core = make_core()
     bring_up(core)
     gateway = sv.RoleHello(process=pb.ProcessKey(role="gateway", id="gateway-x", incarnation=9), pid=77)
@@ -338,7 +338,7 @@ def test_instances_get_a_gpu_each_and_share_one_only_where_that_is_allowed() -> 
         plan_roles(Config(cluster=ClusterConfig(device="cuda")), 0)
 
 
-def test_who_comes_back_on_a_node_that_was_given_up_is_refused() -> None:
+def test_a_process_that_returns_on_a_lost_node_is_refused() -> None:
     core = make_core()
     home, other = Node("home"), Node("other", "10.0.0.2")
     core.settle(Placement((home, other), {"prefill-0": "home", "decode-0": "other"}), 0.0)

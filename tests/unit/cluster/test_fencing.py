@@ -1,4 +1,4 @@
-"""Ends of processes are aimed at one process, whoever has its id afterwards."""
+"""Fencing ends one process, and never another process that has its id later."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fence_of(role_id: str, actions: list[Action]) -> Fence:
 
 @pytest.mark.parametrize("ray_says_so", [True, False])
 async def test_one_that_drained_on_a_lost_node_is_not_its_successor(ray_says_so: bool) -> None:
-    """Nobody there can say that it has ended; Ray does, or gives the node up."""
+    """No process on the node can report that it has ended. Ray does, or declares the node dead."""
     cell, launcher = Cell(), Launcher()
     cell.start()
     supervisor = lead(cell, launcher)

@@ -63,7 +63,7 @@ async def lead(cluster: LocalCluster, inheritance: Inheritance, config: Config) 
 
 
 async def settled(cluster: LocalCluster) -> None:
-    """Every role is ready, and knows who leads."""
+    """Every role is ready, and knows the leading supervisor."""
     await cluster.wait_ready(30)
     async with asyncio.timeout(10.0):
         while not all(  # noqa: ASYNC110
@@ -91,7 +91,7 @@ async def test_every_role_goes_to_the_successor_and_none_restarts(cluster: Local
     assert cluster.pids == pids
 
 
-async def test_a_changed_key_restarts_who_reads_it(cluster: LocalCluster) -> None:
+async def test_a_changed_key_restarts_the_roles_that_read_it(cluster: LocalCluster) -> None:
     changed = replace(CONFIG, scheduler=SchedulerConfig(min_batch_requests=9))
     inheritance = await inherit(cluster.launcher, changed, "1")
     assert inheritance.change == Change(rolled=frozenset({"scheduler", "prefill", "decode"}))
@@ -236,7 +236,7 @@ async def test_a_size_that_a_supervisor_has_not_begun_before_it_dies_is_its_succ
         (replace(CONFIG, cluster=ClusterConfig(device="cuda")), ResourceError),
     ],
 )
-async def test_who_leads_hears_nothing_of_a_cluster_that_could_not_start(
+async def test_the_leader_hears_nothing_of_a_cluster_that_could_not_start(
     cluster: LocalCluster, changed: Config, refused: type[AlignedServeError]
 ) -> None:
     with pytest.raises(refused):

@@ -92,7 +92,7 @@ def test_one_that_loads_may_be_silent_as_long_as_it_uses_the_processor() -> None
     assert "is idle" in hang_detector.verdict(loading, LIMITS, idle_since + patience + 1.0)
 
 
-def test_time_in_which_the_observer_slept_is_nobodys_fault() -> None:
+def test_time_in_which_the_observer_slept_counts_for_no_process() -> None:
     hang_detector, beat = HangDetector(0.0), ready(busy=True)
     hang_detector.heard(beat, 1.0)
     hang_detector.forgive(50.0, 51.0)

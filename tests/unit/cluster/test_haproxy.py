@@ -184,7 +184,7 @@ def test_one_refusal_answers_for_the_next_moments_and_a_body_over_the_limit_is_n
         assert len(reached) == 2
 
 
-def test_a_clock_that_is_set_back_after_a_refusal_refuses_nobody_for_an_hour(tmp_path: Path) -> None:
+def test_a_clock_that_is_set_back_after_a_refusal_does_not_refuse_for_an_hour(tmp_path: Path) -> None:
     """As if each moment up to which a refusal counts had been told by a clock that is an hour ahead of this one."""
 
     def an_hour_ahead(config: str) -> str:

@@ -250,7 +250,7 @@ def test_headers_that_serve_would_act_on_go_no_further(front: Front) -> None:
     assert b"x-request-id: mine" in front.seen[-2].lower()
 
 
-def test_a_grpc_call_that_reaches_nobody_ends_with_a_status_and_goes_on_elsewhere(front: Front) -> None:
+def test_a_grpc_call_that_reaches_no_gateway_ends_with_a_status_and_goes_on_elsewhere(front: Front) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{front.grpc}") as channel, pytest.raises(grpc.RpcError) as failed:
         open_stub(channel).Generate(inf.GenerateRequest(prompt="a"), timeout=10.0)
     error = failed.value

@@ -1,4 +1,4 @@
-"""What the supervisor makes of where instances are: who is paired with whom, and what everyone is told of the links."""
+"""What the supervisor derives from the places of instances: the pairs, and the links that each role learns of."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_another_node_is_the_worst_link():
     assert alone.pairs() == {(decode_id, prefill_id, 3) for decode_id, prefill_id, _ in BY_INDEX}
 
 
-def test_a_supervisor_s_successor_parts_nobody_who_runs():
+def test_a_supervisor_s_successor_parts_no_running_pair():
     first = Cell()
     for role_id in INSTANCES:
         first.join(role_id)

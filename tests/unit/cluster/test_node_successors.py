@@ -1,4 +1,4 @@
-"""What a supervisor's successor knows of nodes: who is there, who is silent, and who was given up."""
+"""What a supervisor's successor knows of nodes: which are there, which are unreachable, and which are lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_one_that_a_successor_found_and_that_alone_does_not_join_is_fenced_and_f
     assert successor.core.failure is None
 
 
-def test_a_successor_refuses_who_comes_from_a_node_that_its_predecessor_gave_up() -> None:
+def test_a_successor_refuses_processes_of_a_node_that_its_predecessor_gave_up() -> None:
     cell = Cell()
     cell.start()
     cell.nodes, cell.where["decode-0"] = [HOME, THIRD], "third"

@@ -1,4 +1,4 @@
-"""The supervisor's decisions about nodes, as lists of events: who is where, who has gone, what is only cut off."""
+"""The supervisor's decisions about nodes, as lists of events: places of roles, lost nodes and unreachable nodes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_fence_that_cannot_be_carried_out_ends_with_the_node() -> None:
     assert slot.phase == "waiting"
 
 
-def test_nobody_is_fenced_for_a_cut_that_heals_before_the_node_is_given_up() -> None:
+def test_no_process_is_fenced_for_a_cut_that_heals_before_the_node_is_given_up() -> None:
     cell = Cell()
     cell.start()
     cell.pass_time(1.0)
@@ -142,7 +142,7 @@ def test_one_that_does_not_come_back_when_its_node_does_is_fenced() -> None:
     assert fenced == ["decode-0"]
 
 
-def test_where_nobody_gives_a_silent_node_up_its_processes_are_fenced_once_they_have_ended_themselves() -> None:
+def test_where_a_silent_node_is_not_given_up_its_processes_are_fenced_once_they_have_ended_themselves() -> None:
     cell = Cell()
     cell.start()
     fenced = [action.role_id for action in cell.pass_time(58.0, {"other"}) if isinstance(action, Fence)]
@@ -227,7 +227,7 @@ def test_a_node_without_anything_of_the_cluster_counts_with_what_ray_says_of_it(
     assert cell.core.scaling.shape == Shape(1, 2)
 
 
-def test_nobody_grows_while_no_node_says_what_it_has() -> None:
+def test_no_role_grows_while_no_node_reports_its_resources() -> None:
     cell = Cell()
     cell.start()
     with pytest.raises(UnavailableError, match="no node agent reported its free memory"):
@@ -295,7 +295,7 @@ def test_numbers_count_nodes_in_the_order_of_their_first_use() -> None:
 
 
 def test_a_start_waits_for_a_node_that_comes_late() -> None:
-    """Memory is divided once all instances have a node: whoever waits for that is not late."""
+    """Memory is divided once all instances have a node. A waiting start does not time out before that."""
     cell = Cell(where={"prefill-0": "home"})
     cell.core.begin(cell.now)
     cell.locate()

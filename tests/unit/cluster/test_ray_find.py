@@ -20,7 +20,7 @@ from alignedserve.proto import supervisor_pb2 as sv
 NAMESPACE = "cluster"
 HOME, OTHER = "aaaaaa00", "bbbbbb00"
 PATIENCE_S = 1.0
-FIRST_PID = 1 << 23  # nobody's: the kernel gives none so large
+FIRST_PID = 1 << 23  # no process has it: the kernel assigns no pid so large
 
 
 class FakeActor:
@@ -149,14 +149,14 @@ async def test_a_silent_spare_that_has_taken_a_role_is_known_by_its_process(fake
     assert fake.killed == []
 
 
-async def test_nobody_is_killed_while_nobody_answers_at_all(fake: FakeRay) -> None:
+async def test_no_process_is_killed_while_there_is_no_answer_at_all(fake: FakeRay) -> None:
     fake.add("scheduler-0", HOME, 3)
     fake.add("decode-0", OTHER, 5)
     assert await fake.find() == {"scheduler-0": "host-aaaaaa", "decode-0": "host-bbbbbb"}
     assert fake.killed == []
 
 
-async def test_one_that_nobody_knows_is_asked_again_while_its_node_is_silent_and_killed_in_the_end(
+async def test_an_unknown_actor_is_asked_again_while_its_node_is_silent_and_killed_in_the_end(
     fake: FakeRay,
 ) -> None:
     fake.add("scheduler-0", HOME)
@@ -165,7 +165,7 @@ async def test_one_that_nobody_knows_is_asked_again_while_its_node_is_silent_and
     begun = asyncio.get_running_loop().time()
     assert "spare-0-12ab34cd" in await fake.find()
     assert fake.killed == ["spare-1-12ab34cd"]
-    assert asyncio.get_running_loop().time() - begun < PATIENCE_S  # by then somebody of its node has answered
+    assert asyncio.get_running_loop().time() - begun < PATIENCE_S  # by then a process of its node has answered
     fake.killed.clear()
     del fake.actors["spare-0-12ab34cd"]
     await fake.find()
@@ -173,7 +173,7 @@ async def test_one_that_nobody_knows_is_asked_again_while_its_node_is_silent_and
     assert asyncio.get_running_loop().time() - begun > PATIENCE_S
 
 
-async def test_who_is_cut_off_is_told_of_the_new_supervisor_when_it_is_back(fake: FakeRay) -> None:
+async def test_a_process_that_was_cut_off_is_told_of_the_new_supervisor_when_it_is_back(fake: FakeRay) -> None:
     scheduler, decode = fake.add("scheduler-0", HOME), fake.add("decode-0", OTHER)
     await fake.find()
     decode._asks = 6

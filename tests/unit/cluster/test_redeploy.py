@@ -111,10 +111,10 @@ class Found:
 @pytest.mark.parametrize(
     ("decode", "followed", "configured", "shape"),
     [
-        pytest.param(1, 1, 3, Shape(1, 3), id="changed while nobody led"),
+        pytest.param(1, 1, 3, Shape(1, 3), id="changed without a leader"),
         pytest.param(2, 1, 1, None, id="scaled, and the file is as it was"),
         pytest.param(2, 1, 2, Shape(1, 2), id="scaled, and the file asks for it now"),
-        pytest.param(1, 0, 3, None, id="nobody knows what the file said"),
+        pytest.param(1, 0, 3, None, id="the file's content is unknown"),
     ],
 )
 async def test_numbers_of_instances_are_compared_with_those_followed_last_where_no_supervisor_lives(

@@ -27,8 +27,8 @@ STEP_S = 0.5
 
 
 class World:
-    """`broken` processes never come up again. `log` has who ended and who came, in order. The first processes started
-    at `first_ns`, by the clocks of their nodes."""
+    """`broken` processes never become ready again. `log` has the processes that ended and started, in order. The first
+    processes started at `first_ns`, by the clocks of their nodes."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ def test_no_role_goes_on_in_a_spare_that_is_older_than_the_order() -> None:
 
 
 @pytest.mark.parametrize("skew_ns", [-500, 500], ids=["behind", "ahead"])
-def test_clocks_of_other_nodes_do_not_say_who_is_old(skew_ns: int) -> None:
+def test_clocks_of_other_nodes_do_not_say_which_process_is_old(skew_ns: int) -> None:
     """One that is replaced seems to have started before the order, or one that is to be replaced after it."""
     world = World(decode=2, first_ns=ORDERED_NS + skew_ns - 100)
     world._next = ORDERED_NS + skew_ns

@@ -70,7 +70,7 @@ def launched(actions: list[Action]) -> list[PlannedRole]:
     return [action.planned for action in actions if isinstance(action, Launch)]
 
 
-def test_growing_launches_what_is_missing_and_pairs_it_without_parting_anybody() -> None:
+def test_growing_launches_what_is_missing_and_pairs_it_without_parting_a_pair() -> None:
     cell = Cell(prefill=2)
     assert cell.pairs() == [("decode-0", "prefill-0"), ("decode-0", "prefill-1")]
     assert [role.id for role in launched(cell.scale(decode=2))] == ["decode-1"]
@@ -198,7 +198,7 @@ def test_a_second_change_waits_until_those_that_go_have_gone_and_none_is_made_at
         ending.scale(decode=2)
 
 
-def test_new_instances_take_the_gpus_that_nobody_uses_and_no_more() -> None:
+def test_new_instances_take_the_unused_gpus_and_no_more() -> None:
     cell = Cell(gpus=3)
     assert [role.device for role in launched(cell.scale(prefill=2))] == ["cuda:2"]
     with pytest.raises(ResourceError, match="need 4 GPUs, but there are 3"):

@@ -44,7 +44,7 @@ def bring_up(core: SupervisorCore, now: float = 0.0) -> None:
             come_up(core, role_id, now)
 
 
-def test_spares_start_when_everything_else_is_ready_and_nobody_waits_for_them() -> None:
+def test_spares_start_when_everything_else_is_ready_and_no_role_waits_for_them() -> None:
     core = make_core(spares=2)
     assert [role_id for role_id, _ in launches(core.begin(0.0)) if role_id.startswith(SPARE)] == []
     for role_id in ("node_agent-0", "kv_pool-0", "scheduler-0", "prefill-0"):

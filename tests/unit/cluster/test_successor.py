@@ -79,7 +79,7 @@ def test_one_that_is_found_stopped_is_ended_by_its_pid_before_another_is_started
     assert launch.planned.id == "node_agent-0"
 
 
-def test_who_joins_again_is_ready_at_once_and_nobody_leaves_it_for_a_moment() -> None:
+def test_a_role_that_joins_again_is_ready_at_once_and_no_peer_leaves_it_for_a_moment() -> None:
     core = successor(told())
     for role_id in ROLES:
         key = pb.ProcessKey(role=role_id.rpartition("-")[0], id=role_id, incarnation=7)
@@ -102,7 +102,7 @@ def test_what_fails_after_the_cluster_was_ready_once_is_no_failed_start() -> Non
     assert core.state() != "failed"
 
 
-def test_a_pid_that_nobody_was_told_of_is_that_of_a_process_that_started_before_now() -> None:
+def test_an_unreported_pid_is_that_of_a_process_that_started_before_now() -> None:
     running = Running(RoleSettings("decode", "decode-0", {}, "c", "t", node_id="here"), pid=9)
     peer = running.peer(told(), 55)
     assert peer is not None

@@ -64,12 +64,12 @@ async def test_its_room_is_given_back_while_agents_live_whatever_fails_before(mo
             agent_at_release.append(agent.ready)
 
         async def fail(*_: object) -> None:
-            raise RuntimeError("nobody can be ended")
+            raise RuntimeError("no process can be ended")
 
         monkeypatch.setattr(cluster.launcher, "release", release)
         with monkeypatch.context() as patch:
             patch.setattr(cluster.supervisor, "_end_slots", fail)
-            with pytest.raises(RuntimeError, match="nobody can be ended"):
+            with pytest.raises(RuntimeError, match="no process can be ended"):
                 await cluster.supervisor.end_all()
         assert agent_at_release == [True]
     assert agent_at_release == [True, True]
@@ -289,7 +289,7 @@ async def test_a_supervisor_that_is_closed_starts_nothing_when_a_process_ends() 
         assert launches == []
 
 
-async def test_a_role_whose_supervisors_port_is_somebody_elses_by_now_ends_itself() -> None:
+async def test_a_role_whose_supervisors_port_belongs_to_another_process_by_now_ends_itself() -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
         key = pb.ProcessKey(role="decode", id="decode-0", incarnation=1)

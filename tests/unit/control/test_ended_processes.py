@@ -1,4 +1,4 @@
-"""Who has ended, as supervisors say it; one that has only just started knows nobody."""
+"""Which processes have ended, as supervisors report it. A supervisor that has just started knows no process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def view(told_by: int, *names: tuple[str, int], draining: tuple[str, ...] = ()) 
     return sv.ClusterView(told_by=told_by, prefill=1, decode=1, peers=peers, draining=draining)
 
 
-def test_whom_a_supervisor_named_and_names_no_more_has_ended() -> None:
+def test_a_process_that_a_supervisor_named_and_names_no_more_has_ended() -> None:
     ended = EndedProcesses()
     ended.on_view(view(FIRST, ("decode-0", 5)))
     assert not ended.has_ended("decode-0", 5)
@@ -22,7 +22,7 @@ def test_whom_a_supervisor_named_and_names_no_more_has_ended() -> None:
     assert ended.has_ended("decode-0", 5)
 
 
-def test_whom_a_new_supervisor_does_not_know_yet_has_not_ended() -> None:
+def test_a_process_that_a_new_supervisor_does_not_know_yet_has_not_ended() -> None:
     ended = EndedProcesses()
     ended.on_view(view(FIRST, ("decode-0", 5), ("prefill-0", 6)))
     ended.on_view(view(SECOND, ("prefill-0", 6)))

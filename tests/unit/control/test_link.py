@@ -49,7 +49,7 @@ class StuckCall:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         await self.cancelled.wait()
-        raise asyncio.CancelledError  # as gRPC does in whoever reads from a cancelled call
+        raise asyncio.CancelledError  # as gRPC does in a reader of a cancelled call
         yield
 
 

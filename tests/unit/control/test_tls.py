@@ -1,4 +1,4 @@
-"""TLS between roles: nobody without a certificate of the cluster's authority gets as far as the token."""
+"""TLS between roles: without a certificate of the cluster's authority, no peer gets to the check of the token."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ async def test_both_ends_show_certificates_and_the_token_is_asked_for_too(
 
         in_the_clear = TokenChannel(grpc.aio.insecure_channel(address), TOKEN)
         assert await refused(in_the_clear) is grpc.StatusCode.UNAVAILABLE
-        nobody = grpc.ssl_channel_credentials(authority.file.read_bytes())
-        assert await refused(TokenChannel(grpc.aio.secure_channel(address, nobody), TOKEN)) is (
+        without_certificate = grpc.ssl_channel_credentials(authority.file.read_bytes())
+        assert await refused(TokenChannel(grpc.aio.secure_channel(address, without_certificate), TOKEN)) is (
             grpc.StatusCode.UNAVAILABLE
         )
         use(monkeypatch, Authority(tmp_path / "other").environment("node"))

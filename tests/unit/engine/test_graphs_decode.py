@@ -78,7 +78,7 @@ def runner_of(loaded: LoadedModel, backend: str = "torch") -> ModelRunner:
     cache = allocate_cache(loaded.info.geometry(block_size), BLOCKS, loaded.device)
     interpreted = backend == "triton" and loaded.device.type == "cpu"
     runner = ModelRunner(loaded, cache, "torch" if interpreted else backend)
-    if interpreted:  # which nobody can ask for
+    if interpreted:  # no configuration selects this
         runner._backend = TritonBackend(cache)
     cache.fill_(float("nan"))  # what was never written must never be read into a result
     return runner
@@ -257,7 +257,7 @@ def test_larger_batches_than_were_captured_are_computed_eagerly_between_graphs(
     assert engine.counts.replays > 2
 
 
-def test_a_larger_batch_may_follow_one_whose_tokens_nobody_asked_for_yet(
+def test_a_larger_batch_may_follow_one_whose_tokens_were_not_read_yet(
     llama: LoadedModel, greedy: list[list[SampledToken]]
 ) -> None:
     runner = runner_of(llama)

@@ -185,7 +185,7 @@ async def test_a_message_takes_a_while_to_another_process() -> None:
     assert 1e-5 < await measure_message_s(new_token()) < 0.5
 
 
-async def test_the_other_process_ends_where_nobody_waits_for_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_other_process_ends_where_no_process_waits_for_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     started: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
 
     async def start(*arguments: str, **options: int) -> asyncio.subprocess.Process:

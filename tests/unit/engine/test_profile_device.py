@@ -239,7 +239,7 @@ class Scripted(DecodeEngine):
         return Step()
 
     def warm_up(self) -> None:
-        raise AssertionError("the bench does not warm up: whoever makes the engine does")
+        raise AssertionError("the bench must not warm up: the creator of the engine does")
 
 
 @pytest.fixture(scope="module")

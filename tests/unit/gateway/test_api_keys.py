@@ -1,4 +1,4 @@
-"""Who gets in: API keys over HTTP and gRPC, their file, and that nobody reads a key where it does not belong."""
+"""API keys over HTTP and gRPC: which requests are accepted, the file of keys, and that no output contains a key."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_no_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         ApiKeys(str(tmp_path))
 
 
-def test_a_rotation_counts_within_a_second_and_half_of_one_locks_nobody_out(
+def test_a_rotation_counts_within_a_second_and_half_of_one_locks_no_key_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]

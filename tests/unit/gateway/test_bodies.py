@@ -155,7 +155,7 @@ def test_large_bodies_share_a_pace_and_small_ones_wait_for_none(play: Play) -> N
     play(steps())
 
 
-def test_who_leaves_while_it_waits_has_taken_nothing_of_the_pace(play: Play) -> None:
+def test_a_client_that_leaves_while_it_waits_has_taken_nothing_of_the_pace(play: Play) -> None:
     async def steps() -> None:
         reader = BodyReader(8 * MIB)
         begun_s = now()
@@ -277,6 +277,6 @@ def test_a_refused_body_that_comes_is_read_to_its_end_but_not_beyond_the_limit(p
     assert flood.received <= 12 * MIB
 
 
-def test_who_asks_first_is_answered_at_once(play: Play) -> None:
+def test_the_first_caller_is_answered_at_once(play: Play) -> None:
     said, _ = exchange(play, Sender(whole=False), (b"expect", b"100-continue"))
     assert said[0][0] == said[1][0] == 0.0

@@ -327,7 +327,7 @@ async def test_what_the_openai_package_usually_sends_is_taken(front: Front, stre
     late = {"extra_body": {"timeout_s": 0.01}}
     with pytest.raises(openai.APIStatusError) as answer:
         await asking.chat.completions.create(**USUAL, **USUAL_CHAT, **streaming, **late)
-    assert answer.value.status_code == 408, "nobody answers, but it was taken"
+    assert answer.value.status_code == 408, "no worker answers, but the request was accepted"
     with pytest.raises(openai.APIStatusError) as answer:
         await asking.completions.create(**USUAL, prompt=["a", "b"], max_tokens=8, logprobs=2, **streaming, **late)
     assert answer.value.status_code == 408

@@ -1,4 +1,4 @@
-"""Prompts that are too long are refused before, or while, they are tokenised; long ones keep nobody waiting."""
+"""Prompts that are too long are refused before or while they are tokenised. Long prompts delay no other request."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_the_same_over_grpc() -> None:
 async def test_large_requests_over_grpc_wait_for_a_pace_and_hold_no_place_meanwhile(front: Front) -> None:
     """1,024 of them made every completion a 429."""
 
-    async def nobody(call_id: str, caller: Any) -> bool:
+    async def cancel_none(call_id: str, caller: Any) -> bool:
         return False
 
     class Gate(Pace):
@@ -329,7 +329,7 @@ async def test_large_requests_over_grpc_wait_for_a_pace_and_hold_no_place_meanwh
             self.taken.append(size)
             await self.opened.wait()
 
-    service = InferenceService(front.ledger, front.intake, front.model, 4 << 20, nobody)
+    service = InferenceService(front.ledger, front.intake, front.model, 4 << 20, cancel_none)
     service._pace = gate = Gate()
     large = inf.GenerateRequest(prompt="x" * (200 << 10))
     waiting = [asyncio.ensure_future(service.generate(large)) for _ in range(64)]

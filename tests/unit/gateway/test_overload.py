@@ -115,7 +115,7 @@ async def test_as_many_as_there_is_room_for_pass_and_then_one_to_find_out(
     assert (await http.post(PATH, json=BODY)).status_code == 429, "one, not all"
 
 
-async def test_without_a_scheduler_nobody_is_held_back(cluster: FakeCluster, gateway: RunningGateway) -> None:
+async def test_without_a_scheduler_no_request_is_held_back(cluster: FakeCluster, gateway: RunningGateway) -> None:
     cluster.publish_intake(0, again_s=30.0)
     cluster.publish_capacity(4242)
     await told(gateway)
@@ -157,7 +157,7 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_over_the_limit(gateway
     writer.close()
 
 
-async def test_a_grpc_message_over_the_limit_reaches_nobody(cluster: FakeCluster, gateway: RunningGateway) -> None:
+async def test_a_grpc_message_over_the_limit_reaches_no_handler(cluster: FakeCluster, gateway: RunningGateway) -> None:
     async with AsyncClient(gateway.grpc_address) as client:
         with pytest.raises(TooLargeError, match="over the limit"):
             await client.generate("a " * 300_000, max_tokens=1)
@@ -177,7 +177,7 @@ async def scored_script(cluster: FakeCluster, spec: RequestSpec) -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_does_not_read_holds_nothing_but_its_own_answer(
+async def test_a_client_that_does_not_read_holds_nothing_but_its_own_answer(
     cluster: FakeCluster, gateway: RunningGateway, http: httpx.AsyncClient
 ) -> None:
     cluster.script = scored_script

@@ -1,4 +1,4 @@
-"""Whose a request is: with API keys nobody cancels, takes over or sees what came with another key."""
+"""Owners of requests: a caller cannot cancel, take over or see requests that came with another API key."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_resuming_under_another_key_leaves_the_stream_alone(
     await give_up(waiting)
 
 
-async def test_the_admin_key_cancels_whoevers_it_is(cluster: FakeCluster, gateway: RunningGateway) -> None:
+async def test_the_admin_key_cancels_requests_of_every_key(cluster: FakeCluster, gateway: RunningGateway) -> None:
     waiting = await begun(cluster, gateway, ALICE, "job-1")
 
     assert await cancel(gateway, "job-1", **{"x-api-key": BOB, ADMIN_HEADER: "wrong"}) == 403

@@ -64,7 +64,7 @@ async def test_health_is_not_ok_while_no_token_is_decoded(
     assert answer.json() == {"status": "ok", "missing": [], "degraded": []}
 
 
-async def test_who_is_served_needs_no_probe_and_one_runs_at_a_time(
+async def test_a_gateway_that_has_just_served_needs_no_probe_and_one_runs_at_a_time(
     cluster: FakeCluster, http: httpx.AsyncClient
 ) -> None:
     await http.post("/v1/completions", json={"prompt": [1], "max_tokens": 3})

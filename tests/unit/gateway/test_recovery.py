@@ -251,7 +251,7 @@ async def test_a_broken_link_leaves_running_requests_alone(cluster: FakeCluster,
 
 @pytest.mark.parametrize("delivered", [0, 3])
 @pytest.mark.parametrize("noticed", ["tick", "link", "prefill", "decode"])
-async def test_what_nobody_has_is_submitted_again(
+async def test_a_request_that_no_process_has_is_submitted_again(
     cluster: FakeCluster, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, delivered: int, noticed: str
 ) -> None:
     """The scheduler has heard of its end, and the worker died before it could tell the gateway."""
@@ -309,7 +309,7 @@ async def test_what_waits_to_be_submitted_again_is_claimed(
         if spec.key.epoch < 2:
             cluster.lose(spec.key)
         if spec.key.epoch == 1:  # the second time in a row: the next epoch waits
-            cluster.ask_whose(spec.key, RequestKey(spec.key.request_id, 3), RequestKey("of nobody", 1))
+            cluster.ask_whose(spec.key, RequestKey(spec.key.request_id, 3), RequestKey("unknown", 1))
         if spec.key.epoch == 2:
             cluster.ask_whose(RequestKey(spec.key.request_id, 1), spec.key)
             await cluster.wait_for(lambda: len(cluster.claims) == 2)
@@ -372,13 +372,13 @@ async def test_without_a_scheduler_the_error_says_where_it_was_and_why_it_is_not
     server = gateway.server
     assert server.host is not None
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        nobody = f"127.0.0.1:{listening.getsockname()[1]}"
-    await server.scheduler.follow(nobody, 2**62)
+        silent = f"127.0.0.1:{listening.getsockname()[1]}"
+    await server.scheduler.follow(silent, 2**62)
     await server.host.close()
     monkeypatch.setattr(server.host, "_heard_at", time.monotonic() - 60.0)
     message: str = (await ask(gateway)).json()["error"]["message"]
     assert message.startswith(
-        f"there was no scheduler for 0.2 s (the last scheduler, at {nobody}, is unreachable: UNAVAILABLE"
+        f"there was no scheduler for 0.2 s (the last scheduler, at {silent}, is unreachable: UNAVAILABLE"
     )
     assert f"the supervisor at {server.supervisor_address} has been silent for 6" in message
 

@@ -120,6 +120,6 @@ def test_bodies_that_are_not_as_described_are_refused(description: Any) -> None:
     for found in description.get_all_operations():
         operation = found.ok()
         if operation.body:
-            # Who has no admin key is refused before its body is looked at.
+            # A caller without an admin key is refused before its body is read.
             refusal = 403 if "403" in operation.definition.raw["responses"] else 400
             assert ask_everything(operation, GenerationMode.NEGATIVE)[refusal] > 0, operation.label

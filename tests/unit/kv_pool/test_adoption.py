@@ -124,4 +124,4 @@ def test_once_a_newer_epoch_has_looked_an_older_one_is_too_late(pool: KvPool) ->
     pool.commit(PREFILL, RequestKey("a", 1), 11, blocks)
     assert pool.own_blocks("a") == 3
     pool.commit(PREFILL, B, 11, blocks, share_with=RequestKey("a", 1))
-    assert (pool.own_blocks("a"), pool.own_blocks("nobody")) == (0, 0)
+    assert (pool.own_blocks("a"), pool.own_blocks("unknown")) == (0, 0)

@@ -29,7 +29,7 @@ def test_it_asks_for_more_below_the_watermark_only() -> None:
     assert lease.ask() == 6
 
 
-def test_somebody_who_waits_is_asked_for_at_once() -> None:
+def test_blocks_for_a_waiting_caller_are_requested_at_once() -> None:
     lease = lease_of(10)
     assert lease.take(12) is None
     assert lease.ask(demand=12) == 12

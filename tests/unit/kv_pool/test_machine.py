@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.wants[grant.writer] >= 0
             self.leases.setdefault(grant.writer, set()).update(grant.block_ids)
         self.wants = {writer: count for writer, count in self.wants.items() if count}
-        for writer in self.wants:  # nobody waits for what is there
+        for writer in self.wants:  # no writer waits while blocks are free for it
             assert len(self.free()) <= (0 if writer.role in RESERVE_ROLES else self.reserve)
 
     # writers
@@ -255,7 +255,7 @@ class PoolMachine(RuleBasedStateMachine):
             found[name] = Holding(holding.key.epoch, holding.kv_tokens, holding.block_ids, payload)
         assert found == self.holdings
         writers = {writer for writer, blocks in {**self.leases, **self.lost}.items() if blocks}
-        assert (writers | self.wants.keys()) <= set(self.pool.writers())  # who has died among these must be told
+        assert (writers | self.wants.keys()) <= set(self.pool.writers())  # deaths of these must be reported
 
     def teardown(self) -> None:
         """Requests end and writers die: everything is free."""

@@ -59,7 +59,7 @@ def test_what_was_changed_where_it_lay_is_not_read() -> None:
     payload = memory.write(b"a" * 100)
     assert payload is not None
     area[payload.page_ids[0] * PAGE_BYTES + 50] = 0
-    with pytest.raises(TransferError, match="was changed"):
+    with pytest.raises(TransferError, match="has changed"):
         memory.read(payload)
 
 
@@ -100,7 +100,7 @@ def test_a_commit_that_finds_no_room_for_its_payload_changes_nothing() -> None:
 
 def test_pages_of_no_request_are_found_by_a_recount() -> None:
     pool = open_pool(table_memory())
-    pool._table.payloads.write(b"nobody's")
+    pool._table.payloads.write(b"unowned")
     with pytest.raises(AccountingError, match="payloads"):
         pool.check_integrity()
 

@@ -43,7 +43,7 @@ def test_a_commit_of_blocks_that_are_not_the_writers_changes_nothing(pool: KvPoo
     for key, tokens, block_ids, message in (
         (A, 8, [mine[0], theirs[0]], "neither leased"),  # another writer's
         (B, 8, [mine[0], mine[1]], "neither leased"),  # another request's
-        (A, 8, [mine[0], 19], "neither leased"),  # nobody's
+        (A, 8, [mine[0], 19], "neither leased"),  # held and leased by none
         (A, 8, [mine[0], 99], "neither leased"),  # no block
         (A, 9, mine[:2], "not in 2 different blocks"),  # too few
         (A, 8, [mine[1], mine[1]], "different blocks"),
@@ -96,7 +96,7 @@ def test_a_new_epoch_adopts_the_blocks_of_the_old_one_in_one_step(pool: KvPool) 
     with pytest.raises(StaleError, match="epoch 0 of a is over"):
         pool.commit(PREFILL, A, 4, leased(pool, PREFILL, 1))
     with pytest.raises(StaleError, match="epoch 1 of a is over"):
-        pool.commit(OTHER, RequestKey("a", 1), 4, leased(pool, OTHER, 1))  # released: nobody would free it again
+        pool.commit(OTHER, RequestKey("a", 1), 4, leased(pool, OTHER, 1))  # released: it would never be freed
     pool.commit(OTHER, RequestKey("a", 2), 4, leased(pool, OTHER, 1))
 
 
@@ -149,7 +149,7 @@ def test_the_reserve_is_for_decode_workers(memory: memoryview) -> None:
     pool.check_integrity()
 
 
-def test_the_leases_of_a_lost_writer_are_nobodys_until_it_is_dead(pool: KvPool) -> None:
+def test_the_leases_of_a_lost_writer_are_quarantined_until_it_is_dead(pool: KvPool) -> None:
     blocks = leased(pool, PREFILL, 18)
     pool.commit(PREFILL, A, 8, blocks[:2])
     pool.want(PREFILL, 10)
@@ -414,9 +414,9 @@ def test_a_killed_pool_process_leaves_exactly_what_it_had_answered(tmp_path: Pat
     server.close()
 
 
-def test_a_writer_that_nobody_can_be_changes_nothing(pool: KvPool) -> None:
-    for nobody in (WriterKey("decode", "a" * 70_000, 1), WriterKey("", "x", 1)):
+def test_an_invalid_writer_changes_nothing(pool: KvPool) -> None:
+    for invalid in (WriterKey("decode", "a" * 70_000, 1), WriterKey("", "x", 1)):
         for declare in (pool.writer_lost, pool.writer_dead):
             with pytest.raises(TransferError):
-                declare(nobody)
+                declare(invalid)
     assert pool.writers() == []

@@ -1,6 +1,6 @@
-"""The pool's process. What a writer that is being ended leased is nobody's until it is dead, and nobody hears it.
+"""The shard's process. The leases of a writer that is being fenced are quarantined until it is dead.
 
-While the pool is recounted, heartbeats go on and nothing changes under whoever counts.
+Its messages are dropped meanwhile. While the shard is recounted, heartbeats go on and its state does not change.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ async def test_while_the_pool_is_recounted_its_loop_goes_on_and_its_books_stand_
     given_up = asyncio.create_task(pool.server.check_integrity())
     try:
         assert await asyncio.to_thread(begun.wait, 10.0)
-        given_up.cancel()  # whoever asked does not wait any more; the thread goes on
+        given_up.cancel()  # the caller is cancelled; the thread goes on
         committing = asyncio.create_task(writer.commit(RequestKey("r"), 20, blocks[:2]))
         gone = asyncio.create_task(pool.view())
         asked_again = asyncio.create_task(pool.server.check_integrity())
@@ -255,6 +255,6 @@ async def test_a_pool_in_other_memory_than_is_mapped_is_not_used(pool: Pool) -> 
     await attachment.on_view(successor)
     stranger.peers[0].process.incarnation = 3
     stranger.peers[0].stores[0].memory = "0:0"
-    with pytest.raises(TransferError, match="made anew"):
+    with pytest.raises(TransferError, match="created anew"):
         await attachment.on_view(stranger)
     await attachment.close()

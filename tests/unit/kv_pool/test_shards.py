@@ -224,7 +224,7 @@ async def test_a_shard_that_was_made_anew_fails_what_was_asked_of_the_one_before
         await asyncio.wait_for(cell.reader.channel("kv_pool-1").copy([1], [1]), 20.0)
     await cell.shards["kv_pool-1"].end()
     copy = cell.reader.channel("kv_pool-1").copy([2], [2])
-    cell.agents["node-b"].close()  # nobody holds the memory any more
+    cell.agents["node-b"].close()  # no process holds the memory any more
     cell.agents["node-b"] = SegmentServer(str(cell.folder / "node-b" / "agent.sock"), TOKEN)
     cell.agents["node-b"].start()
     await cell.start_shard(1)
@@ -422,7 +422,7 @@ async def store(cell: Cell, request_id: str = "r") -> pb.StoredRequest:
     return pb.StoredRequest(spec=spec, prefill_id="prefill-0", kv_tokens=20, block_ids=blocks, pool_id="kv_pool-0")
 
 
-async def test_what_is_stored_with_kv_is_read_by_whoever_goes_on_with_it(cell: Cell) -> None:
+async def test_what_is_stored_with_kv_is_read_by_the_worker_that_goes_on_with_it(cell: Cell) -> None:
     stored = await store(cell)
     key, ended = RequestKey("r"), RequestKey("ended")
     found = await cell.attachment.read("kv_pool-0", [key, ended, RequestKey("r", 1)], 64)

@@ -94,7 +94,7 @@ def test_the_base_is_pinned_slim_and_of_one_python(file: Path) -> None:
 
 
 @each_file
-def test_the_user_is_nobody_special(file: Path) -> None:
+def test_the_user_has_no_privileges(file: Path) -> None:
     final = stages(file)[-1]
     (user,) = (step.rest for step in final if step.word == "USER")
     assert user == "10001:10001"

@@ -1,4 +1,4 @@
-"""The documentation's site: it builds with warnings as errors, asks nobody for anything, and names what there is."""
+"""The documentation's site: it builds with warnings as errors, loads nothing from other hosts, and names real files."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_idle_time_is_what_lies_between_iterations_not_within_them() -> None:
         events.append(event("cuda_runtime", host + 1.0, 1.0, step, name="cudaGraphLaunch"))
         # Two kernels of one graph, 4 apart; the last ends 10 before the next iteration's first begins.
         events += [event("kernel", device, 16.0, step), event("kernel", device + 20.0, 20.0, step)]
-    events.append(event("kernel", 5.0, 1.0, 99))  # of nobody
+    events.append(event("kernel", 5.0, 1.0, 99))  # of no launch
     idle = idle_of(events)
     assert (idle.iterations, idle.total_s) == (4, pytest.approx(190e-6))
     assert idle.between_s == pytest.approx(30e-6)

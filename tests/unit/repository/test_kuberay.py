@@ -476,7 +476,7 @@ def test_a_pod_without_gpus_announces_none_though_its_image_could_see_the_nodes(
 
 @each_variant
 def test_every_worker_has_a_gateway_and_so_a_proxy(variant: str) -> None:
-    """A worker without is not ready: KubeRay's service would send clients to a port on which nobody listens."""
+    """A worker without it is not ready: KubeRay's service would send clients to a port without a listener."""
     assert configuration(variant).gateway.replicas == sum(pods.count for pods in workers(variant))
     assert kuberay.serve_config(variant)["proxy_location"] == "EveryNode"
     (application,) = kuberay.serve_config(variant)["applications"]

@@ -173,7 +173,7 @@ def test_what_ray_keeps_to_itself_is_used_in_one_file() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """Whoever may send a pickle may run code: none of ours reads one, whichever way."""
+    """A pickle can run any code of its sender, so no code of ours reads pickles."""
     modules = {"pickle", "cloudpickle", "_pickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
     calls = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}
     wrong = [

@@ -23,7 +23,7 @@ def entry(name, tokens, since_s=0.0):
 
 
 class StampsAgainstList(RuleBasedStateMachine):
-    """Batches are formed and leave, or stay (nobody had room); others come, go and grow meanwhile."""
+    """Batches are formed and leave, or stay for lack of room. Other requests arrive, leave and grow meanwhile."""
 
     @initialize()
     def start(self):
@@ -84,7 +84,7 @@ TestStampsAgainstList.settings = settings(max_examples=50, stateful_step_count=3
 
 
 def test_ranges_that_are_equally_dense_yield_batches_in_turn():
-    """Whoever leaves is replaced at once: without the stamps the first range would yield for ever."""
+    """Each request that leaves is replaced at once. Without the stamps the first range would yield for ever."""
     waiting = policy()
     lengths = (3, 20, 35, 60)  # each in another quarter of the range
     for number in range(16):

@@ -226,7 +226,7 @@ def test_candidates_of_a_full_instance_are_asked_back_for_an_idle_one():
     assert len(batch.keys) == 3
     full, idle = ("d0", "d1") if batch.decode_id == "d0" else ("d1", "d0")
     cell.do(ev.Finished((key("busy-d0" if idle == "d0" else "other"),)))
-    # One may not have been announced yet: the recall would miss it, and nobody is asked for twice.
+    # A request that is not announced yet would miss the recall, and no request is recalled twice.
     assert only(cell.do(decode_report(idle, running=0, batch_id=2)), Recall) == []
     assert cell.do(ev.Tick(), after_s=0.2) == [Recall(full, batch.keys[1:])]
     assert only(cell.do(decode_report(idle, running=0, batch_id=2)), Recall) == []

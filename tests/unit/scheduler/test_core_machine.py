@@ -145,7 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(index=INDEX, how=st.sampled_from(("goes on", "goes on", "goes on", "finishes", "is lost", "returns")))
     def work(self, index: int, how: str) -> None:
-        """Somebody goes on with one of the requests that it has."""
+        """An instance continues with one of its requests."""
         entry = self.picked(index, "prefilling", "prefetched", "decoding")
         if entry is not None:
             self.go_on(entry, how)

@@ -81,7 +81,7 @@ def test_an_instance_that_stays_after_all_gets_work_again() -> None:
     assert prefetch.decode_id == "d0"
 
 
-def test_an_instance_that_is_not_known_here_is_drained_and_the_loss_of_a_drained_one_loses_nobody() -> None:
+def test_an_instance_that_is_not_known_here_is_drained_and_the_loss_of_a_drained_one_loses_no_request() -> None:
     cell = CoreCell(decodes=2)
     drain(cell, "d1", "d7")
     assert cell.core.drained() == ["d1", "d7"]

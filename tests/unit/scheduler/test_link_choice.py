@@ -100,7 +100,7 @@ def test_without_the_near_instances_the_far_one_serves_and_with_them_again_it_do
     assert through(cell.wait("b")) == ["p1"]
 
 
-def test_a_view_says_who_prefetches_for_whom_and_over_which_links():
+def test_a_view_says_which_instances_are_paired_and_over_which_links():
     pairs = [("decode-1", "prefill-1", 0), ("decode-0", "prefill-2", 2), ("decode-0", "prefill-0", 0)]
     view = sv.ClusterView(pairs=[sv.Pair(decode_id=d, prefill_id=p, link_rank=rank) for d, p, rank in pairs])
     event = pairs_changed(sv.ClusterView.FromString(view.SerializeToString()))

@@ -1,4 +1,4 @@
-"""Admission by prediction, in virtual time: who is refused, what the accepted get, and that the rate stays steady."""
+"""Admission by prediction, in virtual time: refusals, latencies of accepted requests, and a steady rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def accepted(life):
     return life.retry_after_s is None
 
 
-def test_without_objectives_nobody_is_refused_for_load():
+def test_without_objectives_no_request_is_refused_for_load():
     cell = PacedCell(PACE)
     lives = cell.offer(300, 3)
     assert cell.core.room(cell.now_s).requests == MOST_ROOM
@@ -126,7 +126,7 @@ def test_time_that_the_gateway_has_had_it_counts():
     assert not only(cell.submit("b"), Reject)
 
 
-def test_who_would_wait_too_long_for_room_in_pool_and_batch_is_refused():
+def test_a_request_that_would_wait_too_long_for_room_in_pool_and_batch_is_refused():
     """A pool of eight requests, each of which stays for two seconds: the queue moves four a second."""
     cell = PacedCell(Pace(iteration_s=0.06, row_s=0.0), pool_blocks=64, cache_blocks=64, max_running=8, max_wait_s=5.0)
     cell.offer(2, 10, tokens=100)
@@ -176,7 +176,7 @@ def test_room_falls_to_none():
 
 
 @pytest.mark.parametrize(("made", "most_s"), [(cell_after_some_load, 0.05), (cell_with_slow_prefill, 1.0)])
-def test_who_asks_again_when_it_was_told_to_finds_room_soon(made, most_s):
+def test_a_client_that_retries_when_it_was_told_to_finds_room_soon(made, most_s):
     cell = made()
     while cell.core.room(cell.now_s).requests:
         cell.submit(len(cell.lives), 50)

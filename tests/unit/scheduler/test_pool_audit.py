@@ -1,4 +1,4 @@
-"""What the pool holds for nobody is found: never what a gateway or the scheduler itself still needs."""
+"""The audit finds KV in the pool that no process needs, and never KV that a gateway or the scheduler needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_neither_scheduler_nor_gateway_knows_is_released_when_all_have_answ
     assert audit.claimed("h", []) == []
 
 
-def test_without_gateways_it_is_nobodys(audit: PoolAudit) -> None:
+def test_without_gateways_no_process_needs_it(audit: PoolAudit) -> None:
     audit.start(SETTLE_S, ["pool"])
     assert audit.inventory("pool", [B], []) == [B]
     assert audit.verdict() == [B]
@@ -81,7 +81,7 @@ def test_one_loss_after_the_other_does_not_put_it_off_for_ever(audit: PoolAudit)
     assert audit.start(4.0 + SETTLE_S, ["pool"])
 
 
-def test_it_waits_while_somebody_who_would_be_asked_is_away(audit: PoolAudit) -> None:
+def test_it_waits_while_a_process_that_would_be_asked_is_away(audit: PoolAudit) -> None:
     audit.postpone(3.0)
     audit.postpone(4.0)
     assert not audit.start(3.9 + SETTLE_S, ["pool"])

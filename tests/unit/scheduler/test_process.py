@@ -1,4 +1,4 @@
-"""The scheduler's process around its core, with its links left out: who is told, asked and forgotten."""
+"""The scheduler's process around its core, without links: its messages, queries and dropped state."""
 
 from __future__ import annotations
 

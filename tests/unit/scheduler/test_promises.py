@@ -76,7 +76,7 @@ def watched_run(seed: int, look: Callable[[Watch, IterationPlan], None], *, afte
 @pytest.mark.parametrize("after_s", [0.2, 1e6])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_iteration_never_waits_for_room(seed: int, after_s: float) -> None:
-    """As long as copies take no more iterations than a join looks ahead: who is being copied in cannot be evicted."""
+    """A request that is being copied in cannot be evicted if its copy ends within the look-ahead of joins."""
     sat_out: list[int] = []
     plans = 0
 
@@ -96,7 +96,9 @@ def test_an_iteration_never_waits_for_room(seed: int, after_s: float) -> None:
 
 @pytest.mark.parametrize("after_s", [0.2, 1e6])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_joins_does_not_leave_within_the_iterations_that_it_was_given_room_for(seed: int, after_s: float) -> None:
+def test_a_joined_request_does_not_leave_within_the_iterations_that_it_was_given_room_for(
+    seed: int, after_s: float
+) -> None:
     """No ping-pong. Counted from the join, while its copy is on its way too."""
     stayed: list[int] = []
 
@@ -139,7 +141,7 @@ def test_the_longest_leaves_and_in_a_switch_the_longest_of_the_old_batch(seed: i
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_finds_room_joins_at_once(seed: int) -> None:
+def test_a_request_that_finds_room_joins_at_once(seed: int) -> None:
     """What waits, complete, after a plan would leave too little: worked out anew from every member."""
     looked: list[RequestKey] = []
 

@@ -90,7 +90,7 @@ def test_a_group_leaves_the_queue_with_its_last_request():
     queue.check_integrity()
 
 
-def test_nobody_is_queued_twice():
+def test_no_request_is_queued_twice():
     queue = PrefillQueue()
     queue.add([A], 1)
     with pytest.raises(AccountingError):
@@ -129,7 +129,7 @@ def test_predictions_are_never_negative():
     assert model.predict_prefill_s(5000) >= model.predict_prefill_s(100) >= 0.0
 
 
-def test_while_the_pool_has_no_room_nobody_is_predicted(monkeypatch):
+def test_while_the_pool_has_no_room_nothing_is_predicted(monkeypatch):
     """Every event asks whether the first in line can start."""
     cell = CoreCell(prefills=8, pool=20, cache=20, growth_reserve=0.2)
     for name in range(12):

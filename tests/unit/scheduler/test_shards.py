@@ -64,7 +64,7 @@ def test_a_prompt_goes_to_an_instance_whose_own_shard_has_room() -> None:
     assert started(cell.submit("c", tokens=40)) == ["p1"]  # p0 has more to do
 
 
-def test_the_first_in_line_waits_where_room_is_with_a_busy_instance_and_nobody_overtakes_it() -> None:
+def test_the_first_in_line_waits_where_room_is_with_a_busy_instance_and_no_other_overtakes_it() -> None:
     cell = two_nodes(pool=100, queue_tokens=50, growth_reserve=0.0)
     cell.do(ev.PoolReported("k0", 100, 5))
     assert started(cell.submit("busy", tokens=50, most=52)) == ["p1"]
@@ -363,7 +363,7 @@ def test_no_more_is_announced_directly_than_where_there_are_no_buffers() -> None
     assert late == {"", "p0"}
 
 
-def test_a_shard_that_is_full_is_not_counted_as_room_for_who_comes() -> None:
+def test_a_shard_that_is_full_is_not_counted_as_room_for_new_requests() -> None:
     cell = two_nodes(pool=100, max_wait_s=1.0)
     run(cell, "a", 40, "d0")
     free = cell.core.room(cell.now_s)

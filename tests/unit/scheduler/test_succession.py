@@ -33,10 +33,10 @@ def test_a_new_scheduler_is_told_of_the_objective_that_a_request_has_for_its_wai
     assert (first.meta.wait_objective_s, second.meta.wait_objective_s) == (2.5, 0.0)
 
 
-def test_messages_are_kept_until_everyone_who_is_up_has_said_what_it_holds() -> None:
+def test_messages_are_kept_until_every_running_process_has_reported_what_it_holds() -> None:
     succession: Succession[str] = Succession()
     succession.keep("gw", "first")
-    assert succession.end(0.0) is None  # nobody knows yet who is up
+    assert succession.end(0.0) is None  # the running processes are not known yet
     succession.expect([("decode", "d0"), ("decode", "d1"), ("kv_pool", "pool"), ("prefill", "p0")], 1.0)
     succession.heard("decode", "d0")
     succession.heard("kv_pool", "pool")
@@ -55,7 +55,7 @@ def test_one_that_never_says_what_it_holds_is_not_waited_for_for_ever() -> None:
     assert succession.end(1.0 + PATIENCE_S) == []
 
 
-def test_a_cluster_that_has_just_started_waits_for_nobody() -> None:
+def test_a_cluster_that_has_just_started_waits_for_no_process() -> None:
     succession: Succession[str] = Succession()
     succession.expect([], 1.0)
     assert succession.end(1.0) == []
@@ -149,7 +149,7 @@ def test_a_shard_that_is_away_is_waited_for_no_longer_than_its_successor_takes()
     assert [found.base.kv_tokens for found in adoption.end_all(["k0", "k2"], 1.0 + AWAY_S)] == [3]
 
 
-def test_where_all_of_it_is_found_nobody_who_is_away_is_waited_for() -> None:
+def test_where_all_of_it_is_found_no_absent_process_is_waited_for() -> None:
     adoption = Adoption()
     adoption.ask(KEY, head(), SHARDS, 1.0)
     adoption.answered("k0", part(8))

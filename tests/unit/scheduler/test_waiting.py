@@ -59,7 +59,7 @@ def test_a_request_that_was_given_back_has_waited_all_the_while():
     clock.check_integrity()
 
 
-def test_nobody_waits_twice():
+def test_no_request_waits_twice():
     clock = WaitingClock(1.0)
     clock.start(A, 0.0)
     with pytest.raises(AccountingError):
@@ -85,7 +85,7 @@ def test_a_request_with_an_objective_of_its_own_is_overdue_by_that_and_the_first
 
 
 def serve_when_overdue(late_share, service_s, requests=2000):
-    """Each request is served `service_s` after it was found overdue, and others that nobody forgets come in between."""
+    """Each request is served `service_s` seconds after it was found overdue. Others are never overdue."""
     clock = WaitingClock(5.0, late_share)
     late = 0
     for number in range(requests):
@@ -112,13 +112,13 @@ def test_the_threshold_comes_forward_until_no_more_are_late_than_may_be():
 
 
 def test_the_threshold_is_shortened_by_no_more_than_what_late_requests_still_waited():
-    """A second of five was missing: sooner than at four fifths of the objective, nobody has to go first."""
+    """A second of five was missing, so no request needs priority before four fifths of its objective."""
     clock = serve_when_overdue(late_share=0.0, service_s=1.0)[1]
     assert clock.delay_share == pytest.approx(0.2, abs=0.01)
     assert 0.97 * 0.8 <= clock.threshold_share <= 0.81
 
 
-def test_the_threshold_is_not_shortened_where_going_first_would_save_nobody():
+def test_the_threshold_is_not_shortened_where_priority_would_save_no_request():
     """They wait for four seconds more after they were found overdue: even a quarter of the objective were too long."""
     share, clock = serve_when_overdue(late_share=0.05, service_s=4.0)
     assert share == 0.5

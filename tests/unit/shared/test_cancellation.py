@@ -45,7 +45,7 @@ async def test_one_that_goes_on_after_a_cancel_is_cancelled_again(monkeypatch: p
     assert all(task.cancelled() for task in tasks)
 
 
-async def test_what_a_task_ends_with_is_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_error_of_an_ended_task_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     task = asyncio.create_task(fail_when_cancelled())
     done = asyncio.create_task(asyncio.sleep(0))
     await asyncio.sleep(0.01)

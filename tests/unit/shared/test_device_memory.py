@@ -162,7 +162,7 @@ def test_instances_that_share_a_gpu_divide_it() -> None:
 
 
 def test_of_those_that_share_the_first_to_look_saw_what_was_free() -> None:
-    """The second finds the first's weights there already: they count as the first's part, not as somebody else's."""
+    """The second process finds the first's weights, which count as the first's part, not as other use."""
     memories = devices([H200], [H200], shared=True)
     late = replace(memories[1][1], free_bytes=H200 - 13 * GIB)
     found = plan([memories[0], ("decode", late)])

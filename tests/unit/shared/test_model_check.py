@@ -90,7 +90,7 @@ def rename(folder: Path, change: Callable[[str], str]) -> None:
 
 
 def old_gpt2(folder: Path) -> None:
-    """As OpenAI's are on the hub: no prefix, no head, and the masks that nobody needs any more."""
+    """Like OpenAI's models on the hub: no prefix, no head, and masks that are no longer needed."""
     tensors = load_file(folder / "model.safetensors")
     names = {name: name.removeprefix("transformer.") for name in tensors if name != "lm_head.weight"}
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool) for layer in range(3)}

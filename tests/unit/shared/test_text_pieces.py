@@ -190,7 +190,7 @@ def test_a_part_that_cannot_be_divided_is_announced_and_is_refused_by_its_length
 
 
 def test_a_piece_costs_no_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stops after two pieces has tokenised no more than those."""
+    """A caller that stops after two pieces has tokenised only these."""
     made = PromptEncoder(tokenizer("qwen"))
     tokenised: list[int] = []
     encoding = made._encoding

@@ -191,7 +191,7 @@ def test_seeds_show_intervals_and_where_they_change_nothing_it_is_said(
     assert "seeds do not change them" in capsys.readouterr().out
 
 
-def test_who_is_refused_is_told_with_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_refused_requests_are_told_with_the_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("arrival_time_s,input_tokens,output_tokens\n0,9,9\n0,10000000,5\n")
     _, error = simulate(capsys, "--trace", str(trace), "--policy", "aligned,vllm", "--json")

@@ -126,7 +126,7 @@ def test_a_machine_of_slow_passes():
     assert list(shared) == pytest.approx([9.0 * time_s for time_s in usual])
 
 
-def test_planning_ahead_makes_who_comes_in_between_wait_for_a_pass_more():
+def test_planning_ahead_makes_a_request_that_comes_in_between_wait_for_a_pass_more():
     workload = workload_of((0.0, 100, 50), (0.115, 10, 1))
     first = {
         ahead: simulate(workload, "vllm", {"async_scheduling": ahead}).requests[1].token_s[0] for ahead in (False, True)
@@ -147,7 +147,7 @@ def test_routing_spreads_requests():
     workload = workload_of(*[(0.0, 100, 20)] * 6)
     for routing in ("least-loaded", "round-robin"):
         result = simulate(workload, "vllm", instances=3, routing=routing)
-        assert len({one.token_s.tobytes() for one in result.requests}) == 1  # two at each: nobody waits longer
+        assert len({one.token_s.tobytes() for one in result.requests}) == 1  # two on each: no request waits longer
         assert result.instances == ("colocated-0", "colocated-1", "colocated-2")
     random = [simulate(workload, "vllm", instances=3, routing="random", seed=seed) for seed in (1, 1, 2, 3)]
     assert frozen(random[0]) == frozen(random[1])
@@ -168,7 +168,7 @@ def test_what_cannot_be_simulated_is_refused(name, arguments, message):
         simulate(workload_of((0.0, 1, 1)), name, **arguments)
 
 
-def test_nobody_comes():
+def test_no_request_comes():
     assert simulate(Workload(()), "vllm").requests == []
 
 

@@ -273,7 +273,7 @@ def test_a_request_goes_by_the_objective_that_its_trace_gives_it() -> None:
     assert 0.02 < wait_s(0.02) < 0.1
 
 
-def test_nobody_waits_for_a_full_instance_while_another_has_room() -> None:
+def test_no_request_waits_for_a_full_instance_while_another_has_room() -> None:
     """Two instances of two slots: one runs 900 tokens twice, the other soon nothing."""
     first = [(0.002 * number, 16, output) for number, output in enumerate((10, 10, 900, 900))]
     late = [(0.02 + 0.002 * number, 16, 8) for number in range(3)]

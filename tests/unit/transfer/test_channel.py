@@ -134,7 +134,7 @@ def test_callbacks_run_once_also_when_added_late(channel: SteeredChannel) -> Non
     assert heard == [completion, completion]
 
 
-def test_a_callback_that_raises_is_logged_and_harms_nobody(
+def test_a_callback_that_raises_is_logged_and_harms_no_other(
     channel: SteeredChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     completion = channel.copy([0], [0])

@@ -1,4 +1,4 @@
-"""Gloo's ports and somebody who reaches them: he takes nobody's place, and disturbs no pair that has met."""
+"""A stranger that reaches Gloo's ports cannot take the place of a peer, and disturbs no connected pair."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def copies(ends: list[Any], fill: int) -> bool:
     return bool((store.blocks == fill).all())
 
 
-def test_once_the_ends_have_met_nobody_else_gets_a_connection() -> None:
+def test_once_the_ends_have_met_no_other_process_gets_a_connection() -> None:
     doors = Doors()
     ends = meet(doors.look)
     assert copies(ends, 7)
@@ -102,7 +102,7 @@ def test_once_the_ends_have_met_nobody_else_gets_a_connection() -> None:
     assert copies(ends, 9)
 
 
-def test_a_stranger_who_connects_first_ends_the_session_and_nothing_is_taken_from_him() -> None:
+def test_a_stranger_that_connects_first_ends_the_session_and_nothing_is_taken_from_it() -> None:
     strangers: list[socket.socket] = []
 
     def connect_first(port: int) -> None:
@@ -118,7 +118,7 @@ def test_a_stranger_who_connects_first_ends_the_session_and_nothing_is_taken_fro
     assert copies(meet(Doors().look), 5)  # the next session
 
 
-def test_who_does_not_know_what_the_stream_had_is_found_out() -> None:
+def test_a_peer_that_does_not_know_the_streams_secret_is_detected() -> None:
     def other_secret(rank: int, key: str, value: bytes) -> bytes:
         return bytes(len(value)) if "secret" in key else value
 

@@ -158,7 +158,7 @@ def test_a_restarted_server_makes_nothing_anew_that_may_still_be_handed_over(
     assert client.create("other", MIB).identity != segment.identity
 
 
-def test_whoever_asks_for_what_may_still_be_handed_over_waits_for_it(
+def test_a_caller_waits_for_a_segment_that_may_still_be_handed_over(
     server: SegmentServer, client: SegmentClient
 ) -> None:
     segment = client.create("prefill-0/batch-1", MIB)
@@ -251,7 +251,7 @@ def test_a_plain_file_is_not_adopted(server: SegmentServer, tmp_path: Path) -> N
         server.adopt("a", file.fileno())
 
 
-def test_nobody_can_shrink_a_segment(client: SegmentClient) -> None:
+def test_no_process_can_shrink_a_segment(client: SegmentClient) -> None:
     segment = client.create("a", MIB)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.descriptor, 0)
@@ -319,7 +319,7 @@ def ask_as_another_user(path: str, pipe: Connection) -> None:
 
 @needs("" if os.geteuid() == 0 else "only root can become another user")
 def test_another_user_does_not_get_in_even_with_the_token() -> None:
-    """The folder's and the socket's modes keep others out; were they open, the kernel still says who it is."""
+    """The modes of folder and socket keep other users out. Even without them the kernel reports the user."""
     with tempfile.TemporaryDirectory(prefix="as-test-") as folder:
         Path(folder).chmod(0o755)
         private = Path(folder) / "run"

@@ -64,7 +64,7 @@ def test_without_overlap_each_turn_gives_its_own_tokens() -> None:
     assert cell.engine.most_ahead == 1
 
 
-def test_the_engine_says_whether_to_launch_ahead_where_nobody_else_does() -> None:
+def test_the_engine_says_whether_to_launch_ahead_where_no_setting_does() -> None:
     for overlaps in (True, False):
         cell = ScriptedCell(8, 4, None, engine_overlaps=overlaps)
         cell.offer(cell.add(script(0)))
@@ -83,7 +83,7 @@ def test_as_long_as_a_row_needs_the_host_there_is_one_iteration_at_a_time() -> N
     assert cell.engine.most_ahead == 2
 
 
-def test_a_row_behind_an_unforeseen_end_is_for_nobody_and_its_blocks_are_free() -> None:
+def test_a_row_behind_an_unforeseen_end_is_unused_and_its_blocks_are_free() -> None:
     cell = cell_of(script(0, ends_at=2), script(1))
     before = cell.allocator.owned_blocks
     for _ in range(3):

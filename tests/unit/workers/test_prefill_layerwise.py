@@ -1,4 +1,4 @@
-"""Layer-wise offload: what is copied when, by whom blocks are given back, and from which length on it pays."""
+"""Layer-wise offload: what is copied when, which process returns blocks, and from which prompt length on it pays."""
 
 from __future__ import annotations
 

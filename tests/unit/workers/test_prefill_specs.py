@@ -88,7 +88,7 @@ async def test_a_gateway_that_is_not_there_is_an_error_for_all_that_ask(
     assert [type(answer) for answer in found] == [UnavailableError, UnavailableError, dict]
 
 
-async def test_a_reader_that_closes_leaves_nobody_waiting(gateway: tuple[Gateway, str], reader: SpecReader) -> None:
+async def test_a_reader_that_closes_leaves_no_caller_waiting(gateway: tuple[Gateway, str], reader: SpecReader) -> None:
     gateway[0].open.clear()
     reading = asyncio.create_task(reader.read(gateway[1], keys("a")))
     await asyncio.sleep(0.05)

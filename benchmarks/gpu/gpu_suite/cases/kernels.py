@@ -155,7 +155,7 @@ def _error(
     dtype: torch.dtype,
     spans: list[tuple[int, int]],
 ) -> float:
-    """The largest difference from fp64 of any element. Unwritten rows and blocks of nobody hold NaN."""
+    """The largest difference from fp64 of any element. Unwritten rows and unused blocks hold NaN."""
     case = paged_case(
         spans,
         heads=shape.heads,

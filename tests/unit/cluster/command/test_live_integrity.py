@@ -24,7 +24,7 @@ def wrong() -> None:
 
 
 def broken() -> None:
-    raise KeyError("nobody")
+    raise KeyError("unknown")
 
 
 def test_what_a_check_finds_is_reported_and_never_raised() -> None:
@@ -60,6 +60,6 @@ async def test_doctor_live_fails_where_something_does_not_add_up(
     assert problem.problem in lines[-1]
 
 
-async def test_doctor_live_says_that_nobody_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_doctor_live_says_that_no_process_can_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(main, ["doctor", "--live", "--url", "http://127.0.0.1:1"]) == 1
     assert "does not answer" in capsys.readouterr().err

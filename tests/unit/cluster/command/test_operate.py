@@ -39,7 +39,7 @@ def restart(monkeypatch: pytest.MonkeyPatch, said: list[dict[str, Any] | None], 
     return cluster
 
 
-def test_each_step_is_shown_once_while_nobody_answers_too(
+def test_each_step_is_shown_once_also_without_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier: dict[str, Any] = {"since_unix_s": 1.0, "done": True}
@@ -85,9 +85,9 @@ class Clock:
 
 
 class Gateway:
-    """Answers with one count of open requests after another, the last for ever; None: nobody answers.
+    """Answers with one count of open requests after another, and repeats the last. None: there is no answer.
 
-    `alone`: in how many of the first answers the supervisor, who has the other gateways' counts, is missing.
+    `alone`: the number of first answers without the supervisor, which has the other gateways' counts.
     """
 
     def __init__(self, *counts: int | None, alone: int = 0) -> None:

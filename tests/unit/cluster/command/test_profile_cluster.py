@@ -49,7 +49,7 @@ def small(config: Config) -> Config:
 
 
 def test_the_small_cluster_answers_here_alone_whatever_the_users_own_is_to_do() -> None:
-    """Its keys would be asked for, its log would be filled, and nobody would answer at its address and path."""
+    """Else clients would need its keys, its log would grow, and nothing would answer at its address and path."""
     gateway = {"host": "192.0.2.1", "route_prefix": "/mine", "api_key_file": "keys", "request_log": "log.jsonl"}
     mine = from_tree(
         {"gateway": {**gateway, "proxy": "python"}, "log": {"dir": "logs"}, "model": {"path": "/my/model"}}

@@ -1,4 +1,4 @@
-"""What `alignedserve serve` hands to those who work in other folders."""
+"""What `alignedserve serve` passes to processes that run in other folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithm 2 on the decode worker: who joins, who is evicted, who runs; copies in flight; never stuck."""
+"""Algorithm 2 on the decode worker: which requests join, run and are evicted; copies under way; never stuck."""
 
 import math
 
@@ -322,7 +322,7 @@ def test_withdrawn_and_recalled_candidates_do_not_join():
         worker.offer(name, 4)
     assert worker.scheduler.withdraw(key("a")) is True
     assert worker.scheduler.withdraw(key("a")) is False
-    worker.scheduler.recall([key("b"), key("nobody")])
+    worker.scheduler.recall([key("b"), key("unknown")])
     plan = worker.plan()
     assert names(plan.joins) == ["c"]
     assert plan.give_back.keys == (key("b"),)

@@ -84,7 +84,7 @@ def test_what_is_missing_is_kept_up_as_members_leave(seed: int) -> None:
     assert shortfall.blocks() > 0
     for member in rng.sample(list(batch.running.values()), len(batch.running)):
         anew = Shortfall(batch, watermark).blocks()
-        assert shortfall.blocks() == anew or max(shortfall.blocks(), anew) <= 0  # with plenty nobody is looked at
+        assert shortfall.blocks() == anew or max(shortfall.blocks(), anew) <= 0  # enough: none is examined
         shortfall.leave(member)
         batch.move(member, Phase.LEAVING)
 

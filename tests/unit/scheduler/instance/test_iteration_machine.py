@@ -198,7 +198,7 @@ class IterationMachine(RuleBasedStateMachine):
             assert known.where == "candidate"
             assert len(join.block_ids) == -(-known.tokens // self.block_size)
             for block in join.block_ids[join.resident_blocks :]:
-                assert self.allocator.holders(block) == (join.key,)  # nobody else's KV is overwritten
+                assert self.allocator.holders(block) == (join.key,)  # no other request's KV is overwritten
             known.where, known.copy = "entering", join
         for item in plan.run:
             known = self.known[item.key]

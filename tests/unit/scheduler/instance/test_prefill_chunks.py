@@ -34,7 +34,7 @@ def test_at_most_max_requests_share_a_forward_pass():
     assert [chunk.key for chunk in chunks.plan(100, 2)] == [A, B]
 
 
-def test_a_prompt_starts_only_with_room_for_all_of_it_and_nobody_overtakes_it():
+def test_a_prompt_starts_only_with_room_for_all_of_it_and_no_other_overtakes_it():
     chunks, allocator = make(capacity=4)
     chunks.add(A, 9)
     chunks.add(B, 8)

@@ -83,7 +83,7 @@ class ChunksMachine(RuleBasedStateMachine):
             prompt.started = prompt.fetching = True
         wanted = [k for k, p in self.model.prompts.items() if not (p.cancelled or p.done) and p.planned < p.tokens]
         started = [key for key in wanted if self.model.prompts[key].started]
-        assert wanted[: len(started)] == started  # first come, first served: nobody overtakes
+        assert wanted[: len(started)] == started  # first come, first served: no prompt overtakes
 
     @precondition(lambda self: self.model.in_flight)
     @rule()

@@ -62,7 +62,7 @@ def check_batch(oracle, limits, batch):
     assert len(keys) == len(batch) <= limits.max_requests
     assert sum(entry.blocks for entry in batch) <= limits.max_blocks or len(batch) == 1
     leaves = sorted({(min(entry.tokens, RANGE) - 1) // LEAF for entry in batch})
-    for before, after in pairwise(leaves):  # one contiguous range of lengths: nobody between is left out
+    for before, after in pairwise(leaves):  # one contiguous range of prefix lengths without gaps
         assert not oracle.within((before + 1) * LEAF + 1, after * LEAF)
     for leaf in leaves[1:-1]:
         assert {entry.key for entry in oracle.within(leaf * LEAF + 1, (leaf + 1) * LEAF)} <= keys
@@ -243,7 +243,7 @@ def come_and_go(lengths, limits, cut_sibling, width, leaf, block, leave):
         cases.update(search.cases)
         tree.stamp({tree.leaf_of(entry.tokens) for entry in batch}, float(number))
         oracle.yielded += [(number, min(entry.tokens, width)) for entry in batch]
-        for entry in batch[:: 1 if leave else 2]:  # the others stay: nobody had room for them
+        for entry in batch[:: 1 if leave else 2]:  # the others stay, as if there were no room for them
             tree.remove(entry.key)
             oracle.entries.remove(entry)
         tree.check_integrity()

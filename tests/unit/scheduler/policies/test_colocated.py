@@ -137,7 +137,7 @@ def test_orca_has_as_many_batches_in_flight_as_workers():
     assert shown(scheduler.plan(0.0)) == "r2@30"
 
 
-def test_static_lets_nobody_in_until_the_last_has_ended():
+def test_static_lets_no_request_join_until_the_last_has_ended():
     scheduler = make("static", max_batch=2)
     add(scheduler, 10, 20, 30)
     assert passes(scheduler, 4, ends=[(1, "r0"), (2, "r1")]) == [
@@ -255,7 +255,7 @@ class World:
             self.finish(self.planned.popleft())
 
     def check(self, plan):
-        assert plan or self.planned or not self.left  # with nothing in flight somebody moves on
+        assert plan or self.planned or not self.left  # with nothing in flight, some request moves on
         keys = [one.key for one in (*plan.chunks, *plan.decodes)]
         assert len(set(keys)) == len(keys)
         for key in plan.preempted:

@@ -66,7 +66,7 @@ def test_every_policy_keeps_its_books(name, monkeypatch):
         policy.remove(entry.key)
     policy.check_integrity()
     with pytest.raises(AccountingError):
-        policy.remove(RequestKey("nobody"))
+        policy.remove(RequestKey("unknown"))
     with pytest.raises(AccountingError):
         policy.insert(Entry(RequestKey("3"), 1, 1, 0.0))
     policy.check_integrity()

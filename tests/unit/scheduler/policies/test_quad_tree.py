@@ -202,7 +202,7 @@ def seconds_of(order):
     return min(found)
 
 
-def test_the_first_in_an_order_is_found_at_once_whoever_has_left_before_it():
+def test_the_first_in_an_order_is_found_at_once_whatever_has_left_before_it():
     """The scheduler asks with each event, while those that came first leave first."""
     order = AgeOrder()
     for number in range(200_000):

@@ -64,7 +64,7 @@ def one_in_a_subtree_that_yields_batches(load: Load) -> None:
 
 
 def long_answers_that_hold_the_room(load: Load) -> None:
-    """Nobody ends for a second: only an eviction makes room."""
+    """No request ends for a second, so only an eviction makes room."""
     shape = load.cell.shape
     load.stream("running", shape.decodes * shape.max_running, 0.001, (10, 14), (350, 400))
     load.one("first", 0.2, 60, 10)
@@ -96,7 +96,7 @@ LOADS = [
     requests_buffer=st.sampled_from((0, 12, 40)),
     max_running=st.sampled_from((4, 6, 16)),
 )
-def test_nobody_waits_past_the_bound(
+def test_no_request_waits_past_the_bound(
     load: Callable[[Load], None], seed: int, decodes: int, prefetch: bool, **sizes: int
 ) -> None:
     if load is long_answers_that_hold_the_room:

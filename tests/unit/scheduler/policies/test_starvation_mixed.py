@@ -49,7 +49,7 @@ class World:
             late_share=self.late_share,
             policy=self.policy,
             tpot_objective_s=self.tpot_objective_s,
-            refuse_for_load=not self.tpot_objective_s,  # who was refused would not wait
+            refuse_for_load=not self.tpot_objective_s,  # a refused request would not wait
         )
         shape = Shape(
             seed=self.seed,
@@ -125,12 +125,12 @@ BROKEN = [
 
 @settings(machine_settings(60), phases=[Phase.generate])
 @given(world=WORLDS)
-def test_nobody_waits_past_the_bound_whatever_the_objectives(world: World) -> None:
+def test_no_request_waits_past_the_bound_whatever_the_objectives(world: World) -> None:
     assert not run(world)[1].broken()
 
 
 @pytest.mark.parametrize("world", BROKEN)
-def test_nobody_waits_past_the_bound_where_some_did(world: World) -> None:
+def test_no_request_waits_past_the_bound_where_some_did(world: World) -> None:
     assert not run(world)[1].broken()
 
 
@@ -143,7 +143,7 @@ class SkewedCost:
 
 @settings(machine_settings(20), phases=[Phase.generate])
 @given(world=WORLDS, measured=st.booleans(), objective_s=st.sampled_from((0.0, 0.01)))
-def test_nobody_waits_past_the_bound_where_a_cost_chooses_who_goes_beside_the_overdue(
+def test_no_request_waits_past_the_bound_where_a_cost_chooses_companions_of_the_overdue(
     world: World, measured: bool, objective_s: float
 ) -> None:
     cell = replace(world, policy="aligned-cost", tpot_objective_s=objective_s).cell()

@@ -63,7 +63,7 @@ def test_an_entry_point_is_a_name_like_any_other(monkeypatch):
     points = [EntryPoint("mine", FCFS, systems.ENTRY_POINTS), EntryPoint("aligned", FCFS, systems.ENTRY_POINTS)]
     monkeypatch.setattr(systems, "entry_points", lambda group: points)
     assert policy_class(resolve("mine")) is FcfsPolicy
-    assert resolve("aligned") is SYSTEMS["aligned"]  # nobody takes a built-in name
+    assert resolve("aligned") is SYSTEMS["aligned"]  # built-in names cannot be replaced
     with pytest.raises(ConfigError, match="static, mine; or"):
         resolve("nonesuch")
 
