@@ -9,6 +9,7 @@ import pytest
 
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.supervisor.plan import PlannedRole
+from alignedserve.cluster.supervisor.role_settings import role_settings
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.gateway.body.planning import CallPlan, PromptPlan
 from alignedserve.gateway.body.requests import ReplyOptions
@@ -53,5 +54,7 @@ async def test_a_supervisor_of_a_clock_that_was_set_back_is_newer_than_its_prede
         await cluster.wait_ready(30)
         newest = max(peer.process.incarnation for peer in cluster.view().peers)
         added = second.roster.add(PlannedRole("decode", "decode-1"))
-        assert cluster.supervisor._settings(added).after >= newest
+        supervisor = cluster.supervisor
+        settings = role_settings(supervisor.core, added, supervisor._tree, supervisor.identity, supervisor.address)
+        assert settings.after >= newest
         second.roster.remove("decode-1")

@@ -18,6 +18,7 @@ import pytest
 from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.runtime_dir import runtime_dir
+from alignedserve.cluster.supervisor.role_settings import role_settings
 from alignedserve.config import GPU_PASS_TOKENS, ClusterConfig, Config, SupervisorConfig
 from alignedserve.control.role import RoleHost
 from alignedserve.control.rpc import open_channel
@@ -49,7 +50,9 @@ async def test_what_the_device_decides_is_decided_for_every_role_and_for_the_sto
     config = Config(cluster=ClusterConfig(device="auto", share_gpu=True), supervisor=QUICK)
     async with LocalCluster(config, gpus=1, module="support.fake_roles") as cluster:
         supervisor = cluster.supervisor
-        told = [supervisor._settings(slot).config["prefill"] for slot in supervisor.core.roster.slots.values()]
+        slots = supervisor.core.roster.slots.values()
+        settings = [role_settings(supervisor.core, s, supervisor._tree, supervisor.identity, "") for s in slots]
+        told = [given.config["prefill"] for given in settings]
     assert {prefill["token_budget"] for prefill in told} == {GPU_PASS_TOKENS}
     assert supervisor.core.planner._config.prefill.pass_tokens == GPU_PASS_TOKENS
 

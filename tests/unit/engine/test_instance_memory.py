@@ -117,7 +117,7 @@ def test_what_takes_more_than_planned_is_refused_where_the_blocks_do_not_fit(loa
     over = PretendedMeter(weights=loaded.info.weight_bytes, activations=estimate + spare + 300 * MIB)
     with pytest.raises(ResourceError) as refused:
         instance("decode", settings, over).check(loaded, plan, lambda store: ModelRunner(loaded, store))
-    assert "decode-0 on cuda:0 (8.00 GiB) lacks 300.0 MiB: weights" in refused.value.message
+    assert "decode-0 on cuda:0 (8.00 GiB) lacks 300.0 MiB: it needs weights" in refused.value.message
     assert "cache 4.00" in refused.value.message
     assert "decode.cache_blocks" in refused.value.message
 
@@ -126,7 +126,7 @@ def test_weights_that_are_larger_on_the_device_count_as_they_lie_there(loaded: L
     settings = config(decode={"max_running": 4, "cache_blocks": 4 * GIB // loaded.info.geometry(16).block_bytes})
     plan = planned(loaded, settings)
     meter = PretendedMeter(weights=5 * GIB, activations=MIB)
-    with pytest.raises(ResourceError, match=r"lacks [\d.]+ GiB: weights 5\.00"):
+    with pytest.raises(ResourceError, match=r"lacks [\d.]+ GiB: it needs weights 5\.00"):
         instance("decode", settings, meter).check(loaded, plan, lambda store: ModelRunner(loaded, store))
 
 

@@ -204,7 +204,7 @@ async def test_a_word_that_never_ends_is_refused_if_it_is_too_long_for_the_limit
     monkeypatch.setattr(dividing, "PIECE", 1000)
     monkeypatch.setattr(dividing, "MOST_UNBROKEN", 5000)
     with pytest.raises(
-        InvalidRequestError, match="longer than the 8192 characters that are tokenised at once"
+        InvalidRequestError, match="longer than 8192 characters, the maximum that is tokenised at once"
     ) as raised:
         await complete(served(positions=LIMIT), "1" * 20_000)
     assert raised.value.param == "prompt"
