@@ -57,7 +57,7 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
     with ServeProcess("--model", "tiny", "--set", "gateway.drain_s=120") as server:
         pids = [role["pid"] for role in server.roles()]
         wait_told(server)
-        with begun_stream(server, 2500) as lines:
+        with begun_stream(server, 1200) as lines:
             server.process.send_signal(signal.SIGTERM)
             refused = probe(server)
             health = httpx.get(f"{server.url}/health", timeout=30.0)
@@ -73,7 +73,7 @@ def test_a_signal_lets_what_is_open_finish_and_refuses_what_is_new() -> None:
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     assert broken.value.code() is grpc.StatusCode.UNAVAILABLE
     assert rest[-1] == "data: [DONE]"
-    assert sum(len(json.loads(line[6:])["choices"]) for line in rest[:-1]) > 500
+    assert sum(len(json.loads(line[6:])["choices"]) for line in rest[:-1]) > 200
     assert code == 0
     assert seconds < 20
     assert [pid for pid in pids if is_alive(pid)] == []

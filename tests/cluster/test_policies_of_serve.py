@@ -43,6 +43,7 @@ def complete(server: ServeProcess, prompts: list[list[int]]) -> None:
     server.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_policy_by_name() -> None:
     with ServeProcess("--model", "tiny", "--policy", "fcfs") as server:
         complete(server, [[5] * 20, [6] * 200])

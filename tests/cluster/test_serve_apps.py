@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import Iterator
@@ -196,9 +197,8 @@ async def test_gateways_come_with_the_load_and_go_with_it(head: RayHead) -> None
 async def test_one_that_is_removed_leaves_the_other_alone(head: RayHead) -> None:
     """The last test of this cluster."""
     before = pids(head, "chat")
-    remaining = two_models()
+    remaining = copy.deepcopy(head.deployed)
     del remaining["applications"][1]
-    remaining["applications"][0]["args"] |= {"scheduler": {"min_batch_requests": 20}, "gateway": {"max_queue": 900}}
     async with streams(head, "chat", count=4) as load:
         await asyncio.to_thread(head.deploy, remaining)
         await asyncio.sleep(CALM_S)

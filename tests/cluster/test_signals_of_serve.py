@@ -31,7 +31,8 @@ class Foreground(FakeServeProcess):
 
     def __init__(self, *arguments: str, environment: Mapping[str, str], nohup: bool = False) -> None:
         super().__init__(*arguments, environment=environment)
-        self._before = ("setsid", "nohup") if nohup else ("setsid",)
+        # These tests may themselves run under nohup: a signal that is ignored stays so in child processes.
+        self._before = ("setsid", "nohup") if nohup else ("setsid", "env", "--default-signal=HUP")
 
     @property
     def command(self) -> Sequence[str]:

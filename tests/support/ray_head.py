@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import secrets
@@ -43,6 +44,7 @@ class RayHead:
         self.runtime.mkdir(mode=0o700)
         self.port, self.grpc_port, self._gcs_port, self._dashboard_port, *self._others = haproxy.free_ports(8)
         self._proxy_folder: haproxy.HaProxyFolder | None = None
+        self.deployed: dict[str, Any] = {}  # the configuration that was deployed last
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ALIGNEDSERVE_"))},
             **ENVIRONMENT,
@@ -162,6 +164,7 @@ class RayHead:
         `by_command`: use `serve deploy`, which takes ten seconds of CPU time to start. Else send its request to Ray's
         dashboard, as KubeRay's operator does.
         """
+        self.deployed = copy.deepcopy(dict(config))
         if by_command:
             file = self.folder / "serve.yaml"
             file.write_text(yaml.safe_dump(self.adapt(config)))

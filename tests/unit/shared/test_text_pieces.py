@@ -114,7 +114,7 @@ def divided(made: PromptEncoder, text: str) -> bool:
     try:
         pieces = in_pieces(made, Prompt(text))
     except InvalidRequestError as error:
-        if "has a part that cannot be divided, and is longer than the 1000 characters" not in error.message:
+        if "has a part that cannot be divided and is longer than 1000 characters" not in error.message:
             raise
         return False
     assert list(chain(*pieces)) == made.encode(Prompt(text))
@@ -185,7 +185,7 @@ def test_a_part_that_cannot_be_divided_is_announced_and_is_refused_by_its_length
     pieces = list(made.pieces(prompt, around=False, unbroken=6000))
     assert list(chain(*pieces)) == made.encode(prompt, around=False)
     assert [len(after) > 1000 for before, after in pairwise(pieces) if not before] == [True]
-    with pytest.raises(InvalidRequestError, match="longer than the 2000 characters that are tokenised at once"):
+    with pytest.raises(InvalidRequestError, match="longer than 2000 characters, the maximum that is tokenised at once"):
         list(made.pieces(prompt))
 
 

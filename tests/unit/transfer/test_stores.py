@@ -76,7 +76,7 @@ def test_a_handle_survives_its_form_on_the_wire() -> None:
 def test_attaching_a_store_of_another_model_is_refused_naming_both(client: SegmentClient) -> None:
     store = HostBlockStore.create(client, "a", GEOMETRY, 2)
     other = KvGeometry("other", "float32", 2, 2, 64, 16)
-    with pytest.raises(GeometryMismatchError, match=r"other float32.* against random bfloat16"):
+    with pytest.raises(GeometryMismatchError, match=r"other float32.* and random bfloat16"):
         attach_store(store.handle(), client, geometry=other)
     with pytest.raises(GeometryMismatchError):
         HostChannel(store, HostBlockStore.private("b", other, 2))
