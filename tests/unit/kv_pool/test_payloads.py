@@ -101,7 +101,7 @@ def test_a_commit_that_finds_no_room_for_its_payload_changes_nothing() -> None:
 def test_pages_of_no_request_are_found_by_a_recount() -> None:
     pool = open_pool(table_memory())
     pool._table.payloads.write(b"unowned")
-    with pytest.raises(AccountingError, match="payloads"):
+    with pytest.raises(AccountingError, match="payload"):
         pool.check_integrity()
 
 
