@@ -28,6 +28,7 @@ WARM_UP, COUNTED = 1500, 2500
 AT_ONCE = 48
 # Less than 1 KiB for each that is counted; of a worker 3.3 KiB: torch's temporaries came to 4 MiB in 2,500 requests.
 MOST_MIB = 2.0
+MOST_ROUNDS = 3
 WORKERS_MIB = {"prefill-0": 8.0, "decode-0": 8.0}
 LATE_THREADS = 1  # of asyncio's executor, which the scheduler uses first when it looks for its supervisor again
 # What is freed goes back to the system at once, so that what is resident is what is used; and oneDNN, which keeps up to
@@ -157,14 +158,16 @@ async def test_thousands_of_requests_given_up_leave_no_trace(running: Running) -
         await client.generate(prompt_token_ids=[11] * 2500, max_tokens=50, ignore_eos=True)
     await give_up(running, WARM_UP, seed=1)
     await running.wait_released(1.0)
-    before = await running.settled()
-
-    outcomes = await give_up(running, COUNTED, seed=2)
-    await running.wait_released(1.0)
-    deadline = time.monotonic() + 10.0
-    while more := grown(running.sizes(), before):  # connections take a moment to end
-        assert time.monotonic() < deadline, more
-        await asyncio.sleep(0.1)
+    for attempt in range(MOST_ROUNDS):  # what is used first in a round is still there after it; a leak goes on
+        before = await running.settled()
+        outcomes = await give_up(running, COUNTED, seed=2 + attempt)
+        await running.wait_released(1.0)
+        deadline = time.monotonic() + 10.0
+        while (more := grown(running.sizes(), before)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)  # connections take a moment to end
+        if not more:
+            break
+    assert not more
 
     assert outcomes.total() == COUNTED
     assert set(outcomes) == {"left", "cancelled", "deadline_exceeded", "ended"}
