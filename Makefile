@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 FUZZ ?= 50
-JOBS ?= 3
+JOBS ?= 2
 BIN := $(VENV)/bin
 BENCHMARKS := $(filter-out benchmarks/soak.py,$(wildcard benchmarks/[a-z]*.py))
 
@@ -13,7 +13,7 @@ export PYTHON
 
 help:
 	@echo "make serve [ARGS='--model PATH --port 8000 ...']   set up the environment and serve a model"
-	@echo "make test | test-all [ARGS='-k name'] [JOBS=3]     run the tests (test-all: also the slow ones)"
+	@echo "make test | test-all [ARGS='-k name'] [JOBS=2]     run the tests (test-all: also the slow ones)"
 	@echo "make fuzz [FUZZ=50]                                run the tests' state machines with FUZZ times as many steps"
 	@echo "make chaos                                         kill and stop every role under load, and print a table"
 	@echo "make soak [ARGS='--minutes 20']                    measure each process's resident memory under load"

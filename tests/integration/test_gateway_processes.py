@@ -163,7 +163,7 @@ async def test_thousands_of_requests_given_up_leave_no_trace(running: Running) -
         outcomes = await give_up(running, COUNTED, seed=2 + attempt)
         await running.wait_released(1.0)
         deadline = time.monotonic() + 10.0
-        while (more := grown(running.sizes(), before)) and time.monotonic() < deadline:
+        while (more := grown(running.sizes(), before)) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.1)  # connections take a moment to end
         if not more:
             break
