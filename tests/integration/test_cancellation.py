@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)
 
 RELEASED_WITHIN_S = 1.0
 NEW_TOKENS = 1000
+SEEN_WITHIN_S, MOST_ATTEMPTS = 5.0, 8
 
 
 @dataclass
@@ -43,18 +45,21 @@ class Watched:
     async def counts(self) -> dict[str, int]:
         """Requests by state, as HAProxy, the scheduler and the decode instance say now."""
         scheduler = await sc_grpc.SchedulerStub(self.scheduler).Describe(pb.Empty())
-        decode = await dw_grpc.DecodeWorkerStub(self.decode).Describe(pb.Empty())
         names = ("queued", "prefilling", "waiting_in_pool", "prefetched", "decoding")
         counts = {"in HAProxy": await self.front.held()}
         counts |= {name: int(getattr(scheduler, name)) for name in names}
+        decode = await dw_grpc.DecodeWorkerStub(self.decode).Describe(pb.Empty())
         names = ("running", "batch_buffer_requests", "requests_buffer_requests")
         return counts | {name: int(getattr(decode, name)) for name in names}
 
-    async def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 20.0) -> None:
+    async def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 20.0) -> bool:
+        """True. Raises TimeoutError with the counts."""
         deadline = time.monotonic() + timeout_s
         while not condition(counts := await self.counts()):
-            assert time.monotonic() < deadline, counts
+            if time.monotonic() > deadline:
+                raise TimeoutError(str(counts))
             await asyncio.sleep(0.005)
+        return True
 
     async def held(self) -> dict[str, float]:
         """The numbers of owned blocks and open requests that are still held."""
@@ -80,7 +85,7 @@ async def watched() -> AsyncIterator[Watched]:
             "kv_pool": {"size_gib": 0.1},
             "prefill": {"token_budget": 64, "queue_tokens": 2048},
             "decode": {"cache_blocks": 150},  # evictions go to the candidate requests buffer
-            "scheduler": {"min_batch_requests": 2, "max_batch_blocks": 40, "join_window": 10.0},
+            "scheduler": {"min_batch_requests": 2, "max_batch_blocks": 40, "join_window": 1.0},
             "supervisor": {"heartbeat_s": 0.1},
         }
     )
@@ -108,7 +113,7 @@ STAGES: dict[str, tuple[Callable[[dict[str, int]], bool], int, int]] = {
     "sending": (lambda counts: counts["in HAProxy"] == 8, 8, 1000),
     "queue": (lambda counts: counts["queued"] > 2 and counts["in HAProxy"] == 20, 20, 1000),
     "prefill": (lambda counts: counts["prefilling"] > 0 and counts["decoding"] == 0, 18, 1200),
-    "pool": (lambda counts: counts["waiting_in_pool"] > 2 and counts["in HAProxy"] == 40, 40, 30),
+    "pool": (lambda counts: counts["waiting_in_pool"] > 2 and counts["in HAProxy"] == 48, 40, 30),
     "batch buffer": (lambda counts: counts["batch_buffer_requests"] > 0, 40, 30),
     "requests buffer": (lambda counts: counts["requests_buffer_requests"] > 0, 40, 30),
     "decode": (lambda counts: counts["running"] > 0 and counts["in HAProxy"] == 18, 18, 30),
@@ -121,15 +126,24 @@ async def test_given_up_in_each_stage(watched: Watched, stage: str) -> None:
     callers = watched.callers
     ways = callers.ways_while_sending if stage == "sending" else callers.ways
     assert count >= len(ways)
-    leave = asyncio.Event()
-    calls = [
-        asyncio.ensure_future(ways[number % len(ways)](prompt, NEW_TOKENS, leave))
-        for number, prompt in enumerate(prompts(count, tokens))
-    ]
-    await watched.wait_until(reached)
-    leave.set()
-    outcomes = await asyncio.gather(*calls)
-    await watched.assert_released(time.monotonic())
+    # A batch that matches no running request waits in its buffer until the running batch leaves room, others wait in
+    # the pool until the buffer is empty.
+    others = prompts(8, 250) if stage in ("pool", "batch buffer") else []
+    seen = False
+    for attempt in range(MOST_ATTEMPTS):  # a stage may be over before it is looked at
+        leave = asyncio.Event()
+        calls = [
+            asyncio.ensure_future(ways[number % len(ways)](prompt, NEW_TOKENS, leave))
+            for number, prompt in enumerate([*prompts(count, tokens, seed=attempt + 1), *others])
+        ]
+        with contextlib.suppress(TimeoutError):
+            seen = await watched.wait_until(reached, SEEN_WITHIN_S)
+        leave.set()
+        outcomes = await asyncio.gather(*calls)
+        await watched.assert_released(time.monotonic())
+        if seen:
+            break
+    assert seen, f"no request was seen in this stage in {MOST_ATTEMPTS} attempts"
     assert set(outcomes) == ({"left"} if stage == "sending" else {"left", "cancelled"})
 
 
