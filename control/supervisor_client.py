@@ -6,6 +6,7 @@ To add an order, add a method to `SupervisorClient` and an entry to `ORDERS`: ev
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -23,7 +24,20 @@ ORDER_TIMEOUT_S = 10.0
 MOST_INSTANCES = 1024
 
 Json = dict[str, Any]
-Order = Callable[["SupervisorClient", Json], Awaitable[Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An operator's order. `carry_out` sends the order that a JSON object describes, and returns the answer as one.
+
+    It raises InvalidRequestError for an invalid object, and the errors of `SupervisorClient`'s methods. `request` and
+    `answer` are the JSON schemas of the properties, all of which are in every answer.
+    """
+
+    summary: str
+    request: Json
+    answer: Json
+    carry_out: Callable[[SupervisorClient, Json], Awaitable[Json]]
 
 
 class SupervisorClient:
@@ -125,11 +139,32 @@ async def _stop(supervisor: SupervisorClient, body: Json) -> Json:
     return {"grace_s": reply.grace_s, "command": {"pid": reply.command_pid, "host": reply.command_host}}
 
 
-ORDERS: Mapping[str, Order] = {"scale": _scale, "restart": _restart, "stop": _stop}
-"""Orders by name. Each sends the order that a JSON object describes, and returns the answer as a JSON object.
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": MOST_INSTANCES}
+_COMMAND = {"type": "object", "properties": {"pid": {"type": "integer"}, "host": {"type": "string"}}}
 
-Raises InvalidRequestError for an invalid object, and the errors of `SupervisorClient`'s methods.
-"""
+ORDERS: Mapping[str, Order] = {
+    "scale": Order(
+        "Change the number of instances",
+        {"prefill": _COUNT, "decode": _COUNT},
+        {"prefill": {"type": "integer"}, "decode": {"type": "integer"}},
+        _scale,
+    ),
+    "restart": Order(
+        "Replace processes, one after the other",
+        {"roles": _STRINGS},
+        {
+            "since_unix_s": {"type": "number"},
+            "roles": _STRINGS,
+            "doing": {"type": "string"},
+            "done": {"type": "boolean"},
+            "failure": {"type": "string"},
+        },
+        _restart,
+    ),
+    "stop": Order("Drain the cluster and end it", {}, {"grace_s": {"type": "number"}, "command": _COMMAND}, _stop),
+}
+"""Every order by name. The gateways serve each under /alignedserve/NAME."""
 
 
 def _require_known(body: Json, *names: str) -> None:

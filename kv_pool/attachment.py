@@ -82,8 +82,9 @@ class PoolAttachment:
         """The stored requests of `keys` that can be decoded. Empty if the shard cannot be read."""
         try:
             found = await self.stored.read(pool_id, keys)
-        except TransferError as error:
-            logger.warning("%d candidates cannot be read: %s", len(keys), error)
+        except Exception as error:  # whatever it is, the caller must report these requests
+            trace = None if isinstance(error, TransferError) else error
+            logger.warning("%d candidates cannot be read: %s", len(keys), error, exc_info=trace)
             return {}
         size = self.plan.result().block_size
         return {key: stored for key, stored in found.items() if decodable(stored, size, vocab_size)}

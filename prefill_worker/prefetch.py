@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from alignedserve.control.convert import enter_stage, key_from_proto
@@ -100,75 +100,54 @@ class Prefetcher:
         buffer = self.buffers[BufferKind(command.buffer)]
         found = await self._read(pool_id, keys)
         outbox, owner = decoder() or (None, "")
-        arriving: list[Coroutine[None, None, bool | None]] = []
-        coming: list[RequestKey] = []
-        for key in keys:
-            stored = found.get(key)
-            if stored is None:
-                missed.missing.append(key)
-                continue
-            placement = buffer.place(stored, owner) if outbox is not None else None
-            if placement is None:
-                missed.returned.append(stored)
-                continue
-            enter_stage(stored.spec.timings, Stage.PREFETCH, time.time_ns())
-            buffer.requests[key].stored.spec.timings.CopyFrom(stored.spec.timings)
-            coming.append(key)
-            arriving.append(self._arrive(buffer, stored, self._start(buffer, stored, placement), command, outbox))
-        for key, announced in zip(coming, await asyncio.gather(*arriving), strict=True):
-            if announced is None:
+        missed.missing += [key for key in keys if key not in found]
+        here = [key for key in keys if key in found]
+        if outbox is None:
+            missed.returned += [found[key] for key in here]
+            return
+        arrivals = (self._arrive(buffer, found[key], owner, command, outbox) for key in here)
+        # Whatever goes wrong with one request, the scheduler must learn of it and of the others.
+        for key, announced in zip(here, await asyncio.gather(*arrivals, return_exceptions=True), strict=True):
+            if isinstance(announced, BaseException):
+                trace = None if isinstance(announced, TransferError) else announced
+                logger.warning("prefetch failed: %s", announced, exc_info=trace, extra={"request_id": key.request_id})
                 missed.unreadable.append(key)
             elif not announced:
                 missed.returned.append(found[key])
 
-    def _start(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:
-        begin, label = placement.resident, stored.spec.key.request_id
+    async def _arrive(
+        self, buffer: CandidateBuffer, stored: pb.StoredRequest, owner: str, command: pw.Prefetch, outbox: BufferOutbox
+    ) -> bool:
+        """Copy a request and announce it.
+
+        False if there is no room, or if the decode instance's stream has ended meanwhile. Raises TransferError if the
+        copy failed.
+        """
+        placement = buffer.place(stored, owner)
+        if placement is None:
+            return False
+        key = key_from_proto(stored.spec.key)
+        buffered, announced = buffer.requests[key], False
         try:
-            source = self._from_pool[buffer.kind].channel(stored.pool_id)
-        except TransferError as error:
-            failed = Completion(label)
-            failed.finish(error)
-            return failed
+            enter_stage(buffered.stored.spec.timings, Stage.PREFETCH, time.time_ns())
+            await self._copy(buffer, stored, placement)
+            if buffer.requests.get(key) is buffered and not buffered.orphaned:
+                buffered.ready = announced = True
+                requests = [buffered.stored]
+                message = pw.Announcement(buffer=command.buffer, batch_id=command.batch_id, requests=requests)
+                outbox.put(pw.BufferEvent(announced=message))
+        finally:
+            if not announced and buffer.requests.get(key) is buffered:
+                buffer.remove(key)
+        return announced
+
+    def _copy(self, buffer: CandidateBuffer, stored: pb.StoredRequest, placement: Placement) -> Completion:
+        """Start the copy from the pool. Raises TransferError if the shard cannot be reached."""
+        begin = placement.resident
+        source = self._from_pool[buffer.kind].channel(stored.pool_id)
         # Passes do not use the candidate buffers, so no copy waits for a pass.
         route = Route(source, stored.pool_block_ids[begin:], stored.pool_checksums[begin:], settled=True)
-        return self._copier.copy([route, route], placement.block_ids[begin:], label)
-
-    async def _arrive(
-        self,
-        buffer: CandidateBuffer,
-        stored: pb.StoredRequest,
-        completion: Completion,
-        command: pw.Prefetch,
-        outbox: BufferOutbox | None,
-    ) -> bool | None:
-        """Wait for the copy. True: announced; False: the decode instance's stream has ended; None: the copy failed."""
-        try:
-            await completion
-        except TransferError as error:
-            key = key_from_proto(stored.spec.key)
-            logger.warning("prefetch failed: %s", error, extra={"request_id": key.request_id})
-            buffer.remove(key)
-            return None
-        return self._announce(buffer, stored, command, outbox)
-
-    def _announce(
-        self,
-        buffer: CandidateBuffer,
-        stored: pb.StoredRequest,
-        command: pw.Prefetch,
-        outbox: BufferOutbox | None,
-    ) -> bool:
-        """Announce a complete copy to the decode instance. False if its stream has ended meanwhile."""
-        key = key_from_proto(stored.spec.key)
-        buffered = buffer.requests[key]
-        if buffered.orphaned:
-            buffer.remove(key)
-            return False
-        buffered.ready = True
-        if outbox is not None:
-            announced = pw.Announcement(buffer=command.buffer, batch_id=command.batch_id, requests=[buffered.stored])
-            outbox.put(pw.BufferEvent(announced=announced))
-        return True
+        return self._copier.copy([route, route], placement.block_ids[begin:], stored.spec.key.request_id)
 
     async def give_back(self, keys: Sequence[RequestKey]) -> tuple[list[pb.StoredRequest], list[RequestKey]]:
         """Return requests to the pool. Returns the requests that are there, and the keys of those that are lost."""
@@ -184,8 +163,9 @@ class Prefetcher:
                 stored = buffered.stored
                 source = Route(self._to_pool[buffer.kind], list(stored.block_ids), list(stored.checksums))
                 returned.append(await write_back(self._pool, self._copier, source, stored, self._block_size))
-            except AlignedServeError as error:
-                logger.warning("write-back failed: %s", error, extra={"request_id": key.request_id})
+            except Exception as error:  # whatever it is, the scheduler must learn of this request and of the others
+                trace = None if isinstance(error, AlignedServeError) else error
+                logger.warning("write-back failed: %s", error, exc_info=trace, extra={"request_id": key.request_id})
                 lost.append(key)
             if buffer.requests.get(key) is buffered:
                 buffer.remove(key)

@@ -59,7 +59,7 @@ def admin_endpoints(supervisor: SupervisorClient, admin_key: str) -> dict[str, A
                 body = parse_json(await bodies.read(scope, receive) or b"{}")
                 if not isinstance(body, dict):
                     raise InvalidRequestError("the body must be a JSON object")
-                done = await order(supervisor, body)
+                done = await order.carry_out(supervisor, body)
             except ClientGoneError:
                 return
             except ConfigError as error:

@@ -10,7 +10,7 @@ import orjson
 
 from alignedserve import __version__
 from alignedserve.admin import ADMIN_HEADER
-from alignedserve.control.supervisor_client import MOST_INSTANCES
+from alignedserve.control.supervisor_client import ORDERS, Order
 from alignedserve.gateway.api_keys import OPEN_PATHS
 from alignedserve.gateway.http.request_schemas import request_schemas
 from alignedserve.request import Stage
@@ -18,7 +18,6 @@ from alignedserve.request import Stage
 Schema = dict[str, Any]
 
 _INTEGER: Schema = {"type": "integer"}
-_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MOST_INSTANCES}
 _NUMBER: Schema = {"type": "number"}
 _STRING: Schema = {"type": "string"}
 _ANSWER_TOKENS: Schema = {"type": "array", "items": _INTEGER, "description": "With return_token_ids."}
@@ -100,18 +99,7 @@ def _operation_schemas() -> dict[str, Schema]:
     blocks = {f"{name}_blocks": _INTEGER for name in ("capacity", "free", "owned", "cached")}
     named = dict.fromkeys(("store", "instance", "problem"), _STRING)
     book = _object({**named, **blocks}, named)
-    command = _object({"pid": _INTEGER, "host": _STRING})
     role = dict.fromkeys(("role", "id", "node", "address", "state", "holds"), _STRING)
-    restart = _object(
-        {
-            "since_unix_s": _NUMBER,
-            "roles": strings,
-            "doing": _STRING,
-            "done": {"type": "boolean"},
-            "failure": _STRING,
-        },
-        ["since_unix_s", "roles", "doing", "done", "failure"],
-    )
     return {
         "Model": _object({**model, "max_model_len": _nullable(_INTEGER)}, model),
         "ModelList": _object({"object": {"const": "list"}, "data": _array(_ref("Model"))}, ["object", "data"]),
@@ -121,12 +109,8 @@ def _operation_schemas() -> dict[str, Schema]:
             {"status": _STRING, "missing": strings, "degraded": strings}, ["status", "missing", "degraded"]
         ),
         "Integrity": _object({"sound": {"type": "boolean"}, "books": _array(book)}, ["sound", "books"]),
-        "ScaleRequest": _object({"prefill": _COUNT, "decode": _COUNT}),
-        "Scale": _object({"prefill": _INTEGER, "decode": _INTEGER}, ["prefill", "decode"]),
-        "RestartRequest": _object({"roles": strings}),
-        "Restart": restart,
-        "StopRequest": _object({}),
-        "Stop": _object({"grace_s": _NUMBER, "command": command}, ["grace_s", "command"]),
+        **{f"{name.title()}Request": _object(order.request) for name, order in ORDERS.items()},
+        **{name.title(): _object(order.answer, order.answer) for name, order in ORDERS.items()},
         "Status": _object({"roles": _array(_object({**role, "pid": _INTEGER}, [*role, "pid"]))}, ["roles"]),
     }
 
@@ -169,12 +153,12 @@ def _generate(request: str, reply: str, summary: str) -> Schema:
     return {"post": {"summary": summary, "requestBody": body, "responses": {"200": answer, **errors}}}
 
 
-def _order(request: str, reply: str, summary: str) -> Schema:
+def _order(name: str, order: Order) -> Schema:
     key = {"name": ADMIN_HEADER, "in": "header", "required": True, "schema": _STRING}
-    body = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    body = {"required": True, "content": {"application/json": {"schema": _ref(f"{name.title()}Request")}}}
     errors = {status: _json("Error", description) for status, description in {**_ERRORS, **_ORDER_ERRORS}.items()}
-    answers = {"200": _json(reply, "The order was accepted."), **errors}
-    return {"post": {"summary": summary, "parameters": [key], "requestBody": body, "responses": answers}}
+    answers = {"200": _json(name.title(), "The order was accepted."), **errors}
+    return {"post": {"summary": order.summary, "parameters": [key], "requestBody": body, "responses": answers}}
 
 
 def _get(summary: str, *answers: tuple[str, Schema]) -> Schema:
@@ -238,9 +222,7 @@ def openapi_json(keys_wanted: bool = False) -> bytes:
         "/alignedserve/status": _get(
             "List all processes", ("200", _json("Status", "All processes and what each holds."))
         ),
-        "/alignedserve/scale": _order("ScaleRequest", "Scale", "Change the number of instances"),
-        "/alignedserve/restart": _order("RestartRequest", "Restart", "Replace processes, one after the other"),
-        "/alignedserve/stop": _order("StopRequest", "Stop", "Drain the cluster and end it"),
+        **{f"/alignedserve/{name}": _order(name, order) for name, order in ORDERS.items()},
     }
     document = {
         "openapi": "3.1.0",

@@ -38,6 +38,6 @@ async def test_where_none_answers_every_call_says_so() -> None:
 async def test_an_order_that_makes_no_sense_names_what_it_may_hold() -> None:
     client = SupervisorClient(TOKEN, lambda: "127.0.0.1:1")
     with pytest.raises(InvalidRequestError, match="'replicas' is not known here; known fields: prefill and decode"):
-        await ORDERS["scale"](client, {"replicas": 2})
+        await ORDERS["scale"].carry_out(client, {"replicas": 2})
     with pytest.raises(InvalidRequestError, match="'role' is not known here; known fields: roles"):
-        await ORDERS["restart"](client, {"role": "decode"})
+        await ORDERS["restart"].carry_out(client, {"role": "decode"})

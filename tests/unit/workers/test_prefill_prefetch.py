@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import pytest
 
@@ -20,7 +20,8 @@ from alignedserve.proto import prefill_worker_pb2 as pw
 from alignedserve.request import RequestKey
 from alignedserve.scheduler.core.events import BufferKind
 from alignedserve.transfer.block_store import HostBlockStore
-from alignedserve.transfer.copier import Copier
+from alignedserve.transfer.completion import Completion
+from alignedserve.transfer.copier import Copier, Route
 from alignedserve.transfer.host_channel import HostChannel
 from support.faulty_channel import FaultPlan, FaultyChannel
 
@@ -182,3 +183,34 @@ def test_a_decode_instance_that_has_gone_while_the_pool_was_read_gets_nothing() 
         assert prefill.buffer.allocator.free_blocks == CAPACITY
 
     run(FaultPlan(), scenario)
+
+
+def test_an_unexpected_error_loses_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(prefill: Prefill) -> None:
+        requests = prefill.stored("r", [5, 2]), prefill.stored("s", [1])
+        copy = prefill.copier.copy
+
+        def break_first(routes: Sequence[Route], destination_ids: Sequence[int], label: str) -> Completion:
+            if label == "r":
+                raise ValueError("a bug")
+            return copy(routes, destination_ids, label)
+
+        monkeypatch.setattr(prefill.copier, "copy", break_first)
+        assert await prefill.prefetch(*requests) == ([], [], ["r"])
+        assert prefill.buffer.requests[RequestKey("s")].ready
+        assert prefill.buffer.allocator.free_blocks == CAPACITY - 1
+
+    run(FaultPlan(), scenario)
+
+
+def test_a_candidate_that_is_removed_during_its_copy_is_returned() -> None:
+    async def scenario(prefill: Prefill) -> None:
+        prefetching = asyncio.ensure_future(prefill.prefetch(prefill.stored("r", [5, 2]), prefill.stored("s", [1])))
+        for _ in range(10):  # the pool is read first
+            await asyncio.sleep(0)
+        assert prefill.buffer.remove(RequestKey("r")) is not None
+        prefill.channel.release()
+        assert await prefetching == (["r"], [], [])
+        assert prefill.buffer.requests[RequestKey("s")].ready
+
+    run(FaultPlan(stuck=1.0), scenario)
