@@ -1,4 +1,4 @@
-"""The Ray Serve application: a gateway, and the supervisor that lives and dies with it.
+"""The Ray Serve application: the gateways and the supervisor.
 
 `serve deploy` takes `alignedserve.cluster.app:build` as an import path; the configuration's sections are its `args`.
 """
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 GUESTS_LEAVE_S = 10.0  # beyond gateway.drain_s
 ROLES_END_S = 8.0
-REPLICA_ENDS_S = 8.0  # as above
-ATTENDED_WITHIN_S = 5.0  # a command that is there looks once a second
+REPLICA_ENDS_S = 8.0  # beyond gateway.drain_s
+ATTENDED_WITHIN_S = 5.0  # `alignedserve serve` asks for the progress once a second
 COMMAND_ENDS_S = 15.0
 HUNG_AFTER_S = 5.0
 RETRY_AFTER_S = 30.0
-LOOK_S = 8.0  # a role that does not answer takes five
+LOOK_S = 8.0  # includes the 5 s after which a role counts as not answering
 LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
 
 
@@ -58,16 +58,16 @@ LOGGING = LoggingConfig(enable_access_log=False, log_level="WARNING")
     max_ongoing_requests=1000,
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=1,
-    health_check_timeout_s=10,  # a hung one is ended by an agent; by Serve, every role would end with it
+    health_check_timeout_s=10,  # a node agent ends a hung supervisor sooner; if Serve did, all roles would end
     graceful_shutdown_wait_loop_s=0.1,
     logging_config=LOGGING,
 )
 class SupervisorDeployment:
     """Hosts the supervisor in a replica, and ends what it started when the application is deleted.
 
-    Serve awaits `__del__` once, when the application is deleted or Serve is shut down; and where it replaces or moves
-    the replica, which leaves the roles. A replica that is killed gets no such chance: its successor finds the roles by
-    their names and goes on with them, and where there is none they end themselves after `supervisor.orphan_after_s`.
+    Serve awaits `__del__` once: when the application is deleted, when Serve is shut down, and when it replaces or moves
+    the replica, in which case the roles continue. If the replica is killed, `__del__` does not run. Its successor then
+    finds the roles by their names and takes them over. Without a successor they end after `supervisor.orphan_after_s`.
     """
 
     async def __init__(self, tree: Tree, actors: Mapping[str, type[RoleActor]] = ACTORS) -> None:  # type: ignore[misc]
@@ -110,16 +110,16 @@ class SupervisorDeployment:
         try:
             await self._supervisor.start(inheritance.change)
         except BaseException:
-            if inheritance.before is None:  # else the next one finds what runs
+            if inheritance.before is None:  # otherwise the next supervisor takes over the running roles
                 await launcher.release()
             raise
         working = (self._record.keep_writing(), self._delete_when_asked(context.app_name), self._leave())
         self._tasks = [asyncio.get_running_loop().create_task(work) for work in working]
-        await asyncio.sleep(0)  # the record is there when the supervisor is
+        await asyncio.sleep(0)  # writes the record before the replica counts as started
 
     async def join_info(self, tree: Tree | None = None) -> dict[str, Any]:
-        """What a gateway replica needs in order to join. `state` is "" where this supervisor leads a cluster of another
-        configuration than `tree`: in an update another will, soon."""
+        """What a gateway replica needs to join. `state` is "" unless this supervisor leads a cluster with the
+        configuration `tree`: during a redeploy, another one will soon."""
         leads = not self._supervisor.left_to and tree in (None, self._tree)
         return {
             **(await self.progress() if leads else {"state": "", "failure": None}),
@@ -136,7 +136,7 @@ class SupervisorDeployment:
     async def progress(self, pid: int = 0, host: str = "") -> dict[str, Any]:
         """Progress of the start, as plain values, and whether a stop was requested.
 
-        `pid` and `host` are those of the command that sees to the end of this cluster; it asks once a second.
+        `pid` and `host` are those of the command that will end this cluster. It calls this once a second.
         """
         if pid:
             self._attended_at = time.monotonic()
@@ -157,18 +157,20 @@ class SupervisorDeployment:
         }
 
     async def drain(self, grace_s: float) -> dict[str, Any]:
-        """Gateways take nothing new, and have `grace_s` for what they hold; how far that is.
+        """Make gateways refuse new requests, and give them `grace_s` for open ones. Returns whether they have drained,
+        and the number of open requests.
 
-        Called again it can only make the time shorter.
+        A further call can only shorten the time.
         """
         self._supervisor.announce_end(grace_s)
         drained = await self._supervisor.wait_drained(0.0)
         return {"drained": drained, "open": self._supervisor.core.roster.open_requests()}
 
     async def check_health(self) -> None:
-        """Raises where the supervisor could not start the cluster; ends the process where it does its work no more.
+        """Raises if the cluster could not start, or if a rolling restart replaces this supervisor. Kills this process
+        if the supervisor hangs.
 
-        Serve then replaces it: without a command that waits, the start is retried until it succeeds.
+        Serve then replaces the replica. Without a command that waits, the start is retried until it succeeds.
         """
         if self._ended:
             return
@@ -178,20 +180,20 @@ class SupervisorDeployment:
         if failure is not None:
             self._failed_at = self._failed_at or time.monotonic()
             if time.monotonic() - self._failed_at > RETRY_AFTER_S:
-                raise RuntimeError(f"the cluster cannot start, and is tried again: {failure.message}")
+                raise RuntimeError(f"the cluster cannot start; retrying: {failure.message}")
         if self._idle_s() > HUNG_AFTER_S:
-            await asyncio.sleep(1.0)  # where it was the event loop that stood still, the supervisor is next
+            await asyncio.sleep(1.0)  # if the event loop was blocked, the supervisor runs now
             if self._idle_s() > HUNG_AFTER_S:
-                logger.error("the supervisor has looked at nothing for %.0f s", self._idle_s())
-                # Ended in order, it would take every role with it; killed, its successor goes on with them.
+                logger.error("the supervisor has made no progress for %.0f s", self._idle_s())
+                # An orderly end would end every role. After a kill, the successor takes them over.
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _idle_s(self) -> float:
         return time.monotonic() - self._supervisor.ticked_at
 
     async def __del__(self) -> None:
-        """End everything: gateways leave first, so that what they are serving is not cut off."""
-        if self.__dict__.get("_ended", True):  # also where the constructor has not begun
+        """End everything. Gateways leave first, so that open requests can finish."""
+        if self.__dict__.get("_ended", True):  # True: the constructor has not begun
             return
         await self._begun.wait()
         if self._ended:
@@ -199,7 +201,7 @@ class SupervisorDeployment:
         self._ended = True
         for task in self._tasks:
             task.cancel()
-        # It may be asked to leave the cluster to its successor only now, while it looks.
+        # `left_to` is read last, because a successor may take over during the two checks.
         if await self._is_replaced() or await self._is_succeeded() or self._supervisor.left_to:
             await self._supervisor.close()
             return
@@ -207,7 +209,7 @@ class SupervisorDeployment:
             self._record.remove()
             await self._see_guests_off()
         finally:
-            left_to = self._supervisor.left_to  # deployed again meanwhile: the roles are a successor's
+            left_to = self._supervisor.left_to  # redeployed meanwhile: the roles belong to a successor
             try:
                 if not left_to:
                     await self._supervisor.end_all(ROLES_END_S)
@@ -225,40 +227,40 @@ class SupervisorDeployment:
             supervisor.core.tick(time.monotonic())
 
     async def _is_replaced(self) -> bool:
-        """Whether Serve ends this one for a successor: for a rolling restart, or because its node is drained, as
-        `ray start --block` does on SIGTERM. There is none where the application is deleted. A cluster that cannot start
-        is tried again from nothing."""
+        """Whether Serve starts a successor of this supervisor: in a rolling restart, or if its node is drained, as
+        `ray start --block` does on SIGTERM. False if the application is deleted, and if the cluster cannot start, which
+        is then retried with new processes."""
         core = self._supervisor.core
         if core.failure is not None and not core.rolling.supervisor_due:
             return False
         try:
             async with asyncio.timeout(LOOK_S):
                 deleted = await asyncio.to_thread(is_deleted, self._supervisor.application)
-        except Exception:  # whatever Serve raises; roles that no successor comes for end themselves
-            logger.warning("whether the application is deleted cannot be found out", exc_info=True)
+        except Exception:  # whatever Serve raises; without a successor, the roles end by themselves
+            logger.warning("cannot determine whether the application is deleted", exc_info=True)
             return True
         return not deleted
 
     async def _is_succeeded(self) -> bool:
-        """Whether roles follow a newer supervisor, which could not tell this one: they are its own to end."""
+        """Whether roles follow a newer supervisor that could not tell this one. It will end them."""
         try:
             async with asyncio.timeout(LOOK_S):
                 leader = await newer_leader(self._launcher, self._supervisor.core.incarnation)
-        except Exception:  # whatever Ray raises while it is shut down itself
-            logger.warning("whether another supervisor leads the cluster cannot be found out", exc_info=True)
+        except Exception:  # whatever Ray raises while it shuts down
+            logger.warning("cannot determine whether another supervisor leads the cluster", exc_info=True)
             return False
         if leader:
-            logger.warning("the supervisor at %s leads the cluster: ending nothing", leader)
+            logger.warning("the supervisor at %s leads the cluster; leaving all roles to it", leader)
         return bool(leader)
 
     async def _leave(self) -> None:
-        """A successor leads the cluster, in an update: let the roles go to it, and end nothing."""
+        """Wait until a successor leads the cluster in a redeploy, then let the roles join it and end nothing."""
         await self._supervisor.wait_left()
         self._ended = True
         await self._supervisor.close()
 
     async def _delete_when_asked(self, app_name: str) -> None:
-        """`alignedserve stop` ends the application: the command that deployed it does so, or else this."""
+        """Delete the application after `alignedserve stop`, unless the command that deployed it does so."""
         supervisor = self._supervisor
         await supervisor.stop_asked.wait()
         await supervisor.wait_drained(self._config.gateway.drain_s + GUESTS_LEAVE_S)
@@ -269,18 +271,18 @@ class SupervisorDeployment:
 
 
 def is_deleted(app_name: str) -> bool:
-    """Whether the application is on its way out, by itself or with all of Serve. Blocks."""
+    """Whether the application is deleted or being deleted, alone or with all of Serve. Blocks."""
     found = serve.status().applications.get(app_name)
     return found is None or found.status == ApplicationStatus.DELETING
 
 
 def http_url(config: Config, app_name: str | None = None) -> str:
-    """Where HTTP is served on this machine: Serve's own options apply.
+    """The URL of HTTP on this machine. Serve's own options override the configuration.
 
-    With `app_name` the route prefix is the application's, as Serve has it; this blocks.
+    With `app_name`, the route prefix is the application's in Serve; this blocks.
     """
     host, port, prefix = config.gateway.host, config.gateway.port, config.gateway.route_prefix
-    with contextlib.suppress(Exception):  # its place in Serve is not a public one
+    with contextlib.suppress(Exception):  # a private API of Serve
         from ray.serve.context import _get_global_client
 
         client: Any = _get_global_client()
@@ -293,27 +295,27 @@ def http_url(config: Config, app_name: str | None = None) -> str:
 
 
 def _code() -> str:
-    """What this process runs, beside its configuration: another one replaces every process."""
+    """Package version and runtime environment. If they change, a redeploy replaces every process."""
     return f"{__version__} {ray.get_runtime_context().get_runtime_env_string()}"
 
 
 def supervisor_deployment(config: Config) -> Any:
-    """Serve gives it the time that it takes: gateways end first, and they have open requests. In an update the new one
-    is up before the old one ends, and takes over from it (`handover.py`)."""
+    """The supervisor's deployment. Its shutdown timeout includes the time for open requests, because gateways end
+    first. In a redeploy, the new supervisor is up before the old one ends, and takes over from it (`handover.py`)."""
     ends_s = 2 * LOOK_S + config.gateway.drain_s + GUESTS_LEAVE_S + 2 * ROLES_END_S + 5
     return cast(Any, SupervisorDeployment).options(graceful_shutdown_timeout_s=ends_s, max_surge_percent=100)
 
 
 class ArgumentError(ConfigError, RayServeException):
-    """A configuration that is none, or a model that cannot work. Of an exception of its own Serve shows the message
-    alone in `serve status`."""
+    """An invalid configuration, or a model that cannot work. For a RayServeException, `serve status` shows only the
+    message."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for a configuration: its sections as nested values, or `section.key` and a text each; what is
-    left out has its default. It is up once it can answer.
+    """The application for a configuration: sections as nested values, or `section.key` with a string each. Missing keys
+    have their defaults. The application is up once it can answer.
 
-    Raises ArgumentError for a key or a value that is none, and for a model folder of this machine that cannot work.
+    Raises ArgumentError for an unknown key, an invalid value, or a model folder on this machine that cannot work.
     """
     try:
         config = from_arguments(args, served_settings)
@@ -324,9 +326,10 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def application(config: Config, *, wait_ready: bool) -> Application:
-    """`wait_ready`: its gateways come up when the cluster can answer; else at once, and say what is missing.
+    """With `wait_ready`, gateways come up when the cluster can answer. Otherwise they come up at once, and report what
+    is missing.
 
-    In an update new replicas are up before old ones end (`max_surge_percent`).
+    In a redeploy, new replicas are up before old ones end (`max_surge_percent`).
     """
     from alignedserve.gateway.serve.app import Gateway
 
@@ -342,7 +345,7 @@ def application(config: Config, *, wait_ready: bool) -> Application:
 
 
 def _replicas(config: Config) -> dict[str, Any]:
-    """Serve's options for the number of gateways. A gateway's load is what it has open, requests that wait among it."""
+    """Serve's options for the number of gateways. A gateway's load is its number of open requests."""
     gateway = config.gateway
     if not gateway.max_replicas:
         return {"num_replicas": gateway.replicas}

@@ -30,12 +30,12 @@ from alignedserve.proto import supervisor_pb2 as sv
 
 
 class LocalCluster:
-    """Leaving the context ends every process and removes every file, also when something failed within.
+    """Leaving the context ends every process and removes every file, also after an error.
 
-    Before that every store is recounted: AccountingError where one does not add up.
+    If there was no error, every store is recounted first. Raises AccountingError if one does not match its state.
 
-    `environment` is added to that of the roles; their output goes to `output_dir`, a file each, or to this process's.
-    `nodes` and `placed` as `ProcessLauncher` has them: several nodes on this machine.
+    `environment` is added to that of the roles. Their output goes to a file each in `output_dir`, or to this process's
+    output. `nodes` and `placed` simulate several nodes on this machine, as in `ProcessLauncher`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LocalCluster:
             await self._end()
 
     async def check_integrity(self) -> sv.IntegrityReport:
-        """Raises AccountingError where a store or a book of a process that answers does not add up."""
+        """Raises AccountingError if a process that answers reports a store or state that fails its check."""
         report = await self.supervisor.check_integrity()
         wrong = [f"{book.store}: {book.problem}" for book in report.books if book.problem and not book.unknown]
         if wrong:
@@ -97,14 +97,14 @@ class LocalCluster:
             remove_cluster_dir(self.cluster_id)
 
     async def restart_supervisor(self) -> None:
-        """Replace the supervisor as if it had died: its successor finds the processes and goes on with them."""
+        """Replace the supervisor as if it had died: its successor finds the processes and takes them over."""
         await self.supervisor.close()
         await self._start_supervisor()
 
     async def scale(self, prefill: int = 0, decode: int = 0, timeout_s: float = 120.0) -> None:
-        """Have other numbers of instances (0: as it is); returns when they are all ready and the others have ended.
+        """Change the numbers of instances (0: unchanged). Returns when all are ready and surplus ones have ended.
 
-        Raises AlignedServeError where that cannot be, UnavailableError when the time is over.
+        Raises AlignedServeError if that is impossible, UnavailableError after `timeout_s`.
         """
         reply = await self.supervisor.scale(prefill, decode)
         deadline = time.monotonic() + timeout_s
@@ -122,9 +122,9 @@ class LocalCluster:
         return sorted(instances) == sorted(role_id for _, role_id in shape.ids()) and all(slot.ready for slot in slots)
 
     async def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Returns when every instance is ready.
+        """Returns when every role is ready.
 
-        Raises the error of the role that could not start, UnavailableError when the time is over.
+        Raises the error of a role that could not start, UnavailableError after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while (state := self.supervisor.core.state()) != "ready":
@@ -137,7 +137,7 @@ class LocalCluster:
             await self.supervisor.wait_changed(0.5)
 
     async def wait_spares(self, count: int, timeout_s: float = 60.0) -> None:
-        """Returns when so many spares wait for a role. Raises UnavailableError when the time is over."""
+        """Returns when `count` spares wait for a role. Raises UnavailableError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while sum(peer.process.role == SPARE and peer.state == "ready" for peer in self.view().peers) < count:
             if time.monotonic() > deadline:
@@ -148,11 +148,11 @@ class LocalCluster:
         return await self.supervisor.status()
 
     def view(self) -> sv.ClusterView:
-        """What every role is told of the others."""
+        """The view that every role receives."""
         return self.supervisor.core.view()
 
     def peer(self, role_id: str) -> sv.Peer:
-        """A role as the others see it. Raises UnavailableError where it has not joined."""
+        """A role in the view. Raises UnavailableError if it has not joined."""
         for peer in self.view().peers:
             if peer.process.id == role_id:
                 return peer
@@ -163,7 +163,7 @@ class LocalCluster:
 
     @property
     def agent_socket(self) -> str:
-        """Of the agent of the supervisor's own node; empty where no instance is there."""
+        """The socket of the node agent on the supervisor's node; empty if no instance is there."""
         return self.supervisor.core.nodes.agent_socket(self.node_id)
 
     @property
@@ -175,7 +175,7 @@ class LocalCluster:
         os.kill(self.pids[role_id], number)
 
     async def wait_restarted(self, role_id: str, old_incarnation: int, timeout_s: float = 60.0) -> sv.Peer:
-        """The role's next process, once it is ready."""
+        """The role's successor, once it is ready. Raises UnavailableError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for peer in self.view().peers:
@@ -186,7 +186,7 @@ class LocalCluster:
         raise UnavailableError(f"{role_id} did not come back within {timeout_s:g} s")
 
     def join_info(self) -> dict[str, Any]:
-        """What a gateway needs in order to join."""
+        """What a gateway needs to join."""
         return {
             "supervisor_address": self.supervisor.address,
             "token": self.token,

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.runtime_dir import record_dirs, remove_stale, runtime_dir
 from alignedserve.errors import AuthenticationError, ConfigError, UnavailableError
 from alignedserve.gateway.api_keys import first_key
+from alignedserve.proc_stat import is_alive
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ API_KEY_VARIABLE = "ALIGNEDSERVE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A cluster, where its gateway answers, and the supervisor's process on this machine."""
+    """A cluster: the URL of its gateway, and the pid of its supervisor on this machine."""
 
     cluster_id: str
     url: str
@@ -54,12 +54,12 @@ class Record:
             raise
 
     async def keep_writing(self, every_s: float = WRITE_AGAIN_S) -> None:
-        """Until it is written: a full disk is no reason for a supervisor not to come up."""
+        """Retry until the record is written, so that a supervisor starts even if the disk is full."""
         while True:
             try:
                 self.write()
             except OSError as error:
-                logger.warning("the cluster's record cannot be written, so no command finds it: %s", error)
+                logger.warning("the cluster's record cannot be written, so commands do not find the cluster: %s", error)
                 await asyncio.sleep(every_s)
             else:
                 return
@@ -69,9 +69,9 @@ class Record:
 
 
 def read_records() -> list[Record]:
-    """Newest first. Those whose supervisor has ended are removed, with what their cluster left in the folder.
+    """The records of running supervisors, newest first. Others are removed, with their clusters' folders.
 
-    A supervisor that has just died may be about to be replaced: its successor writes the record again.
+    If a supervisor has just died, its successor writes the record again.
     """
     records = []
     for path in (path for folder in record_dirs() for path in folder.glob("*.json")):
@@ -88,8 +88,8 @@ def read_records() -> list[Record]:
 
 
 def operator_key(api_key_file: str | None, record: Record | None = None) -> str:
-    """The API key that a command of the operator sends: of the file, else of the environment, else of the file that
-    the cluster itself reads, where this user may. "" where there is none. Raises ConfigError for a file given."""
+    """The API key that an operator's command sends: from the given file, else from the environment, else from the file
+    that the cluster reads, if this user may read it. "" if there is none. Raises ConfigError for the given file."""
     if api_key_file:
         return first_key(api_key_file)
     if found := os.environ.get(API_KEY_VARIABLE, "").strip():
@@ -101,7 +101,7 @@ def operator_key(api_key_file: str | None, record: Record | None = None) -> str:
 
 
 def fetch_status(url: str, timeout_s: float = PROBE_TIMEOUT_S, *, api_key: str = "") -> dict[str, Any]:
-    """What the gateway at `url` says of its cluster. Raises as `fetch_json`."""
+    """The status of its cluster from the gateway at `url`. Raises the errors of `fetch_json`."""
     return fetch_json(url.rstrip("/") + STATUS_PATH, timeout_s, api_key=api_key)
 
 
@@ -113,8 +113,8 @@ def fetch_json(
     body: dict[str, Any] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A GET, or with `body` a POST. Never through a proxy that the environment names: it is this machine, or what the
-    user pointed at.
+    """The JSON object that answers a GET, or with `body` a POST; also that of an HTTP error. Proxies named in the
+    environment are not used, because the server is on this machine or was named by the user.
 
     Raises UnavailableError if no server answers, AuthenticationError if the API key is wrong.
     """
@@ -144,7 +144,7 @@ def fetch_json(
 
 
 def fetch_metrics(url: str, timeout_s: float) -> str:
-    """The cluster's metrics, as Prometheus text: no key is needed. Raises UnavailableError if no server answers."""
+    """The cluster's metrics as Prometheus text. No key is needed. Raises UnavailableError if no server answers."""
     address = url.rstrip("/") + METRICS_PATH
     try:
         return _read(urllib.request.Request(address), timeout_s).decode()
@@ -153,7 +153,7 @@ def fetch_metrics(url: str, timeout_s: float) -> str:
 
 
 def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
-    """The answer's body. Raises OSError, urllib's HTTPError among them."""
+    """The response body. Raises OSError, including urllib's HTTPError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=timeout_s) as answer:
         body: bytes = answer.read()

@@ -21,7 +21,7 @@ OLD_LOG_S = 24 * 3600.0
 
 
 def runtime_dir() -> Path:
-    """`$ALIGNEDSERVE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/alignedserve`, else `temp_dir()`; made, mode 0700.
+    """`$ALIGNEDSERVE_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/alignedserve`, else `temp_dir()`. Created with mode 0700.
 
     Raises ConfigError if another user owns it.
     """
@@ -32,12 +32,12 @@ def runtime_dir() -> Path:
 
 
 def record_dirs() -> list[Path]:
-    """Where records may lie: a cluster may have been started in a session that has no XDG_RUNTIME_DIR."""
+    """The folders of records. A cluster may have been started in a session without XDG_RUNTIME_DIR."""
     return [runtime_dir()] if os.environ.get(OVERRIDE) else list(dict.fromkeys((runtime_dir(), temp_dir())))
 
 
 def temp_dir() -> Path:
-    """`/tmp/alignedserve-<uid>`, for what may take room on disk; the path is short, as those of sockets must be."""
+    """`/tmp/alignedserve-<uid>`, for files that may be large. The path is short, because socket paths must be."""
     return _private(_temp_path())
 
 
@@ -46,7 +46,7 @@ def _temp_path() -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """Another user may have laid a trap in /tmp."""
+    """The folder, created if missing. Refuses one of another user, because anyone can create it in /tmp."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -57,7 +57,7 @@ def _private(folder: Path) -> Path:
 
 
 def clean_stale() -> None:
-    """Remove what clusters left behind that were killed: their folders, and the logs of commands a day ago."""
+    """Remove the folders of killed clusters, and logs of commands that are more than a day old."""
     now = time.time()
     for folder in record_dirs():
         _clean_folders(folder)
@@ -69,14 +69,14 @@ def clean_stale() -> None:
 def _clean_folders(where: Path) -> None:
     now = time.time()
     for entry in where.iterdir():
-        # A cluster that is just starting has a folder before it has an agent.
+        # A starting cluster has a folder before it has a node agent.
         with contextlib.suppress(OSError):  # another process may clean, too
             if entry.is_dir() and len(entry.name) == CLUSTER_ID_CHARACTERS and now - entry.stat().st_mtime > STARTING_S:
                 remove_stale(entry)
 
 
 def prepare_socket_folder(socket_path: str) -> None:
-    """The private folder of an agent's socket, on its node; removes what killed clusters left beside it.
+    """Create the private folder of a node agent's socket, on its node. Removes the folders of killed clusters there.
 
     Raises ConfigError if another user owns it.
     """
@@ -87,26 +87,26 @@ def prepare_socket_folder(socket_path: str) -> None:
 
 
 def leave_socket_folder(socket_path: str) -> None:
-    """Remove it, where it was the last in it."""
+    """Remove the socket's folder if it is empty."""
     with contextlib.suppress(OSError):
         Path(socket_path).parent.rmdir()
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove a cluster's folder, unless an agent answers: several may have it, where nodes share a file system."""
+    """Remove a cluster's folder unless a node agent answers. Nodes that share a file system share the folder."""
     if folder.is_dir() and not any(_answers(path) for path in folder.glob("agent*.sock")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def agent_socket(cluster_id: str, number: int, *, here: bool) -> str:
-    """Where the agent of the node with this number listens: `here` in the cluster's own folder, on another node in one
-    that can be made on any, since that machine may have other runtime folders than this one."""
+    """The socket path of the node agent with this number. With `here` it is in the cluster's folder; for another node
+    it is in /tmp, because that node's runtime folder is not known here."""
     folder = cluster_dir(cluster_id) if here else _temp_path() / cluster_id
     return str(folder / f"agent-{number}.sock")
 
 
 def socket_number(path: str) -> int | None:
-    """The number of the node whose agent listens there; None where the path is none of `agent_socket`'s."""
+    """The number in a path made by `agent_socket`; None for any other path."""
     named = re.fullmatch(r"agent-(\d+)\.sock", Path(path).name)
     return int(named[1]) if named else None
 
@@ -129,7 +129,7 @@ def cluster_dir(cluster_id: str) -> Path:
 
 
 def remove_cluster_dir(cluster_id: str) -> None:
-    """On this node. Agents elsewhere remove their own."""
+    """Remove the cluster's folders on this node. Node agents remove those on other nodes."""
     for folder in record_dirs():
         shutil.rmtree(folder / cluster_id, ignore_errors=True)
 

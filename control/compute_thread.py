@@ -39,7 +39,7 @@ class ComputeThread(ABC, Generic[P]):
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the messages that were sent before. Waits for this for at most ENDS_WITHIN_S."""
+        """Ends the thread after all earlier messages, and waits for its end for at most ENDS_WITHIN_S."""
         self._inbox.put(None)
         self._thread.join(timeout=ENDS_WITHIN_S)
 
@@ -75,7 +75,7 @@ class ComputeThread(ABC, Generic[P]):
 
     @abstractmethod
     def _on_fatal(self, error: BaseException) -> None:
-        """The thread ends with this error."""
+        """Called when the thread ends with this error."""
 
     def _sleep_limit_s(self) -> float | None:
         """The longest sleep in seconds; None: until a message arrives."""

@@ -20,7 +20,7 @@ In = TypeVar("In")
 logger = logging.getLogger(__name__)
 
 
-MOST_UNREAD = 65536  # messages; a peer with more unread messages is taken not to read at all
+MOST_UNREAD = 65536  # messages; a peer with more unread messages is assumed not to read at all
 
 
 class Outbox(Generic[Out]):
@@ -82,7 +82,7 @@ class DuplexLink(Generic[Out, In]):
         self.broken_by = ""
         """Why the last stream broke: gRPC's status and its details."""
         self.refusal = ""
-        """Why the peer last refused this process for good (FAILED_PRECONDITION); "" if it did not."""
+        """Why the peer last refused this process permanently (FAILED_PRECONDITION); "" if it did not."""
 
     @property
     def up(self) -> bool:
@@ -204,8 +204,8 @@ def from_any_thread(call: Callable[..., object]) -> Callable[..., None]:
 
 
 async def first_message(requests: AsyncIterator[Any], kind: str, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-    """The body of a stream's first message. A stream whose first message is not of `kind`, or that has none, is refused
-    with INVALID_ARGUMENT.
+    """The body of a stream's first message. The stream is refused with INVALID_ARGUMENT if it has no first message or
+    one of another kind.
     """
     first = await anext(aiter(requests), None)
     if first is None or first.WhichOneof("body") != kind:
@@ -225,7 +225,7 @@ async def serve_stream(
             async for message in requests:
                 try:
                     await settle(on_message(message))
-                except AlignedServeError as error:  # the peer's mistake: only this message is dropped
+                except AlignedServeError as error:  # the peer's error: only this message is dropped
                     logger.warning("refused a message: %s", error)
                 except Exception:  # as in DuplexLink
                     logger.exception("a message could not be handled")

@@ -7,12 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from alignedserve.cancellation import end_tasks
 from alignedserve.control.link import DuplexLink, settle
 from alignedserve.control.rpc import TokenChannel, open_channel
+from alignedserve.proc_stat import started_ticks
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc
@@ -31,11 +31,6 @@ def new_incarnation(after: int = 0) -> int:
     `after` is the newest incarnation in the cluster. The clock may have been set back, or be ahead on another node.
     """
     return max(time.time_ns(), after + 1)
-
-
-def started_ticks(pid: int) -> int:
-    """The start time of the process, in the kernel's clock ticks since boot. Raises OSError if it does not exist."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 class RoleHost:

@@ -1,4 +1,4 @@
-"""A policy of one's own, in the cluster and in the simulator: --policy examples.shortest_first:ShortestFirst"""
+"""A custom policy, for the cluster and the simulator: --policy examples.shortest_first:ShortestFirst"""
 
 from itertools import takewhile
 
@@ -9,17 +9,17 @@ from alignedserve.scheduler.policies.queue import QueuePolicy
 class ShortestFirst(QueuePolicy):
     """The shortest prefixes first, as many as fit."""
 
-    BY_LENGTH = True  # several decode instances share the lengths out; else each request goes where least is to do
+    BY_LENGTH = True  # decode instances specialise by length; False: each request goes to the least loaded one
 
     def rank(self, entry):
-        """What those that wait are sorted by: length, then age. How long an answer will be, nobody is told."""
+        """Sort key of a waiting request: prefix length, then age. A policy never knows the length of the answer."""
         return entry.tokens, entry.since_s
 
     def matches(self, tokens, shortest_tokens, longest_tokens):
-        """Whether a request may join a running batch late: not one that would be its longest."""
+        """Whether a request may join a running batch late: it must not be longer than the longest there."""
         return tokens <= longest_tokens
 
     def matching(self, shortest_tokens, longest_tokens, limits):
-        """Those that wait and may join: they are at the front."""
+        """The waiting requests that may join. They are at the front of the queue."""
         short_enough = takewhile(lambda entry: entry.tokens <= longest_tokens, self)
         return as_many_as_fit(short_enough, limits)

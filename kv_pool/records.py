@@ -1,7 +1,7 @@
-"""The records of the allocation table, from which a successor rebuilds the state of its shard, and that state.
+"""The records of the allocation table, and the state of a shard that a successor rebuilds from them.
 
-A record is a kind (one byte) and its fields: names as length and UTF-8, numbers and checksums in
-8 bytes, block ids in 4 bytes each.
+A record is a kind (one byte) and its fields: names as length and UTF-8, numbers and checksums in 8 bytes each, block
+ids in 4 bytes each.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def check_writer(writer: WriterKey) -> None:
     """Raises TransferError if a name of `writer` is too long for a record, or if its role or id is empty."""
     _writer(writer)
     if not writer.role or not writer.id:
-        raise TransferError(f"{writer} names no process")
+        raise TransferError(f"{writer} does not name a process")
 
 
 def encode(record: Record) -> bytes:

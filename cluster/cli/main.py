@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from alignedserve import __version__
+from alignedserve.cluster.cli.operate import COMMANDS, add_url
 from alignedserve.cluster.cli.refused_flags import REFUSED_FLAGS, refuse_unsupported
 from alignedserve.errors import AlignedServeError, ConfigError, ModelError
 
@@ -75,9 +76,6 @@ SERVE_SWITCHES: dict[str, tuple[str, bool, str]] = {
 }
 
 
-_KEY_HELP = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster reads)"
-
-
 class _Parser(argparse.ArgumentParser):
     """Prints a usage error in one line, like every other error of the command."""
 
@@ -119,33 +117,13 @@ def make_parser() -> tuple[_Parser, Mapping[str, _Parser]]:
     _add_configuration(serve)
     for flag, feature in REFUSED_FLAGS.items():
         serve.add_argument(flag, nargs="?", const=True, help=argparse.SUPPRESS, metavar=feature)
-    config = add("config", "Print the resulting configuration, each key with its line of documentation.")
+    config = add("config", "Print the effective configuration, with a line of documentation for each key.")
     _add_configuration(config)
     status = add("status", "List the processes of the newest running cluster of this user.")
-    status.add_argument("--url", help="URL of a gateway, e.g. http://127.0.0.1:8000")
-    status.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
+    add_url(status)
     status.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    stop = add("stop", "End a running cluster: new requests are refused, open requests get gateway.drain_s to finish.")
-    scale = add("scale", "Change the number of instances of a running cluster.")
-    scale.add_argument("--prefill", type=int, metavar="N", help="prefill instances (default: unchanged)")
-    scale.add_argument("--decode", type=int, metavar="N", help="decode instances (default: unchanged)")
-    restart = add(
-        "restart", "Replace every process of a running cluster, one after the other, without failing a request."
-    )
-    restart.add_argument(
-        "--role",
-        action="append",
-        default=[],
-        choices=("decode", "prefill", "kv_pool", "scheduler", "node_agent", "gateway", "supervisor"),
-        help="replace only this role; may be given several times",
-    )
-    for command in (stop, scale, restart):
-        command.add_argument("--url", help="URL of a gateway, e.g. http://127.0.0.1:8000")
-        command.add_argument("--api-key-file", metavar="FILE", help=_KEY_HELP)
-        command.add_argument("--timeout", type=float, metavar="S", help="maximum wait in seconds")
-    idle = add("wait-idle", "Return when no request is open. Used as a container's preStop hook.")
-    idle.add_argument("--url", default="http://127.0.0.1:8000", help="URL of a gateway (default http://127.0.0.1:8000)")
-    idle.add_argument("--timeout", type=float, default=25.0, metavar="S", help="maximum wait in seconds (default 25)")
+    for name, command in COMMANDS.items():
+        command.add_options(add(name, command.summary))
     doctor = add("doctor", "Show what this machine offers for a configuration, and what is missing.")
     _add_configuration(doctor)
     doctor.add_argument(
@@ -191,8 +169,8 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             from alignedserve.cluster.cli.status_command import show_status
 
             return show_status(options.url, as_json=options.json, api_key_file=options.api_key_file)
-        case "stop" | "scale" | "wait-idle" | "restart":
-            return _operate(options)
+        case name if name in COMMANDS:
+            return COMMANDS[name].run(options)
         case "policies":
             from alignedserve.cluster.cli.policies_command import list_policies
 
@@ -226,21 +204,6 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             return serve(_configuration(options))
 
 
-def _operate(options: argparse.Namespace) -> int:
-    """Commands to a running cluster."""
-    from alignedserve.cluster.cli import operate
-
-    match options.command:
-        case "stop":
-            return operate.stop(options.url, options.timeout, options.api_key_file)
-        case "scale":
-            return operate.scale(options.prefill, options.decode, options.url, options.timeout, options.api_key_file)
-        case "wait-idle":
-            return operate.wait_idle(options.url, options.timeout)
-        case _:
-            return operate.restart(options.role, options.url, options.timeout, options.api_key_file)
-
-
 def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     """Add the flags that set configuration keys. A flag that is not given is None, so that lower layers apply."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with the configuration")
@@ -258,10 +221,10 @@ def _add_configuration(parser: argparse.ArgumentParser, only: Collection[str] | 
 def _add_profile(profile: argparse.ArgumentParser) -> None:
     _add_configuration(profile, PROFILE_FLAGS)
     profile.add_argument("--out", metavar="FILE", required=True, help="the JSON file to write")
-    seconds = "measuring time in seconds (default 60, on a GPU 25), without the time of starts"
+    seconds = "measurement time in seconds, excluding start-up (default 60, on a GPU 25)"
     profile.add_argument("--seconds", type=float, metavar="S", help=seconds)
     profile.add_argument(
-        "--no-cluster", action="store_true", help="measure passes alone, without serving in a small cluster"
+        "--no-cluster", action="store_true", help="only measure passes, without serving in a small cluster"
     )
 
 

@@ -1,28 +1,29 @@
-"""Commands to a running cluster, through its gateway: `alignedserve scale`, `restart`, `stop` and `wait-idle`.
+"""Commands to a running cluster, sent to its gateway: `alignedserve scale`, `restart`, `stop` and `wait-idle`.
 
-Each command prints what it does, waits until it is done, and returns its exit status.
+Each command prints what happens, waits until it is done, and returns its exit status. `COMMANDS` has their options.
 """
 
 from __future__ import annotations
 
+import argparse
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from alignedserve.admin import ADMIN_HEADER
 from alignedserve.cluster.cli.status_command import ask_newest, same_url
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.records import fetch_json, fetch_metrics, fetch_status, read_records
-from alignedserve.control.samples import value
 from alignedserve.errors import AlignedServeError, ConfigError, UnavailableError
+from alignedserve.proc_stat import is_alive
 
 ORDER_TIMEOUT_S = 15.0
 POLL_S = 0.2
-SCALED_WITHIN_S = 600.0  # unless --timeout says otherwise; so are the next two
+# Default limits, without --timeout.
+SCALED_WITHIN_S = 600.0
 RESTARTED_WITHIN_S = 1800.0
-ENDS_WITHIN_S = 60.0  # beyond what open requests have
+ENDS_WITHIN_S = 60.0  # beyond the time for open requests
 SCALED_ROLES = ("prefill", "decode")
 
 OPEN_REQUESTS = "alignedserve_gateway_open_requests"
@@ -35,7 +36,7 @@ GONE_AFTER_S = 5.0  # a proxy that is replaced answers again by then
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """Where it answers, and the keys that it asks for. `pids` are those of its roles, where it is this machine's."""
+    """The URL and keys of a cluster. `pids` are those of its roles if this user started it on this machine."""
 
     url: str
     api_key: str = field(repr=False)
@@ -50,7 +51,7 @@ class RunningCluster:
             return None
 
     def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The gateway's answer. Raises AlignedServeError with its reason, UnavailableError."""
+        """The gateway's answer. Raises AlignedServeError with its reason, or UnavailableError if it does not answer."""
         answer = fetch_json(
             f"{self.url}/alignedserve/{name}",
             ORDER_TIMEOUT_S,
@@ -81,20 +82,20 @@ def find_cluster(url: str | None, api_key_file: str | None) -> RunningCluster:
 def scale(
     prefill: int | None, decode: int | None, url: str | None, timeout_s: float | None, api_key_file: str | None
 ) -> int:
-    """Have other numbers of instances; returns once they are there.
+    """Change the numbers of instances. Returns once all are ready.
 
-    Raises ConfigError for what no cluster can have, AlignedServeError with the cluster's reason where it refuses or a
-    new instance cannot start, UnavailableError where it takes longer than `timeout_s`.
+    Raises ConfigError for impossible numbers, AlignedServeError with the cluster's reason if it refuses or a new
+    instance cannot start, UnavailableError after `timeout_s`.
     """
     asked = {role: count for role, count in zip(SCALED_ROLES, (prefill, decode), strict=True) if count is not None}
     if not asked:
         raise ConfigError("give --prefill N, --decode N, or both")
     if least := [role for role, count in asked.items() if count < 1]:
-        raise ConfigError(f"--{least[0]} must be at least 1: a cluster without {least[0]} instances serves nothing")
+        raise ConfigError(f"--{least[0]} must be at least 1: a cluster cannot serve without {least[0]} instances")
     cluster = find_cluster(url, api_key_file)
     target, where = cluster.order("scale", asked), cluster.url
     wanted = {role: int(target[role]) for role in SCALED_ROLES}
-    print(f"{where}: going to {_shape(wanted)}", flush=True)
+    print(f"{where}: changing to {_shape(wanted)}", flush=True)
     limit_s = SCALED_WITHIN_S if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s
     while (waiting_for := _missing(cluster.status(), wanted)) is not None:
@@ -106,20 +107,20 @@ def scale(
 
 
 def _missing(status: dict[str, Any] | None, wanted: dict[str, int]) -> str | None:
-    """What is not as it should be yet. Raises AlignedServeError where the cluster has given the change up."""
+    """What is still missing; None if nothing is. Raises AlignedServeError if the cluster has given up the change."""
     scaling = (status or {}).get("scale")
     if status is None or scaling is None:
-        return "the gateway cannot be asked"
+        return "no gateway answers with its status"
     if any(scaling[role] != count for role, count in wanted.items()):
-        said = scaling.get("failure") or f"it is to have {_shape(scaling)} now: somebody else has scaled it"
-        raise AlignedServeError(f"the cluster does not grow to {_shape(wanted)}: {said}")
+        said = scaling.get("failure") or f"another command has since requested {_shape(scaling)}"
+        raise AlignedServeError(f"the cluster was not scaled to {_shape(wanted)}: {said}")
     states: dict[str, list[str]] = {role: [] for role in SCALED_ROLES}
     for entry in status["roles"]:
         if entry["role"] in states:
             states[entry["role"]].append(entry["state"])
     for role, count in wanted.items():
         if states[role] != ["ready"] * count:
-            return f"{role} instances are {', '.join(states[role]) or 'not there'}"
+            return f"{role} instances are {', '.join(states[role]) or 'missing'}"
     return None
 
 
@@ -131,10 +132,10 @@ def _shape(counts: dict[str, Any]) -> str:
 
 
 def restart(roles: Sequence[str], url: str | None, timeout_s: float | None, api_key_file: str | None) -> int:
-    """A rolling restart of these roles (none: of all); prints each step, returns once every process is new.
+    """A rolling restart of these roles (empty: all roles). Prints each step. Returns once every process is replaced.
 
-    Raises AlignedServeError with the cluster's reason where it refuses or has stopped, UnavailableError where it takes
-    longer than `timeout_s`.
+    Raises AlignedServeError with the cluster's reason if it refuses or the restart has stopped, UnavailableError after
+    `timeout_s`.
     """
     cluster = find_cluster(url, api_key_file)
     order = cluster.order("restart", {"roles": list(roles)})
@@ -153,9 +154,9 @@ def restart(roles: Sequence[str], url: str | None, timeout_s: float | None, api_
                 shown = now["doing"]
                 print(f"{cluster.url}: {shown}", flush=True)
         if time.monotonic() > deadline:
-            raise UnavailableError(f"{cluster.url} is not done after {limit_s:g} s: {shown or 'it has not begun'}")
+            raise UnavailableError(f"{cluster.url} has not restarted after {limit_s:g} s: {shown or 'not begun'}")
         time.sleep(POLL_S)
-    print(f"{cluster.url}: every process of them is new")
+    print(f"{cluster.url}: all processes of these roles were replaced")
     return 0
 
 
@@ -163,9 +164,9 @@ def restart(roles: Sequence[str], url: str | None, timeout_s: float | None, api_
 
 
 def stop(url: str | None, timeout_s: float | None, api_key_file: str | None) -> int:
-    """Have the cluster end; returns once it has.
+    """End the cluster. Returns once it has ended.
 
-    Raises AlignedServeError where the cluster refuses, UnavailableError where it does not end within `timeout_s`.
+    Raises AlignedServeError if the cluster refuses, UnavailableError if it does not end within `timeout_s`.
     """
     cluster = find_cluster(url, api_key_file)
     answer = cluster.order("stop", {})
@@ -174,7 +175,7 @@ def stop(url: str | None, timeout_s: float | None, api_key_file: str | None) -> 
     if command["pid"] and command["host"] == socket.gethostname():
         pids.add(command["pid"])
     limit_s = grace_s + ENDS_WITHIN_S if timeout_s is None else timeout_s
-    print(f"{cluster.url}: ending; open requests have {grace_s:g} s", flush=True)
+    print(f"{cluster.url}: ending; open requests have {grace_s:g} s to finish", flush=True)
     deadline = time.monotonic() + limit_s
     while not _has_ended(cluster, pids):
         if time.monotonic() > deadline:
@@ -185,7 +186,7 @@ def stop(url: str | None, timeout_s: float | None, api_key_file: str | None) -> 
 
 
 def _has_ended(cluster: RunningCluster, pids: set[int]) -> bool:
-    """None of its processes that are known here live, and nothing answers."""
+    """Whether none of its processes known here lives, and no gateway answers."""
     if any(map(is_alive, pids)):
         return False
     status = cluster.status()
@@ -202,11 +203,13 @@ def wait_idle(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """0 once no gateway of the cluster at `url` holds a request, 1 if some are open after `timeout_s`.
+    """Returns 0 once no gateway of the cluster at `url` holds a request, 1 if some are open after `timeout_s`.
 
-    Any gateway reports all of them while there is a supervisor, and asks for no key; without one it reports itself
-    alone, and is asked again. Where none answers for five seconds, there is nothing to wait for.
+    While there is a supervisor, any gateway reports the requests of all gateways. Without one it reports only its own,
+    and is asked again. No key is needed. Also returns 0 if no gateway answers for five seconds.
     """
+    from alignedserve.control.samples import value  # its import would slow every command down
+
     answered_at = clock()
     deadline = answered_at + timeout_s
     open_requests = UNKNOWN
@@ -215,7 +218,7 @@ def wait_idle(
             page = fetch(url, METRICS_TIMEOUT_S)
         except UnavailableError as error:
             if clock() >= answered_at + GONE_AFTER_S:
-                print(f"nobody to wait for: {error.message}")
+                print(f"nothing to wait for: {error.message}")
                 return 0
         else:
             count = int(value(page, OPEN_REQUESTS)) if OF_SUPERVISOR in page else None
@@ -227,3 +230,70 @@ def wait_idle(
             print(f"{url}: {open_requests} requests are open after {timeout_s:g} s")
             return 1
         sleep(IDLE_POLL_S)
+
+
+# ---- the commands' options
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Options that tell which cluster is asked, and with which key."""
+    parser.add_argument("--url", help="URL of a gateway, e.g. http://127.0.0.1:8000")
+    key = "file with the API key to send (default: ALIGNEDSERVE_API_KEY, or the file that the cluster reads)"
+    parser.add_argument("--api-key-file", metavar="FILE", help=key)
+
+
+def _add_order(parser: argparse.ArgumentParser) -> None:
+    add_url(parser)
+    parser.add_argument("--timeout", type=float, metavar="S", help="maximum wait in seconds")
+
+
+def _add_scale(parser: argparse.ArgumentParser) -> None:
+    for role in SCALED_ROLES:
+        parser.add_argument(f"--{role}", type=int, metavar="N", help=f"{role} instances (default: unchanged)")
+    _add_order(parser)
+
+
+def _add_restart(parser: argparse.ArgumentParser) -> None:
+    roles = ("decode", "prefill", "kv_pool", "scheduler", "node_agent", "gateway", "supervisor")
+    meaning = "replace only this role; may be given several times"
+    parser.add_argument("--role", action="append", default=[], choices=roles, help=meaning)
+    _add_order(parser)
+
+
+def _add_wait_idle(parser: argparse.ArgumentParser) -> None:
+    url = "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, help=f"URL of a gateway (default {url})")
+    parser.add_argument("--timeout", type=float, default=25.0, metavar="S", help="maximum wait in seconds (default 25)")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of `alignedserve`: its line in `--help`, its options, and the function that runs it."""
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS: Mapping[str, Command] = {
+    "stop": Command(
+        "End a running cluster: new requests are refused, open requests get gateway.drain_s to finish.",
+        _add_order,
+        lambda given: stop(given.url, given.timeout, given.api_key_file),
+    ),
+    "scale": Command(
+        "Change the number of instances of a running cluster.",
+        _add_scale,
+        lambda given: scale(given.prefill, given.decode, given.url, given.timeout, given.api_key_file),
+    ),
+    "restart": Command(
+        "Replace every process of a running cluster, one after the other, without failing a request.",
+        _add_restart,
+        lambda given: restart(given.role, given.url, given.timeout, given.api_key_file),
+    ),
+    "wait-idle": Command(
+        "Return when no request is open. Used as a container's preStop hook.",
+        _add_wait_idle,
+        lambda given: wait_idle(given.url, given.timeout),
+    ),
+}

@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from alignedserve.control.role import started_ticks
+from alignedserve.proc_stat import started_ticks
 from alignedserve.proto import supervisor_pb2 as sv
 
 
@@ -101,14 +101,6 @@ def look_at(pid: int) -> Sight | None:
 def is_stopped(pid: int) -> bool:
     sight = look_at(pid)
     return sight is not None and sight.stopped
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process with this pid runs. A zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def _resolve(ended: asyncio.Future[bool]) -> None:

@@ -20,10 +20,10 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.serve import haproxy_exec
 from alignedserve.config import Config
 from alignedserve.errors import ResourceError
+from alignedserve.proc_stat import is_alive
 
 # Sockets are in a subfolder named after a node (56 characters), and a socket's path has at most 107 characters.
 PARENT = Path("/tmp")

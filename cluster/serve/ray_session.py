@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.runtime_dir import temp_dir
 from alignedserve.cluster.serve import haproxy, haproxy_exec
 from alignedserve.config import Config
@@ -23,6 +22,7 @@ from alignedserve.config_sources import from_tree
 from alignedserve.errors import AlignedServeError, ConfigError
 from alignedserve.gateway.serve import ray_private, serve_ports
 from alignedserve.memory import usable_cores
+from alignedserve.proc_stat import is_alive
 
 GRPC_SERVICERS = ["alignedserve.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of ours goes through it

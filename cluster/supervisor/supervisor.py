@@ -36,10 +36,11 @@ from alignedserve.config import Config
 from alignedserve.config_sources import to_tree
 from alignedserve.control.convert import failure_to_proto
 from alignedserve.control.link import Outbox, first_message, serve_stream
-from alignedserve.control.role import new_incarnation, started_ticks
+from alignedserve.control.role import new_incarnation
 from alignedserve.control.rpc import RpcServer
 from alignedserve.control.samples import with_label
 from alignedserve.errors import AlignedServeError, ResourceError
+from alignedserve.proc_stat import started_ticks
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.proto import supervisor_pb2_grpc as sv_grpc

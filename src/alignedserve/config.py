@@ -101,7 +101,7 @@ class PrefillConfig:
         low=-1,
     )
     queue_tokens: int = _key(
-        0, f"prompt tokens queued at an instance; 0: {QUEUED_TOKENS}, or two passes if that is more", low=0
+        0, f"maximum prompt tokens queued at an instance; 0: {QUEUED_TOKENS}, or two passes if that is more", low=0
     )
 
     @property
@@ -127,7 +127,7 @@ class DecodeConfig:
     graphs: str = _key("auto", "decode with CUDA graphs; auto: if attention can be captured", choices=("auto", "off"))
     graph_sizes: str = _key("", "batch sizes to capture, such as 1,8,64; empty: up to decode.max_running")
     join_iterations: int = _key(
-        8, "iterations of the whole batch for which a join needs free blocks (hysteresis)", low=1
+        8, "a join requires free blocks for this many iterations of the whole batch (hysteresis)", low=1
     )
 
 
@@ -158,7 +158,7 @@ class SchedulerConfig:
     )
     balance_slack: float = _key(
         0.25,
-        "share by which a chosen instance's iterations may be longer than the least loaded one's, for similar lengths",
+        "an instance gets requests of its length while its load exceeds the least loaded one's by at most this share",
         low=0.0,
     )
     join_window: float = _key(
@@ -189,7 +189,10 @@ class GatewayConfig:
     port: int = _key(8000, "HTTP port", low=1, high=65535)
     grpc_port: int = _key(9000, "gRPC port", low=1, high=65535)
     live_port: int = _key(
-        0, "separate port for /live, /health and /metrics, out of clients' reach; 0: any free port", low=0, high=65535
+        0,
+        "separate port, with its own connection limit, for /live, /health and /metrics; 0: any free port",
+        low=0,
+        high=65535,
     )
     address_connections: int = _key(0, "maximum connections from one client address; 0: unlimited", low=0)
     address_requests: int = _key(0, "maximum requests per second from one client address; 0: unlimited", low=0)
@@ -203,7 +206,7 @@ class GatewayConfig:
     route_prefix: str = _key("/", "URL path prefix of the application")
     api_key_file: str = _key("", "file with one API key per line, private to its owner; empty: no key needed")
     request_log: str = _key("", "file for one JSON line per request: lengths and timestamps, no text; empty: none")
-    drain_s: float = _key(25.0, "seconds that open requests get to finish at the end", low=0.0, high=3600.0)
+    drain_s: float = _key(25.0, "seconds that open requests get to finish when a gateway drains", low=0.0, high=3600.0)
 
     @property
     def max_body_bytes(self) -> int:

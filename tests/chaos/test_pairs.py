@@ -51,6 +51,7 @@ def run(blows: list[Blow], clients: int = 0) -> list[Seen]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_pairs_that_once_did_not_recover() -> None:
     """However slow the machine is: in what order and time, `make chaos` looks at."""

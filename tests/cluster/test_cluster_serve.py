@@ -21,7 +21,7 @@ import pytest
 
 from alignedserve.cluster.cli.serve_process import ServeProcess
 from alignedserve.cluster.launch.descendants import Descendants
-from alignedserve.cluster.launch.processes import is_alive
+from alignedserve.proc_stat import is_alive
 from support.serving import FakeServeProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -109,6 +109,7 @@ def test_a_role_that_cannot_start_ends_the_command_with_its_reason(nothing_left:
     assert "alignedserve: error: prefill-0 was told to fail" in server.output
 
 
+@pytest.mark.slow
 def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_only(
     nothing_left: Descendants, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_two_clusters_on_one_machine_do_not_meet_and_listen_for_this_machine_onl
         assert {role["pid"] for role in one.get("/alignedserve/status")["roles"]} == pids[0]
 
 
+@pytest.mark.slow
 def test_a_start_after_everything_was_killed_finds_nothing_in_its_way(nothing_left: Descendants) -> None:
     with FakeServeProcess("--device", "cpu") as killed:
         nothing_left.note()

@@ -34,10 +34,8 @@ def probed_paths(variant: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=() if name == "cpu" else pytest.mark.slow) for name in kuberay.VARIANTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", kuberay.VARIANTS)
 def test_the_configuration_of_a_ray_service_serves_exact_tokens(variant: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.touch(mode=0o600)

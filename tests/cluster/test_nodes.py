@@ -146,6 +146,7 @@ def test_no_process_has_memory_of_another_node(nodes: RayNodes, served: ServedNo
     assert not first & second
 
 
+@pytest.mark.slow
 def test_strangers_get_nowhere(nodes: RayNodes, served: ServedNodes) -> None:
     """Ray and our roles refuse peers without a token or without TLS."""
     environment = {k: v for k, v in nodes.environment.items() if not k.startswith("RAY_AUTH")}
@@ -185,6 +186,7 @@ def test_a_node_that_is_cut_off_for_a_moment_costs_no_request(
     served.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_starts_while_a_node_is_silent_goes_on_with_its_processes(
     nodes: RayNodes, served: ServedNodes, expected: Expected
 ) -> None:

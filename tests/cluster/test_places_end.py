@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from alignedserve.cluster.launch.processes import is_alive
+from alignedserve.proc_stat import is_alive
 from support.ray_head import RayHead
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -22,6 +22,7 @@ ORPHAN_S = 3.0
 WITHIN_S = 60.0
 _GROUPS = """
 import sys, time, ray
+from alignedserve.proc_stat import is_alive
 from alignedserve.cluster.launch.ray_groups import groups
 ray.init(address="auto", log_to_driver=False)
 while (found := groups()) and time.monotonic() < float(sys.argv[1]):
@@ -109,6 +110,7 @@ def test_an_application_that_is_deleted_leaves_no_group(head: RayHead) -> None:
     assert our_groups(head) == []
 
 
+@pytest.mark.slow
 def test_nor_one_that_is_deleted_while_its_supervisor_is_to_be_replaced(head: RayHead) -> None:
     pids = deploy(head, "due", orphan_after_s=60.0)
     done = head.command("python", "-c", _RESTART_AND_DELETE)
@@ -117,6 +119,7 @@ def test_nor_one_that_is_deleted_while_its_supervisor_is_to_be_replaced(head: Ra
     assert [name for name, pid in pids.items() if is_alive(pid)] == []
 
 
+@pytest.mark.slow
 def test_nor_one_whose_supervisor_is_killed_when_it_is_deleted(head: RayHead) -> None:
     pids = deploy(head, "killed", orphan_after_s=ORPHAN_S)
     os.kill(pids["supervisor-0"], signal.SIGKILL)

@@ -50,6 +50,7 @@ def test_a_policy_by_name() -> None:
         assert decides(server, "alignedserve.scheduler.policies.fcfs:FcfsPolicy")
 
 
+@pytest.mark.slow
 def test_a_class_in_the_folder_of_the_command(tmp_path: Path) -> None:
     formed = tmp_path / "formed.txt"
     package = tmp_path / "my_package"

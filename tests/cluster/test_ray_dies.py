@@ -75,6 +75,7 @@ def test_the_raylet_dies_while_roles_load() -> None:
         server.stop()
 
 
+@pytest.mark.slow
 def test_stop_is_given_while_roles_load() -> None:
     server = FakeServeProcess("--device", "cpu", environment={"FAKE_PREFILL": "never_ready=1"})
     server.start()

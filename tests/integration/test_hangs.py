@@ -12,9 +12,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.config_sources import from_tree
+from alignedserve.proc_stat import is_alive
 from support.faulty_roles import FOLDER
 from support.gateway import http_to, joined_gateway
 from support.held import wait_nothing_held

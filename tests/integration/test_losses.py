@@ -99,7 +99,7 @@ async def test_the_buffers_of_killed_prefill_instances_do_not_stay_with_the_node
         ("scheduler-0", "decode-0"),
         ("kv_pool-0", "decode-0"),
         ("kv_pool-0", "node_agent-0"),
-        ("node_agent-0", "prefill-0", "decode-0"),  # the pool alone has its memory
+        pytest.param(("node_agent-0", "prefill-0", "decode-0"), marks=pytest.mark.slow),  # only the pool has its memory
     ],
     ids="+".join,
 )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.supervisor.plan import Node
 from alignedserve.config import ClusterConfig, Config, SupervisorConfig
 from alignedserve.errors import UnavailableError
+from alignedserve.proc_stat import is_alive
 
 QUICK = SupervisorConfig(heartbeat_s=0.1, fence_after_s=1.0, stall_after_s=0.5, start_timeout_s=20.0)
 NODES = (Node("node-0", "127.0.0.1"), Node("node-1", "127.0.0.2"))

@@ -123,7 +123,7 @@ def test_aligned_serves_what_generate_gives(aligned: Served, tmp_path: Path) -> 
     [
         ("fcfs", f"{POLICIES}.fcfs:FcfsPolicy", True),
         ("aligned-no-prefetch", f"{POLICIES}.aligned:AlignedPolicy", False),
-        ("aligned-no-prefetch-fcfs", f"{POLICIES}.fcfs:FcfsPolicy", False),
+        pytest.param("aligned-no-prefetch-fcfs", f"{POLICIES}.fcfs:FcfsPolicy", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_by_name(policy: str, decides: str, prefetches: bool, aligned: Served, tmp_path: Path) -> None:

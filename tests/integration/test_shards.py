@@ -80,7 +80,13 @@ def loads_torch(cluster: LocalCluster, role_id: str) -> bool:
 
 @pytest.mark.parametrize(
     ("placed", "prefetch", "verify"),
-    [(APART, True, True), (APART, False, False), (APART, False, True), (TWICE, True, False), (TWICE, False, True)],
+    [
+        (APART, True, True),
+        pytest.param(APART, False, False, marks=pytest.mark.slow),
+        (APART, False, True),
+        (TWICE, True, False),
+        pytest.param(TWICE, False, True, marks=pytest.mark.slow),
+    ],
     ids=["apart-prefetch-verify", "apart", "apart-verify", "twice-prefetch", "twice-verify"],
 )
 async def test_tokens_are_exact_where_prefill_and_decode_are_on_two_nodes(
@@ -133,7 +139,9 @@ async def test_what_a_decode_only_node_evicts_to_its_shard_comes_back_from_there
         assert copies(metrics, second, "decode-0/cache", "shared-memory") > 0
 
 
-@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no-prefetch"])
+@pytest.mark.parametrize(
+    "prefetch", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["prefetch", "no-prefetch"]
+)
 async def test_a_killed_shard_process_or_worker_of_either_node_costs_no_token(folder: Path, *, prefetch: bool) -> None:
     prompts, expected = truth(folder)
     asked = config(folder, APART, cluster={"prefetch": prefetch}, kv_pool={"verify": True})

@@ -200,6 +200,7 @@ async def test_slow_clients_end_and_keep_no_other_out(
         group.create_task(one_that_waits_for_tokens_is_not_slow(gateway))
 
 
+@pytest.mark.slow
 async def test_a_full_front_is_alive_and_has_places_again_once_slow_clients_have_had_their_time(
     gateway: RunningGateway,
 ) -> None:

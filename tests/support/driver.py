@@ -32,6 +32,8 @@ from alignedserve.proto import scheduler_pb2 as sc
 from alignedserve.proto import scheduler_pb2_grpc as sc_grpc
 from alignedserve.request import RequestKey, RequestSpec, SamplingParams, Stage, Stopwatch, TokenLogprobs
 
+QUIET_S = 0.5  # after a worker's stream broke: tokens that are on their way arrive by then
+
 
 @dataclass(slots=True)
 class Answer:
@@ -157,11 +159,21 @@ class Driver(gw_grpc.TokenSinkServicer, gw_grpc.SpecSourceServicer):
     async def Push(
         self, request_iterator: AsyncIterator[gw.TokenBatch], context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.Empty:
-        async for batch in request_iterator:
-            now_s = time.monotonic()
-            for event in batch.events:
-                self._on_event(event, now_s)
+        try:
+            async for batch in request_iterator:
+                now_s = time.monotonic()
+                for event in batch.events:
+                    self._on_event(event, now_s)
+        finally:
+            if self._resubmit:
+                asyncio.get_running_loop().call_later(QUIET_S, self._ask)
         return pb.Empty()
+
+    def _ask(self) -> None:
+        """Ask for the open requests that the scheduler believes to have ended, because a worker's tokens were lost."""
+        mine = [answer.key for answer in self.answers.values() if not answer.done.is_set()]
+        if mine:
+            self._link.send(sc.GatewayMessage(open=keys_to_proto(mine)))
 
     def _on_event(self, event: gw.TokenEvent, now_s: float) -> None:
         answer = self.answers[event.key.request_id]

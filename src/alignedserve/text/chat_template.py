@@ -80,13 +80,13 @@ class ChatTemplate:
         raise InvalidRequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
 
     def written_around_turns(self) -> list[str]:
-        """Rendered simple conversations without the answer's beginning. They contain the template's markers."""
+        """Simple conversations, rendered without the beginning of an answer. They contain the template's markers."""
         turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user", "tool")]
         written = []
         for begin, end in ((0, 4), (1, 4), (1, 5)):
             try:
                 written.append(self.render(turns[begin:end], add_generation_prompt=False))
-            except InvalidRequestError:  # it supports no system role, or no tools
+            except InvalidRequestError:  # the template does not support the system role or tools
                 continue
         return written
 
@@ -138,7 +138,7 @@ def _compile(source: str, origin: str) -> Any:
 
     class Code(CodeGenerator):
         def visit_Concat(self, node: Concat, frame: Frame) -> None:
-            """`a ~ b` is also joined by the environment."""
+            """Makes the environment join `a ~ b`, too."""
             self.write("environment.concat(map(str, (")
             for operand in node.nodes:
                 self.visit(operand, frame)

@@ -1,4 +1,8 @@
-"""Tokenises a long text in pieces with the same tokens: cut where that is exact, else overlapping and joined."""
+"""Tokenises a long text in pieces that have the tokens of the whole text.
+
+A piece ends at an exact cut. Without one nearby, it overlaps with the next piece, and both are joined. If that is not
+possible either, the piece is longer.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
 
 PIECE = 1 << 14  # characters
-LONG = 1 << 16  # from this many characters on, nothing else should wait for the tokenisation
-MOST_UNBROKEN = 1 << 18  # characters that are always tokenised at once if they cannot be divided
-_TRIES = 16  # starts of an overlap to try: in repetitive text, tokens may be out of step
+LONG = 1 << 16  # characters; other work should not wait for a longer piece
+MOST_UNBROKEN = 1 << 18  # characters; a part that cannot be divided may always be this long
+_TRIES = 16  # starts of an overlap to try: in repetitive text, the tokens of one start may not align
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Divider:
     def pieces(self, text: str, unbroken: int = 0) -> Iterator[list[int]]:
         """Token ids of each piece. An empty list announces a piece of more than LONG characters.
 
-        Raises InvalidRequestError if a part cannot be divided, and is longer than MOST_UNBROKEN and `unbroken`.
+        Raises InvalidRequestError if a part that cannot be divided is longer than MOST_UNBROKEN and `unbroken`.
         """
         return _Pieces(self, text, max(MOST_UNBROKEN, unbroken)).read()
 
@@ -47,7 +51,10 @@ class Divider:
         return None
 
     def cut_after(self, text: str, begin: int, unbroken: int) -> int:
-        """The first cut after a piece of the usual size."""
+        """The first cut after a piece of the usual size.
+
+        Raises InvalidRequestError if there is none within `unbroken` characters.
+        """
         high = begin + unbroken
         for at in self.division.cuts(text, begin + PIECE, min(high, len(text) - 1)):
             if not self.others.spans(text, at):
@@ -57,7 +64,7 @@ class Divider:
         return len(text)
 
     def may_overlap(self, text: str, stop: int) -> bool:
-        """Whether a piece that ends here may be joined with a piece that begins a little earlier."""
+        """Whether a piece that ends at `stop` may be joined with one that begins a little earlier."""
         run, after = self.division.run, self.division.after
         if not self.division.joins or (after is not None and after.match(text, stop) is None):
             return False
@@ -68,10 +75,10 @@ class Divider:
 class _Seam:
     """A token that two overlapping pieces share. The next piece begins at `begin`, and continues after the token."""
 
-    kept: int  # tokens of the piece before
+    kept: int  # number of tokens of the previous piece
     begin: int
     token: int
-    end: int  # of the token in the text
+    end: int  # position in the text at which the token ends
 
 
 class _Pieces:
@@ -110,7 +117,7 @@ class _Pieces:
             begin, seam = stop, None
 
     def _stop(self, begin: int) -> tuple[int, bool]:
-        """The end of a piece, and whether its tokens end there, too."""
+        """The end of a piece, and whether it is an exact cut."""
         text = self._text
         if (stop := self._divider.cut_before(text, begin)) is not None:
             return stop, True
@@ -124,7 +131,9 @@ class _Pieces:
         return self._last[2]
 
     def _seam(self, encoding: Encoding, begin: int, stop: int, first: int) -> _Seam | None:
-        """A seam to the next piece, which begins after one of the tokens, so that both are aligned from the start."""
+        """A seam to the next piece; None if none is found. The first try begins at the end of a token, so that the
+        tokens of both pieces are likely to align.
+        """
         overlap = self._divider.division.overlap
         ends = _ends(encoding, begin, max(first, 1), stop - 2 * overlap)
         starts = [end for end in ends if end <= stop - overlap]
@@ -160,7 +169,7 @@ def _after(seam: _Seam | None, encoding: Encoding, begin: int) -> int:
 
 
 def _ends(encoding: Encoding, begin: int, first: int, low: int) -> dict[int, int]:
-    """Indices of the last tokens, by the position of their ends in the text."""
+    """Indices of the tokens from `first` on that end at `low` or later, by the position in the text of their end."""
     ends: dict[int, int] = {}
     for index in range(len(encoding.ids) - 1, first - 1, -1):
         if (end := _end_of(encoding, index)) is not None:
@@ -171,7 +180,7 @@ def _ends(encoding: Encoding, begin: int, first: int, low: int) -> dict[int, int
 
 
 def _end_of(encoding: Encoding, index: int) -> int | None:
-    """The end of a token in its text; None if the next token has a part of the same character."""
+    """The end of a token in its text; None if the next token contains a part of the same character."""
     span = encoding.token_to_chars(index)
     after = encoding.token_to_chars(index + 1) if index + 1 < len(encoding) else None
     return None if span is None or (after is not None and after[0] < span[1]) else int(span[1])

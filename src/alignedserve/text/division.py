@@ -1,9 +1,9 @@
-"""Where a text may be cut so that the tokens of its pieces are the tokens of the whole; what is proven of a tokenizer.
+"""Decides how a tokenizer's texts can be divided so that the tokens of the pieces are those of the whole text.
 
-Two arguments are used (ADR 49). Where words are tokenised one by one, a cut between two of them is exact, if the
-characters beside it show that no word reaches over it, and no word on either side depends on what is beyond. Where a
-whole text is one word of BPE, two pieces that overlap can be joined after a token that both have at the same place: a
-sequence of tokens is BPE's if every two neighbours in it are.
+There are two methods (ADR 49). If words are tokenised one by one, a text can be cut between two words. The characters
+at the cut must show that no word spans it, and that no word depends on text beyond it. If a whole text is one BPE word,
+overlapping pieces can be joined after a token that both have at the same position. This is exact because a sequence of
+tokens is the result of BPE if and only if each two neighbours are.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 LEAST_OVERLAP = 512
 _WINDOW = 1 << 15  # characters
-_AHEAD = 64  # what a cut looks at is not longer
+_AHEAD = 64  # characters; every lookahead of a cut is shorter
 
 _State = Mapping[str, Any]
 
-# Before a space, after a letter, digit or ASCII punctuation.
+# Before a space, and after a letter, a digit or ASCII punctuation.
 _SPACE = r"(?<=[\w!-/:-@\[-`{-~])(?= )"
-# Letters that are letters in every version of Unicode, and compose with nothing that follows here.
+# Letters in every version of Unicode. They do not compose with the characters that may follow a cut.
 _LETTERS = "A-Za-zÀ-ÖØ-ö\u0400-\u0481\u048a-\u04ff\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-# Neither letters nor digits. The apostrophe is missing: contractions ('s) belong to what is before them.
+# Neither letters nor digits. Without the apostrophe, because a contraction ('s) belongs to the word before it.
 _MARKS = '\\n\\t !"#$%&()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~、。，．！？；：（）「」'
 _WORD_END = rf"(?<=[{_LETTERS}])(?=[0-9{_MARKS}])|(?<=[0-9])(?=[{_MARKS}])"
 _SAME = r"([\n\t !\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~])\1*"
 
-# Alternatives of the expressions that are known to split words. No match of any of them has in it what `_SPACE` or
-# `_WORD_END` names, none looks behind itself, and only white space looks ahead.
+# Alternatives of the known expressions that split words. No match of them spans a position that `_SPACE` or `_WORD_END`
+# finds. None of them has a lookbehind, and only those for white space have a lookahead.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = tuple(
@@ -52,11 +52,12 @@ _OTHERS = tuple(rf" ?[^\s\p{{L}}\p{{N}}]{end}" for end in ("+", r"+[\r\n]*", r"+
 _OTHERS += (r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",)
 _BLANKS = (r"\s+",)
 _LINE_ENDS = frozenset((r"\s*[\r\n]+", r"\s*[\r\n]"))
-_BLANKS_ONLY = re.compile(r"[^\S\r\n]*+(?![\r\n])")  # else they may belong to a word that a line end began before them
+# Blanks between two line ends may be one word with both.
+_BLANKS_ONLY = re.compile(r"[^\S\r\n]*+(?![\r\n])")
 _MORE = (r"\s+(?!\S)", *_LINE_ENDS, *_CONTRACTIONS[4:-1].split("|"), _CONTRACTIONS)
 _MORE += ("'(?i:[sdmt]|ll|ve|re)",)
 
-_MADE_BY_NFC = frozenset("K;`")  # of other characters; no other ASCII is
+_MADE_BY_NFC = frozenset("K;`")  # the only ASCII characters that NFC produces from others
 _UNIFORM = frozenset(
     {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "Precompiled", "BertNormalizer"}
 )
@@ -66,9 +67,11 @@ _BREAKING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What is proven. `cut` finds positions at which a text may be cut; `joins`: pieces that overlap by `overlap`
-    characters may be joined where `run` (None: anything) matches all of the overlap, and `after` (None: anything) what
-    is beyond it. `longest`, in bytes or characters: no token covers more of a text.
+    """How the texts of a tokenizer can be divided without changing their tokens.
+
+    `cut` finds the positions at which a text may be cut. With `joins`, pieces that overlap by `overlap` characters may
+    be joined. `run` must then match the whole overlap, and `after` the text that follows it (None: no condition).
+    `longest` is the most that one token covers, in bytes (`in_bytes`) or characters; None if there is no bound.
     """
 
     cut: re.Pattern[str] | None = None
@@ -84,14 +87,14 @@ class Division:
         return self.cut is not None or self.joins
 
     def least_tokens(self, text: str) -> int:
-        """No fewer than so many tokens come of it."""
+        """A lower bound of the text's number of tokens; 0 if none is known."""
         if self.longest is None:
             return 0
         size = len(text) if not self.in_bytes or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
         return -(-size // self.longest)
 
     def last_cut(self, text: str, begin: int, end: int) -> int | None:
-        """The last position after `begin`, up to `end`, at which it may be cut."""
+        """The last position after `begin`, and at most `end`, at which the text may be cut."""
         if self.cut is None:
             return None
         low = end
@@ -102,7 +105,7 @@ class Division:
         return None
 
     def cuts(self, text: str, begin: int, end: int) -> Iterator[int]:
-        """Where it may be cut, from `begin` to `end`. Other threads may run meanwhile."""
+        """The positions from `begin` to `end` at which the text may be cut. Other threads can run meanwhile."""
         for low in range(begin, end + 1, _WINDOW):
             yield from self._cuts(text, low, min(low + _WINDOW - 1, end))
 
@@ -115,8 +118,8 @@ class Division:
 def division_of(
     backend: Backend, vocab: Mapping[str, int], added: Sequence[AddedToken], markers: Sequence[AddedToken]
 ) -> Division:
-    """What is proven of a tokenizer whose model has this vocabulary. `added`: tokens that are found in any text;
-    `markers`: those that stand only where the caller says so.
+    """How texts can be divided for a tokenizer. `vocab`: the vocabulary of its model; `added`: tokens that are found in
+    any text; `markers`: tokens that occur only where the caller inserts them.
     """
     normalizers = _steps(_state(backend.normalizer), "normalizers")
     splitters = _steps(_state(backend.pre_tokenizer), "pretokenizers")
@@ -129,13 +132,13 @@ def division_of(
     division = Division(overlap=overlap, longest=longest, in_bytes=in_bytes)
     if not _keep_to_themselves(added, normalizers):
         return division
-    joins = is_bpe and not any(token.lstrip for token in (*added, *markers))  # they depend on what is before them
+    joins = is_bpe and not any(token.lstrip for token in (*added, *markers))  # lstrip depends on preceding text
     if joins and _one_word(normalizers, splitters):
         return replace(division, joins=True)
     if not {step["type"] for step in normalizers} <= _UNIFORM:
         return division
     if _words_by_expression(splitters):
-        if any(step.get("add_prefix_space") for step in splitters):  # no piece but the first may get one
+        if any(step.get("add_prefix_space") for step in splitters):  # a space at the cut prevents another one
             return replace(division, cut=re.compile(_SPACE))
         alternatives = {alternative for step in splitters for alternative in _alternatives(step)}
         run, after = _run(alternatives), _BLANKS_ONLY if alternatives & _LINE_ENDS else None
@@ -156,7 +159,7 @@ def _steps(state: _State | None, name: str) -> list[_State]:
 
 
 def _is_plain_bpe(model: Any) -> bool:
-    """Byte pairs merged by rank, and nothing else."""
+    """Whether a model merges pairs by rank, without dropout, prefixes or suffixes."""
     return (
         type(model).__name__ == "BPE"
         and not model.dropout
@@ -166,10 +169,10 @@ def _is_plain_bpe(model: Any) -> bool:
 
 
 def _keep_to_themselves(added: Sequence[AddedToken], normalizers: list[_State]) -> bool:
-    """Added tokens are found by their text alone, so that it can be seen where one of them reaches over a cut."""
+    """Whether added tokens are found by their text alone, so that a text shows whether one of them spans a cut."""
 
     def as_written(token: AddedToken) -> bool:
-        """Whether a normalized text spells it only where the text itself does."""
+        """Whether normalization cannot produce the token from other text."""
         by_nfc = all(step["type"] == "NFC" for step in normalizers)
         blind = by_nfc and token.content.isascii() and _MADE_BY_NFC.isdisjoint(token.content)
         return not normalizers or not token.normalized or blind
@@ -182,7 +185,7 @@ def _is_splitting_metaspace(step: _State) -> bool:
 
 
 def _one_word(normalizers: list[_State], splitters: list[_State]) -> bool:
-    """The whole text between two added tokens goes to the model at once, each character by itself normalized."""
+    """Whether all text between two added tokens is one word, and each character is normalized on its own."""
     replaced: set[str] = set()
     for step in normalizers:
         if step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1 and step["content"]:
@@ -190,14 +193,14 @@ def _one_word(normalizers: list[_State], splitters: list[_State]) -> bool:
         elif step["type"] != "Prepend":
             return False
     for step in splitters:
-        idle = step["type"] == "Split" and step["pattern"].get("String") in replaced  # there are none any more
+        idle = step["type"] == "Split" and step["pattern"].get("String") in replaced  # the normalizer has removed them
         if not idle and (step["type"] != "Metaspace" or _is_splitting_metaspace(step)):
             return False
     return True
 
 
 def _alternatives(step: _State) -> list[str]:
-    """Of the expression of a Split, those at its top level."""
+    """The top-level alternatives of a Split's expression."""
     expression = step["pattern"].get("Regex", "") if step["type"] == "Split" else ""
     parts, depth, at = [""], 0, 0
     while at < len(expression):
@@ -213,7 +216,7 @@ def _alternatives(step: _State) -> list[str]:
 
 
 def _words_by_expression(splitters: list[_State]) -> bool:
-    """Words are found by an expression whose every alternative is known; the other steps look at single characters."""
+    """Whether words are found by an expression of known alternatives, and other steps look at single characters."""
 
     def known(step: _State) -> bool:
         found = set(_alternatives(step))
@@ -229,8 +232,8 @@ def _words_by_expression(splitters: list[_State]) -> bool:
 
 
 def _run(alternatives: set[str]) -> re.Pattern[str]:
-    """Runs of which a piece may begin with any character: where their word ends does not depend on what was before.
-    Of what may end a word of other characters (`[\\r\\n]*`) it does.
+    """The runs within which a piece may begin: the end of their word does not depend on preceding text. Characters that
+    may end a word of other characters (`[\\r\\n]*`) are excluded, because their word depends on it.
     """
     ends = {alternative.rpartition("+")[2].rstrip("*") for alternative in alternatives.intersection(_OTHERS)} - {""}
     same = f"(?!{'|'.join(sorted(ends))}){_SAME}" if ends else _SAME
@@ -239,14 +242,14 @@ def _run(alternatives: set[str]) -> re.Pattern[str]:
 
 
 def _is_gpt2(step: _State) -> bool:
-    """A ByteLevel that splits by an expression of its own: all its alternatives are among the known ones."""
+    """Whether a step is a ByteLevel with its own expression. All alternatives of that expression are known."""
     return step["type"] == "ByteLevel" and bool(step.get("use_regex", True))
 
 
 def _longest(
     normalizers: list[_State], splitters: list[_State], vocab: Mapping[str, int], added: list[str], model: Any
 ) -> tuple[int | None, bool]:
-    """The most of a text that one token of BPE covers, and whether in bytes; None where something may be left out."""
+    """The most bytes or characters that one BPE token covers, and whether it is bytes; None if text may be dropped."""
     most = max(map(len, vocab), default=1)
     if not normalizers and any(step["type"] == "ByteLevel" for step in splitters) and vocab.keys() >= BYTE_CHARACTERS:
         kept = all(step.get("behavior") in (None, "Isolated") for step in splitters)

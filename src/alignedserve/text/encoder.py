@@ -70,7 +70,7 @@ class PromptEncoder:
         self._first_added_id = max(vocab.values(), default=-1) + 1
         holes = [AddedToken(_alias(), normalized=False) for _ in range(self._first_added_id - len(vocab))]
         self._aliases = {text: _alias() for text in special}
-        self._gap = _alias()  # has no meaning, and separates adjacent text
+        self._gap = _alias()  # separates adjacent text, and is removed afterwards
         flags = {token.content: {"lstrip": token.lstrip, "rstrip": token.rstrip} for token in markers}
         known = [AddedToken(alias, normalized=False, **flags[text]) for text, alias in self._aliases.items()]
         self._backend.add_tokens([*holes, *plain, *known, AddedToken(self._gap, normalized=False)])
@@ -80,7 +80,7 @@ class PromptEncoder:
 
         self._before, self._after = _around(source)
         division = division_of(source, vocab, plain, markers)
-        if self._forbidden:  # then tokens do not come from the model alone
+        if self._forbidden:  # such text is split again, so a join would not be exact
             division = replace(division, joins=False)
         self._division = division
         others = Spellings(token.content for token in plain)
@@ -122,8 +122,8 @@ class PromptEncoder:
         """The same tokens, one piece of the text at a time. Each piece takes about the same time, however long the text
         is. An empty list announces a piece that takes longer.
 
-        Raises InvalidRequestError if a part of the text cannot be divided, and is longer than MOST_UNBROKEN of
-        `dividing` and `unbroken`.
+        Raises InvalidRequestError if a part that cannot be divided is longer than `dividing.MOST_UNBROKEN` and
+        `unbroken`.
         """
         before, after = (self._before, self._after) if around else ((), ())
         if before:
@@ -195,12 +195,12 @@ def _special_texts(
 
 
 def _alias() -> str:
-    """An unguessable name in which no word ends."""
+    """An unguessable name that contains no cut."""
     return f"\x02{secrets.token_hex(16).translate(_LETTERS)}\x03"
 
 
 def _cut_at(aliases: Iterable[str], before: str, cut: re.Pattern[str] | None) -> re.Pattern[str] | None:
-    """The cut pattern, extended by aliases: text before an alias ends there, except for white space it may absorb."""
+    """The cut pattern, extended by cuts before aliases, except after white space that an alias may absorb."""
     if (found := Spellings(aliases).pattern) is None:
         return cut
     at_alias = f"{before}(?={found.pattern})"
@@ -214,8 +214,8 @@ def _id_in(backend: Backend, text: str) -> int:
 
 
 def _producible(backend: Backend, vocab: Mapping[str, int], special: frozenset[str]) -> frozenset[int]:
-    """Special tokens that the model may make of a text by itself. BPE makes only what its merges lead to, whatever is
-    around it.
+    """The special tokens that the model itself may produce from a text. BPE produces only those that its merges lead
+    to, whatever the surrounding text.
     """
     model = backend.model
     unknown = _unknown(model)
@@ -257,7 +257,7 @@ def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     for text in ("a", "0", "."):
         try:
             inner = backend.encode(text, add_special_tokens=False).ids
-        except Exception:  # tokenizers raises bare Exception: the model has no token for it, nor for what is unknown
+        except Exception:  # tokenizers raises bare Exception: the model has no token for it, and no unknown token
             continue
         whole = backend.encode(text).ids
         for begin in range(len(whole) - len(inner) + 1) if inner else ():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_WINDOW = 1 << 16  # characters; other threads may run between two windows
+_WINDOW = 1 << 16  # characters; other threads can run between two windows
 
 
 class Spellings:
-    """Finds strings with one tree-shaped expression, so that a thousand cost hardly more than one."""
+    """Finds strings with a regular expression in the form of a trie, so a thousand cost hardly more than one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(filter(None, texts))
@@ -17,7 +17,7 @@ class Spellings:
         self.pattern = re.compile(_tree_pattern(sorted(self.texts))) if self.texts else None
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """Begin and end of each occurrence, without overlaps."""
+        """The begin and end of each occurrence, without overlaps."""
         at = 0
         while self.pattern is not None and at < len(text):
             window = at + _WINDOW
@@ -30,7 +30,7 @@ class Spellings:
             at = max(window, end)
 
     def spans(self, text: str, at: int) -> bool:
-        """Whether a string may span this position."""
+        """Whether one of the strings may span this position."""
         if self.pattern is None:
             return False
         for begin in range(max(0, at - self.longest + 1), at):

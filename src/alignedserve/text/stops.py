@@ -27,7 +27,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that cannot be part of a stop string any more."""
+        """The text that can no longer be part of a stop string."""
         if self.matched is not None:
             return ""
         text = self._held + text
@@ -44,7 +44,7 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """The text that was held back, because no stop string was completed."""
+        """The text that is still held back. To be called once no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -80,7 +80,7 @@ class StoppableText:
         return self._matcher is not None and self._matcher.matched is not None
 
     def push(self, token: int) -> str:
-        """Text that may be shown now."""
+        """The text that can be shown after this token."""
         text = self._detokenizer.push(token)
         self.length += len(text)
         if self._matcher is None:
@@ -91,7 +91,7 @@ class StoppableText:
         return self._matcher.push(text) if text else ""
 
     def finish(self) -> str:
-        """The answer is over: the rest of its text."""
+        """The rest of the text, once the answer has ended."""
         text = self._detokenizer.finish()
         if self._matcher is None:
             return text
@@ -99,7 +99,7 @@ class StoppableText:
 
 
 class StopChecker:
-    """Used by workers: tells at which token a stop string of the answer is complete.
+    """Tells a worker at which token a stop string of the answer is complete.
 
     `already_generated_ids` are the answer's tokens so far (of an earlier epoch), `context_ids` the prompt.
     """

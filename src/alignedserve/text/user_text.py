@@ -17,15 +17,15 @@ from alignedserve.errors import InvalidRequestError
 
 _PRIVATE = [(0xE000, 0xF8FF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)]
 _PRIVATE_CHARACTER = re.compile("[" + "".join(f"{chr(low)}-{chr(high)}" for low, high in _PRIVATE) + "]")
-_DECODED = frozenset("&\\%{}")  # what begins an entity, an escape or a format: templates may decode those
-_LAST_CASED = 0x1E943  # of Unicode
+_DECODED = frozenset("&\\%{}")  # these begin entities, escapes and formats, which a template may decode
+_LAST_CASED = 0x1E943  # the last character of Unicode that has a case
 
 
 class Marks:
-    """Which private character stands for which. `spellings` are the special tokens' texts.
+    """The private characters that stand for the user's characters. `spellings` are the special tokens' texts.
 
-    Marked is whatever they are spelled with, but for white space, and what changing its case makes one of those: a
-    template may take any character from its place, and put it between special ones of its own.
+    Every character of a spelling is marked, except white space, and so is every character that a change of case can
+    turn into one of them. A template could otherwise build a special token from its own and the user's characters.
     """
 
     def __init__(self, spellings: Iterable[str], taken: Iterable[str] = ()) -> None:
@@ -35,12 +35,12 @@ class Marks:
         self._of_bytes = "".join(self._marks.get(character, character) for character in map(chr, range(256)))
 
     def for_texts(self, texts: Iterable[str]) -> Marks:
-        """Marks that none of these texts has in it already."""
+        """Marks that do not occur in these texts."""
         taken = {found for text in texts if not text.isascii() for found in _PRIVATE_CHARACTER.findall(text)}
         return Marks(self._spellings, taken) if taken.intersection(self._marks.values()) else self
 
     def mark(self, text: str) -> UserText:
-        try:  # a few milliseconds for 4 MiB
+        try:  # fast: a few milliseconds for 4 MiB
             marked, _ = charmap_decode(text.encode("latin-1"), "strict", self._of_bytes)
         except UnicodeEncodeError:
             marked = text
@@ -49,7 +49,7 @@ class Marks:
         return UserText(marked, self, text)
 
     def unmark(self, text: str) -> str:
-        """Also of a text that is not known to be a user's any more."""
+        """The text without marks. A plain `str` may contain marks, too."""
         if isinstance(text, UserText):
             return text._text
         if not text.isascii():  # marks are not ASCII
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 def _asked(name: str) -> Any:
-    """A method whose answer is no text: what the plain text answers."""
+    """A method that does not return text: it is called on the plain text."""
     method = getattr(str, name)
 
     def ask(self: UserText, *arguments: Any) -> Any:
@@ -101,9 +101,10 @@ def _recased(name: str) -> Any:
 
 
 class UserText(str):
-    """Marked text. Its characters are the marked ones, also for code that knows nothing of marks (`"".join`, a filter
-    written in C): so nothing is ever lost. One mark stands for one character: positions and lengths are the same.
-    `text` is the same one without marks.
+    """Marked text; `text` is the same text without marks.
+
+    The characters of the string itself are the marked ones, so marks survive code that does not know them (`"".join`, a
+    filter written in C). A mark stands for one character, so positions and lengths are the same.
     """
 
     _marks: Marks
@@ -194,7 +195,7 @@ class UserText(str):
         return head, middle, tail
 
     def replace(self, old: str, new: str, count: Any = -1, /) -> UserText:
-        """What the template puts in its place is the template's own text, unless it comes from a user, too."""
+        """`new` is the template's own text, unless it is marked, too."""
         marked = str.join(new, self.split(old, count)) if old else super().replace(old, new, count)
         return UserText(marked, self._marks, self._text.replace(_plain(old), self._marks.unmark(new), count))
 
@@ -206,14 +207,14 @@ class UserText(str):
 
 
 def join_texts(pieces: Iterable[str]) -> str:
-    """`"".join`, of which a template's later questions get the right answers, too."""
+    """`"".join`. The result is a UserText if one of the pieces is."""
     pieces = list(pieces)
     marks, joined = marks_in(pieces), "".join(pieces)
     return joined if marks is None else UserText(joined, marks, "".join(map(marks.unmark, pieces)))
 
 
 def marks_in(value: Any) -> Marks | None:
-    """The marks of a text, or of any text within lists and mappings; None where no user's text is among them."""
+    """The marks of a text, or of any text within lists and mappings; None if there is no UserText."""
     if isinstance(value, UserText):
         return value._marks
     if isinstance(value, Mapping):
@@ -224,7 +225,7 @@ def marks_in(value: Any) -> Marks | None:
 
 
 def unmarked(value: Any) -> Any:
-    """The same value with plain text in it."""
+    """The same value, with plain text instead of UserText."""
     if isinstance(value, Mapping):
         return {_plain(key): unmarked(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -233,7 +234,7 @@ def unmarked(value: Any) -> Any:
 
 
 def on_plain_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at characters: it works on the plain text, and all text that it makes of it is the user's."""
+    """A filter that reads characters. It gets plain text, and the text that it returns is marked as the user's."""
 
     @wraps(function)
     def apply(*arguments: Any, **options: Any) -> Any:
@@ -244,19 +245,19 @@ def on_plain_text(function: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(made, str):
             return made
         marked = marks.mark(str.__str__(made))
-        return marked if type(made) is str else type(made)(marked)  # Markup stays what it is
+        return marked if type(made) is str else type(made)(marked)  # Markup stays Markup
 
     return apply
 
 
 def text_of_method(function: Callable[..., Any]) -> str | None:
-    """The text whose method it is, if it is one (Jinja wraps `format`)."""
+    """The string that a method is bound to; None for other functions. Jinja wraps `format`."""
     text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
     return text if isinstance(text, str) else None
 
 
 def on_texts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What puts a text together of others: it stays recognisable as the user's."""
+    """A function that builds a text from others. The user's text stays marked in it."""
 
     @wraps(function)
     def apply(*arguments: Any, **options: Any) -> Any:

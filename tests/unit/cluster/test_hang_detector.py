@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from alignedserve.cluster.launch.processes import Sight, is_alive, look_at
+from alignedserve.cluster.launch.processes import Sight, look_at
 from alignedserve.cluster.node.supervisor_guard import SupervisorGuard
 from alignedserve.cluster.node.watchdog import Watchdog
 from alignedserve.cluster.supervisor.hang_detector import LOADING, STOPPED_S, HangDetector
 from alignedserve.cluster.supervisor.managed_process import ManagedProcess
 from alignedserve.config import SupervisorConfig
-from alignedserve.control.role import started_ticks
+from alignedserve.proc_stat import is_alive, started_ticks
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 

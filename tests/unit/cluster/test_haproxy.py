@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.serve import haproxy, haproxy_exec
 from alignedserve.config import Config
+from alignedserve.proc_stat import is_alive
 from support.requirements import need
 
 NAMED = "    use_backend http-default if is_http-default\n"

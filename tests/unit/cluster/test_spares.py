@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.supervisor.core import Launch, SupervisorCore
 from alignedserve.cluster.supervisor.plan import SPARE, plan_roles
 from alignedserve.config import ClusterConfig, Config, KvPoolConfig, SupervisorConfig
 from alignedserve.errors import ResourceError
+from alignedserve.proc_stat import is_alive
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 from alignedserve.sizing import SPARE_BYTES, plan_stores

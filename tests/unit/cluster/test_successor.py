@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from alignedserve.cluster.launch.launcher import Running
-from alignedserve.cluster.launch.processes import Sight, is_alive
+from alignedserve.cluster.launch.processes import Sight
 from alignedserve.cluster.node.supervisor_guard import AGENT_FIRST_S, guard_supervisor
 from alignedserve.cluster.supervisor.actions import Fence, FenceGuest, Launch
 from alignedserve.cluster.supervisor.core import SupervisorCore
@@ -25,6 +25,7 @@ from alignedserve.cluster.supervisor.plan import plan_roles
 from alignedserve.config import ClusterConfig, Config
 from alignedserve.control.runtime import RoleServer, RoleSettings
 from alignedserve.errors import ConfigError
+from alignedserve.proc_stat import is_alive
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import supervisor_pb2 as sv
 

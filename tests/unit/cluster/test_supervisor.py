@@ -15,7 +15,6 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.cluster.local import LocalCluster
 from alignedserve.cluster.runtime_dir import runtime_dir
 from alignedserve.cluster.supervisor.role_settings import role_settings
@@ -23,6 +22,7 @@ from alignedserve.config import GPU_PASS_TOKENS, ClusterConfig, Config, Supervis
 from alignedserve.control.role import RoleHost
 from alignedserve.control.rpc import open_channel
 from alignedserve.errors import AlignedServeError, ModelError
+from alignedserve.proc_stat import is_alive
 from alignedserve.proto import common_pb2 as pb
 from alignedserve.proto import node_agent_pb2 as na
 from alignedserve.proto import node_agent_pb2_grpc as na_grpc

@@ -56,7 +56,7 @@ def test_each_step_is_shown_once_also_without_answers(
         "http://here: restarting decode, scheduler",
         "http://here: decode-0 drains",
         "http://here: scheduler-0 starts",
-        "http://here: every process of them is new",
+        "http://here: all processes of these roles were replaced",
     ]
 
 
@@ -137,7 +137,7 @@ def test_a_cluster_that_is_gone_is_not_waited_for(capsys: pytest.CaptureFixture[
     clock = Clock()
     assert ask(clock, Gateway(None)) == 0
     assert clock.now == GONE_AFTER_S
-    assert "nobody to wait for" in capsys.readouterr().out
+    assert "nothing to wait for" in capsys.readouterr().out
 
 
 def test_one_gateways_own_page_says_nothing_of_the_others() -> None:

@@ -15,10 +15,10 @@ from alignedserve.cluster.cli import profile_cluster
 from alignedserve.cluster.cli.open_loop import Load, _Driver
 from alignedserve.cluster.cli.profile_cluster import Sums, measure_in_cluster, slowdown_beside
 from alignedserve.cluster.cli.serve_process import ServeProcess
-from alignedserve.cluster.launch.processes import is_alive
 from alignedserve.config import Config, GatewayConfig
 from alignedserve.config_sources import from_tree, load
 from alignedserve.errors import ResourceError, UnavailableError
+from alignedserve.proc_stat import is_alive
 
 CONTENT = {"hardware": {"block_size": 16, "kv_bytes_per_token": 1024}}
 
